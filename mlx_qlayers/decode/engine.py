@@ -141,7 +141,8 @@ class Steps:
                 self.steps[key] = [found, *self.steps.get(key, ())][:_KEPT]
             if where() and (tailed := self._tailed(found, batch, some)) is not None:
                 logits, progress = tailed.run(tokens, own, None)
-                more = min(most - at[name] for name, (_, most) in found.limits.items())
+                left = (most - at[name] for name, (_, most) in found.limits.items())
+                more = min(left, default=1)
                 self.progress[own[0]] = asked, more, progress
                 return logits
             program: Program = self._program(found, batch)

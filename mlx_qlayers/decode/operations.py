@@ -105,6 +105,11 @@ def _ring_shown(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
     return shown
 
 
+def _padding_mask(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
+    """Which rows of a cache hold tokens of each sequence, and no padding ahead of them."""
+    return lambda padding, keys: mx.arange(keys.shape[2]) >= padding[:, None, None, None]
+
+
 OPERATIONS: dict[str, Maker] = {
     "Attention": _attention,
     "AttentionStep": _attention_step,
@@ -117,6 +122,7 @@ OPERATIONS: dict[str, Maker] = {
     "GatedDelta": mixtures.delta,
     "Gelu": lambda node, values: nn.gelu,
     "GeluApprox": lambda node, values: nn.gelu_approx,
+    "PaddingMask": _padding_mask,
     "Position": _position,
     "Heads": mixtures.heads,
     "Latent": mixtures.latent,

@@ -21,11 +21,13 @@ from .cache_tail import (
     kind_of,
     one_token,
     positions,
+    positions_of,
     tail_of,
     watch,
     watched_kind,
     with_tickets,
 )
+from .cache_tail import arrays_of as arrays_in
 from .caches import arrays_of, changes, put
 from .capture import Captured, Unsupported
 from .emit import Program
@@ -34,6 +36,8 @@ from .rules import fused
 from .rules.steps import Tails
 
 _COUNTS = ("offset", "_idx")
+# Of a batch, by sequences.
+_OF_BATCH = ("offset", "left_padding")
 _NAMES = ("cache.{}.keys", "cache.{}.values", "tail.{}.keys", "tail.{}.values", "tickets.{}")
 
 
@@ -61,7 +65,7 @@ class Tailed:
         self.plain = sorted(tailed - {*self.rings})
         self.tailed = [*self.plain, *self.rings]
         self.program = Program(graph, batch, captured.weights)
-        if self.program.dynamic or not tailed:
+        if self.program.dynamic:
             raise Unsupported("its code computes with positions")
         self.given = [name for _, name in self.program.inputs]
         self.results = [name for name in graph.outputs if name != "logits"]
@@ -94,7 +98,7 @@ class Tailed:
             Unsupported: caches hold different numbers of tokens, or are too small.
         """
         some, held = [own[i] for i in self.plain], [vars(own[i]) for i in self.plain]
-        lengths = {each["offset"] for each in held}
+        lengths = {each.get("_idx", each["offset"]) for each in held}
         if len(lengths) > 1:
             raise Unsupported("caches hold different numbers of tokens")
         tail, at, given = None, None, list[Any]()
@@ -102,21 +106,20 @@ class Tailed:
             before = last and last.tail
             tail = with_tickets(tail_of(before, some, length))
             goes_on = last is not None and before is not None and tail.start == before.start
-            at = positions(tail.start, length - tail.start, self.batch)
-            at = last.at if last is not None and goes_on else at
+            at = last.at if last is not None and goes_on else _at(tail, length, held)
             given = given_by(tail, [])
         others = [None if i in self.tailed else c for i, c in enumerate(own)]
         rings = {i: ring_tail(last.rings.get(i) if last else None, own[i]) for i in self.rings}
         arrays = {**arrays_of(others), **self._of_rings(rings, own), "tokens": tokens}
+        for i, each in zip(self.plain, held, strict=True):
+            arrays |= {
+                f"cache.{i}.{n}": each[n] for n in _OF_BATCH if isinstance(each.get(n), mx.array)
+            }
         logits, later, tails, made = self.compiled(at, given, arrays)
         new = {i: [made.pop(f"tail.{i}.{name}") for name in ("keys", "values")] for i in rings}
-        counts = {
-            f"{i}.{name}": vars(own[i])[name]
-            for i in self.tailed
-            for name in _COUNTS
-            if name in vars(own[i])
-        }
-        at_names = {self.captured.names[name]: value for name, value in counts.items()}
+        known = self.captured.names
+        names = ((i, n) for i in self.tailed for n in _COUNTS if f"{i}.{n}" in known)
+        at_names = {known[f"{i}.{n}"]: vars(own[i])[n] for i, n in names}
         items = changes(own, made, self.captured.counts, at_names)
         for i in self.rings:
             row, size = vars(own[i])["_idx"], vars(own[i])["max_size"]
@@ -145,6 +148,21 @@ class Tailed:
                 size, offset = (vars(own[i])[name] for name in ("max_size", "offset"))
                 arrays[f"ring.{i}"] = ring_positions(ring, size, offset, self.batch)
         return arrays
+
+
+def _at(tail: Tail, length: int, held: Sequence[dict[str, Any]]) -> mx.array:
+    """Where caches are that have a tail together.
+
+    Raises:
+        Unsupported: sequences of a batch have other positions in some of them.
+    """
+    if "_idx" not in held[0]:
+        return positions(tail.start, length - tail.start, len(arrays_in(tail.buffers[0])[0]))
+    for name in _OF_BATCH:
+        whole = mx.stack([each[name] for each in held])
+        if not (whole == whole[:1]).all().item():
+            raise Unsupported("caches hold different numbers of tokens")
+    return positions_of(tail.start, length - tail.start, held[0]["offset"])
 
 
 class Progress(NamedTuple):

@@ -214,3 +214,33 @@ def test_steps_that_are_compiled(backend: str, monkeypatch: pytest.MonkeyPatch) 
     rows = cache[1].offset
     assert mx.abs(arrays[0] - others[0]).max() < 1e-4
     assert mx.abs(arrays[1][:, :, :rows] - others[1][:, :, :rows]).max() < 1e-4
+
+
+# Which kinds of caches have tails in the compiled step of a model.
+TAILED = {
+    "qwen2": ("own", "rotating", "padded left", "padded right"),
+    "gemma3_text": ("own",),
+    "gpt_oss": ("own",),
+    "qwen3_moe": ("own", "rotating", "padded left", "padded right"),
+    "qwen3_next": ("own", "rotating", "padded left", "padded right"),
+    "mamba2": ("own", "padded left", "padded right"),
+}
+
+
+@pytest.mark.parametrize("name", TAILED)
+def test_logits_by_tails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but that MLX compiles nothing, which takes minutes."""
+    monkeypatch.setattr(engine, "where", lambda: "a GPU")
+    stock, model = (build(name, ARCHITECTURES[name]) for _ in range(2))
+    mx.disable_compile()
+    try:
+        for i, kind in enumerate(TAILED[name]):
+            engine._steps.clear()
+            stepped = ByGraph(model)
+            with use_backend("ops"):
+                found = logits([stock, stepped], kind, (1, 3)[i % 2], VOCABULARY)
+            for number, (want, each) in enumerate(zip(*found, strict=True)):
+                assert_same_model(each, want, bits=None, what=f"{name}, {kind}, step {number}")
+            assert stepped.steps == 3 and engine.stopped(model) is None
+    finally:
+        mx.enable_compile()

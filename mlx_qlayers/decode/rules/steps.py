@@ -60,6 +60,10 @@ VIEWS: list[Rule] = [
 ]
 
 
+# Caches whose attention takes a tail, and the count that says where a token is written.
+COUNTERS = {"KVCache": "offset", "BatchKVCache": "_idx", "RotatingKVCache": "_idx"}
+
+
 class Tails(NamedTuple):
     """What rules know of a model's caches.
 
@@ -80,6 +84,7 @@ class Written(NamedTuple):
         offset: the position of the token.
         buffer: what is written into, and ``new`` the token's row.
         ring: of a rotating cache its size, the rows that it keeps and whether all rows count.
+        batch: whether sequences have positions and paddings of their own.
     """
 
     number: int
@@ -87,6 +92,7 @@ class Written(NamedTuple):
     buffer: Node
     new: Node
     ring: tuple[int, int, bool] | None
+    batch: bool
 
 
 def written(node: Node, name: str, tails: Tails) -> Written | None:
@@ -101,7 +107,7 @@ def written(node: Node, name: str, tails: Tails) -> Written | None:
     if where != "cache" or rest != [name] or new.dtype != buffer.dtype:
         return None
     kind, case, *others = tails.keys[int(number)]
-    counter = {"KVCache": "offset", "RotatingKVCache": "_idx"}.get(kind)
+    counter = COUNTERS.get(kind)
     if counter is None or update.arg[1][2] != _count(tails.names, number, counter):
         return None
     stop = _count(tails.names, number, counter)._replace(const=1)
@@ -111,7 +117,9 @@ def written(node: Node, name: str, tails: Tails) -> Written | None:
     settings, ring = dict(others), None
     if kind == "RotatingKVCache":
         ring = settings["max_size"], settings["keep"], case == "full"
-    return Written(int(number), _count(tails.names, number, "offset"), buffer, new, ring)
+    batch = kind == "BatchKVCache"
+    offset = _count(tails.names, number, "_idx" if batch else "offset")
+    return Written(int(number), offset, buffer, new, ring, batch)
 
 
 def _count(names: Mapping[str, str], number: str, attribute: str) -> Size:
@@ -126,11 +134,11 @@ class Heads(NamedTuple):
     norm: Node | None
 
 
-def heads(node: Node, position: Size) -> Heads:
+def heads(node: Node, cache: Written) -> Heads:
     """What queries or keys (B, H, 1, D) were before a rotary embedding and a norm."""
     rope = norm = None
     own = next((v for v in views(node) if v.op == "RoPE"), None)
-    if own is not None and _is_at(own.src[1], position) and own.src[0] is not None:
+    if own is not None and _is_at(own.src[1], cache) and own.src[0] is not None:
         rope, node = own, own.src[0]
     found = next((v for v in views(node) if v.op == "RMSNorm"), None)
     if found is not None and found.src[0] is not None and found.shape[-1] == node.shape[-1]:
@@ -138,8 +146,11 @@ def heads(node: Node, position: Size) -> Heads:
     return Heads(node, rope, norm)
 
 
-def _is_at(offset: Node | None, position: Size) -> bool:
-    return offset is not None and offset.op == "Numbers" and offset.arg == (position,)
+def _is_at(offset: Node | None, cache: Written) -> bool:
+    if offset is not None and cache.batch and offset.op == "Input":
+        name = offset.arg[0]  # those of all caches are the same: whoever runs the graph sees to it
+        return bool(name.startswith("cache.") and name.endswith(".offset"))
+    return offset is not None and offset.op == "Numbers" and offset.arg == (cache.offset,)
 
 
 def _rows(node: Node) -> Node:
@@ -166,7 +177,7 @@ class _Turned(NamedTuple):
     epsilon: float
 
 
-def _turned(q: Node, k: Node, position: Size) -> _Turned:
+def _turned(q: Node, k: Node, cache: Written) -> _Turned:
     """Queries and keys before the rotary embedding and norms that attention does as well."""
     scale = 1.0
     if q.op == "Multiply":  # by a number, which may as well be part of the scale
@@ -174,7 +185,7 @@ def _turned(q: Node, k: Node, position: Size) -> _Turned:
         inner = next((s for s in q.src if s and s.shape == q.shape and s.op != "Broadcast"), None)
         if number is not None and inner is not None:
             scale, q = number, inner
-    of_q, of_k = heads(q, position), heads(k, position)
+    of_q, of_k = heads(q, cache), heads(k, cache)
     rotation, freqs = Rotation(0), None
     if not _alike(of_q.rope, of_k.rope):
         return _Turned(_rows(q), _rows(k), scale, rotation, None, (None, None), 0.0)
@@ -194,7 +205,7 @@ def _step(attention: Node, keys: Written, values: Written, tails: Tails) -> Node
     """The node that takes the place of attention."""
     q, _, _, mask, sinks = attention.src
     assert q is not None
-    given = _turned(q, keys.new, keys.offset)
+    given = _turned(q, keys.new, keys)
     (batch, kv_heads, *_), tail = keys.buffer.shape, Size(0, (("tail", 1),))
     widths = keys.new.shape[3], values.new.shape[3]
     specs = [Spec((batch, kv_heads, tail, width), attention.dtype) for width in widths]
@@ -211,6 +222,10 @@ def _step(attention: Node, keys: Written, values: Written, tails: Tails) -> Node
         if keys.ring[2]:
             hidden = Spec((1, 1, 1, tail), mx.bool_)
             mask = Node("RingMask", (at, keys.buffer, of_tail[0]), keys.ring[:2], (hidden,))
+    if keys.batch and mask is not None:
+        padding = Node("Input", (), (f"cache.{number}.left_padding",), (Spec((batch,), mx.int32),))
+        hidden = Spec((batch, 1, 1, keys.buffer.shape[2]), mx.bool_)
+        mask = Node("PaddingMask", (padding, keys.buffer), (), (hidden,))
     src = (
         *(given.q, given.k, _rows(values.new), keys.buffer, values.buffer),
         *(*of_tail, at),
@@ -220,6 +235,35 @@ def _step(attention: Node, keys: Written, values: Written, tails: Tails) -> Node
     out = Spec((batch, 1, attention.shape[1] * widths[1]), attention.dtype)
     arg = attention.arg[0] * given.scale, given.rotation, given.epsilon, 1, 1
     return Node("AttentionStep", src, arg, (out, *specs))
+
+
+def _hides_padding(mask: Node) -> bool:
+    """Whether a mask is that of a batch whose sequences begin at different rows, and no more."""
+    mask = under(mask)
+    if mask.op != "LogicalAnd" and (mask.op, mask.arg) != ("BitwiseBinary", (0,)):
+        return False
+    for one, other in (mask.src, mask.src[::-1]):
+        if one is None or other is None or (one.op, other.op) != ("GreaterEqual", "LessEqual"):
+            continue
+        row, rows = (_range(s) for s in one.src)
+        padding, columns = other.src
+        while padding is not None and padding.op in ("Broadcast", "ExpandDims"):
+            padding = padding.src[0]
+        named = padding is not None and padding.op == "Input"
+        named = named and padding.arg[0].endswith(".left_padding")  # type: ignore[union-attr]
+        last = row is not None and rows is not None and rows[0] == 0 and rows[1] == row[1]
+        return bool(named and last and rows == _range(columns))
+    return False
+
+
+def _range(node: Node | None) -> tuple[Any, Any] | None:
+    """The numbers of a range that was broadcast."""
+    while node is not None and node.op in ("Broadcast", "ExpandDims", "AsType"):
+        node = node.src[0]
+    if node is None or node.op != "Arange" or node.arg[2] != 1:
+        return None
+    start, stop, _ = node.arg
+    return start, stop
 
 
 def _first_alike(number: int, tails: Tails) -> int:
@@ -246,10 +290,12 @@ def by_steps(graph: Graph, tails: Tails) -> Graph:
     taken = Counter(node.src[1] for node in seen)
     for node in seen:
         _, k, v, mask, _ = node.src
-        if k is None or v is None or mask is not None or taken[k] > 1 or node.shape[2] != 1:
+        if k is None or v is None or taken[k] > 1 or node.shape[2] != 1:
             continue
         keys, values = written(k, "keys", tails), written(v, "values", tails)
         if keys is None or values is None or keys.number != values.number:
+            continue
+        if mask is not None and not (keys.batch and _hides_padding(mask)):
             continue
         step = _step(node, keys, values, tails)
         out = step.item(0)
@@ -262,6 +308,8 @@ def by_steps(graph: Graph, tails: Tails) -> Graph:
                 shown = Node("RingShown", src, arg, each.buffer.outputs)
                 outputs[f"cache.{each.number}.{name}"] = shown
     at = {n.arg[0]: n for step in places.values() for n in _inputs(step) if n.arg[0][:3] == "at."}
+    if any(key[0] == "BatchKVCache" for key in tails.keys):
+        at = {}  # there it is none of one sequence alone
     positions: list[Rule] = [(Pattern(("Numbers",)), lambda root: _position(root, at))]
     return rewrite(Graph(outputs).replaced(places), [*VIEWS, *positions])
 
