@@ -203,9 +203,11 @@ def _tensor_ops() -> Iterator[Check]:
     if not tensor_ops.missing():
         given = [_normal((1, n, 70, 64)) for n in (4, 2, 2)]
         yield Check("attention", partial(_attention_by, True), given, 70, 16)
+        run = partial(_attention_by, True, handed=False)
+        yield Check("attention, through threadgroup memory", run, given, 70, 16)
 
 
-def _attention_by(tensors: bool, *arrays: mx.array) -> list[mx.array]:
+def _attention_by(tensors: bool, *arrays: mx.array, handed: bool = True) -> list[mx.array]:
     """Causal attention with the gradients of half the sum of its squares, by tensor operations or
     the kernels of Hopper GPUs.
     """
@@ -214,7 +216,7 @@ def _attention_by(tensors: bool, *arrays: mx.array) -> list[mx.array]:
         run = partial(attention, scale=0.125, mask="causal")
         y, gradients = mx.vjp(lambda *given: [run(*given)], [*arrays], [run(*arrays)])
         return [*y, *gradients]
-    at = Launcher(AttentionCall(q, (k,), (v,), Scores(0.125, True)))
+    at = Launcher(AttentionCall(q, (k,), (v,), Scores(0.125, True)), handed)
     if not tensors:
         out, norms = forward_ahead(at, Cut(4))(*arrays, None, None)
         given = [*arrays, absent()]

@@ -39,7 +39,7 @@ from .attention_choice import (
     why_not_decode,
     why_not_forward,
 )
-from .tensor_choice import by_tensors, decided_by
+from .tensor_choice import MEMORY, PATHS, by_tensors, decided_by
 
 # Bytes of dense keys and values of one layer that may be made of packed ones.
 _MOST_DENSE = 128 << 20
@@ -330,6 +330,7 @@ def _by_forward(choice: Choice | None, call: AttentionCall) -> Plan:
         return Plan(choice, attention_forward(at, chosen), dense)
     best = found("attention_forward", *at.question()) if at.device == "metal" else None
     tensors = by_tensors(best) and why_no_tensors(at) is None
+    at.handed = best is None or PATHS.get(best.path) != MEMORY
     of_all, of_mask = attention_backward(at, tensors)
     gradients = [Gradient((0, 1, 2) if call.sinks is None else (0, 1, 2, 4), of_all)]
     if call.mask is not None and call.mask.dtype != mx.bool_:

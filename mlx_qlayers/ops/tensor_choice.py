@@ -17,8 +17,10 @@ from ..runtime.backend import backend
 from ..runtime.spec import Spec
 
 TENSOR, CODES = "tensor operations", "tensor operations on packed codes"
+# Of attention, where tensors hand nothing to each other: there where the first is wrong, or slower.
+MEMORY = "tensor operations by way of threadgroup memory"
 # The kernels by the paths by which a family measures them.
-PATHS = {"tensor": TENSOR, "codes": CODES}
+PATHS = {"tensor": TENSOR, "codes": CODES, "tensor_memory": MEMORY}
 
 
 def by_tensors(best: Found | None) -> bool:
@@ -66,7 +68,7 @@ def decided_by(
     """As :func:`~mlx_qlayers.dispatch.measurements.decided`, where they may have been fastest."""
     best = as_it_runs(best)
     if best is not None and by_tensors(best):
-        return f"{TENSOR}, {best.evidence}", None, best.evidence.source
+        return f"{PATHS[best.path]}, {best.evidence}", None, best.evidence.source
     by, unless, evidence = decided(best, kernel, unless, evidence)
     return f"{by}; {without_tensors(best)}", unless, evidence
 

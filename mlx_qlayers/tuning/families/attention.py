@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,11 +59,17 @@ class AttentionForwardFamily(Family[AttentionForwardProblem, Layout]):
     def paths(self, inputs: Inputs, problem: AttentionForwardProblem) -> dict[str, Path]:
         found = super().paths(inputs, problem)
         if backend() == "metal" and tensor_ops.missing() is None and not problem.bits:
-            at = Launcher(_call(inputs, Scores(problem.shape[5] ** -0.5, problem.causal)))
-            if why_no_tensors(at) is None:
-                launch = attention_tensor(at)
-                found["tensor"] = lambda inputs: launch(*inputs, None, None)[:1]
+            call = _call(inputs, Scores(problem.shape[5] ** -0.5, problem.causal))
+            if why_no_tensors(Launcher(call)) is None:
+                found["tensor"], found["tensor_memory"] = (
+                    partial(_by_tensors, attention_tensor(Launcher(call, handed)))
+                    for handed in (True, False)
+                )
         return found
+
+
+def _by_tensors(launch: Callable[..., Inputs], inputs: Inputs) -> Inputs:
+    return launch(*inputs, None, None)[:1]
 
 
 class AttentionDecodeFamily(Family[AttentionDecodeProblem, Any]):

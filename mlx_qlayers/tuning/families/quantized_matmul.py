@@ -16,7 +16,7 @@ from ...metal.quantized_matmul.qmm import QmmConfig
 from ...metal.quantized_matmul.qmm_tensor import why_no_codes
 from ...metal.quantized_matmul.qmv import QmvArrays
 from ...metal.quantized_matmul.qmv_config import QmvConfig, QmvPersistentConfig
-from ...ops.tensor_choice import CODES, PATHS, tensor_product
+from ...ops.tensor_choice import PATHS, tensor_product
 from ...options import MatmulCall, PackedMatrix
 from ...reference import quantized_matmul as reference
 from ...runtime import tensor_ops
@@ -54,9 +54,8 @@ class QmmFamily(Family[QmmProblem, QmmConfig]):
             x, *packed = map(Spec.of, inputs)
             call = MatmulCall(x, PackedMatrix(*packed), problem.transpose, problem.fmt)
             codes = tensor_ops.missing_codes() is None and why_no_codes(call) is None
-            for path, kernel in PATHS.items():
-                if kernel != CODES or codes:
-                    found[path] = _by_tensors(kernel, call)
+            for path in ("tensor", "codes") if codes else ("tensor",):
+                found[path] = _by_tensors(PATHS[path], call)
         return found
 
 

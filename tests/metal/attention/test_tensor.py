@@ -12,6 +12,7 @@ from attention_cases import DTYPES, EXTRAS, MASKS, check, make
 from pairwise import pairwise
 from runtime.host import mlx_kernels as mk
 
+from mlx_qlayers import attention
 from mlx_qlayers.dispatch.measurements import Found
 from mlx_qlayers.dispatch.thresholds import Evidence
 from mlx_qlayers.metal.attention import tensor
@@ -169,6 +170,23 @@ def test_taken_where_they_were_fastest(monkeypatch, machine):
     monkeypatch.setattr(ops, "found", lambda *_, **__: best)
     x = Spec((1, 2, 64, 64), mx.float16)
     call = AttentionCall(x, (x,), (x,), Scores(0.125))
+    # Where scores that are handed over were wrong, or slower, those that go through memory.
+    launched = []
+
+    def launch(*, template, output_shapes, output_dtypes, **_):
+        launched.append(dict(template)["HANDED"])
+        return [mx.zeros(*each) for each in zip(output_shapes, output_dtypes, strict=True)]
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", lambda **_: launch)
+    for path in ("tensor", "tensor_memory"):
+        machine("metal")
+        monkeypatch.setattr(tensor_ops, "missing", lambda: None)
+        monkeypatch.setattr(ops, "found", lambda *_, path=path, **__: best._replace(path=path))
+        q = mx.zeros(x.shape, x.dtype)
+        with use_backend("metal"):
+            attention(q, q, q, scale=0.125)
+    assert launched == [True, False]
+    monkeypatch.setattr(ops, "found", lambda *_, **__: best)
     for why, said in ((None, "tensor operations, measured here"), ("an M4", "an M4")):
         machine("metal")
         monkeypatch.setattr(tensor_ops, "missing", lambda why=why: why)
