@@ -92,3 +92,16 @@ def test_the_gated_delta_rule_is_captured_without_a_kernel_of_metal(
         twin._exported.cache_clear()
     # The prompt runs as the model says it, captures without the kernel.
     assert used[0] and len(used) > 2 and not any(used[1:])
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_one_capture_of_experts_serves_batches_up_to_sorting(name: str) -> None:
+    model = build(name, ARCHITECTURES[name])
+    with use_backend("host"):
+        for batch in (1, 3, 20, 33, 40):  # of two experts each, mlx-lm sorts 64
+            found, kernels = logits(model, batch, graph=True, tokens=2)
+            want, _ = logits(model, batch, graph=False, tokens=2)
+            assert mx.abs(found - want).max() <= 1e-5 * mx.abs(want).max()
+            assert "experts_chosen" in families(kernels)
+    (steps,) = engine._steps[id(model)].steps.values()
+    assert sorted(step.batches for step in steps) == [(1, 31), (33, 128)]
