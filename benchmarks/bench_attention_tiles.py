@@ -4,16 +4,13 @@ Run ``python benchmarks/bench_attention_tiles.py``. Results are first compared w
 queries. ``stock`` is ``mx.fast.scaled_dot_product_attention`` (with a mask where there is a
 window), ``unfused`` the same in plain MLX operators, as it is done in training on Metal, ``kernel``
 the forced kernel path, ``auto`` what this package picks. ``MB`` is the peak above the inputs. Short
-sequences are timed one call after the other, and in compiled chains of calls. Where they are called
-one by one, ``again`` is stock once more, so that one sees what differs between equals, and
-``call us`` what Python takes for a call before MLX evaluates it.
+sequences are timed one call after the other, and in compiled chains of calls.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -30,15 +27,13 @@ from mlx_qlayers.runtime.backend import BackendError, backend, use_backend
 from mlx_qlayers.runtime.explain import explain
 
 Attention = Callable[[mx.array, mx.array, mx.array], mx.array]
-COLUMNS = {"task": 58, "path": 8, "ms": 14, "ratio": 7, "TFLOP/s": 8, "MB": 8, "call us": 8}
+COLUMNS = {"task": 58, "path": 8, "ms": 14, "ratio": 7, "TFLOP/s": 8, "MB": 8}
 CURVE = [1024, 2048, 4096, 8192, 16384, 32768, 65536]
 # Longer ones would need more memory than there is.
 UNFUSED_UP_TO = 8192
 # Queries that are verified, calls of a compiled chain, and how many times as often as others short
 # sequences are measured: what the CPU does meanwhile shows in them.
 SAMPLED, CHAIN, SHORT = 16, 16, 3
-# Calls that are not evaluated, for what Python takes for one.
-CALLS = 200
 
 
 @dataclass(frozen=True)
@@ -85,8 +80,7 @@ class Case:
             found["stock"] = stock
         if self.unfused:
             found["unfused"] = partial(unfused, scale=scale, **self.options)
-        found |= {"kernel": partial(forced, ours), "auto": ours}
-        return found | {"again": stock} if self.chained and "stock" in found else found
+        return found | {"kernel": partial(forced, ours), "auto": ours}
 
 
 def unfused(
@@ -120,17 +114,6 @@ def with_gradients(run: Attention, *inputs: mx.array) -> list[mx.array]:
     *primals, cotangent = inputs
     outputs, gradients = mx.vjp(lambda *given: [run(*given)], primals, [cotangent])
     return [*outputs, *gradients]
-
-
-def calling(run: Callable[[], Any]) -> float:
-    """Microseconds that a call takes if nothing is evaluated; the least of several rounds."""
-    rounds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            run()
-        rounds.append(1e6 * (time.perf_counter() - start) / CALLS)
-    return min(rounds)
 
 
 def verify(case: Case, paths: dict[str, Attention], inputs: list[mx.array]) -> None:
@@ -194,11 +177,7 @@ def measured(case: Case, repeats: int) -> Iterator[dict[str, Any]]:
         }
         kinds = {"": (plain, 1)}
         if case.chained:
-            chains = {
-                name: partial(chain(run, gradients), *inputs)
-                for name, run in paths.items()
-                if name != "again"
-            }
+            chains = {name: partial(chain(run, gradients), *inputs) for name, run in paths.items()}
             kinds[" compiled"] = (chains, CHAIN)
         for kind, (runs, calls) in kinds.items():
             found = measure(runs, repeats=(SHORT if case.chained else 1) * repeats)
@@ -214,7 +193,6 @@ def measured(case: Case, repeats: int) -> Iterator[dict[str, Any]]:
                 }
                 if calls == 1:
                     row["MB"] = peak(runs[name])
-                    row |= {"call us": calling(runs[name])} if case.chained else {}
                 yield row
 
 

@@ -118,7 +118,7 @@ def contexts(models: dict[str, nn.Module], args: argparse.Namespace) -> Iterator
 
 
 def quantized_caches(model: nn.Module, args: argparse.Namespace) -> Iterator[Table]:
-    """What a prompt and a token behind it take, by the bits of the cache; given as it grows."""
+    """Times of a prompt and of a token behind it, by the bits of the cache; given as it grows."""
     names = ("prompt ms", "peak MB", "cache MB", "tokens/s")
     table = Table({"prompt": 6, "bits": 4, **dict.fromkeys(names, 14)})
     table.print_header()

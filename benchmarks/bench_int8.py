@@ -1,20 +1,17 @@
-"""Products and prompts in 8-bit integers beside the present paths, on CUDA.
+"""Products and prompts in 8-bit integers beside those of 4 bits, on CUDA.
 
 ``python benchmarks/bench_int8.py [--no-model]``: products of a 7B model's shapes with 2,048 rows,
-verified first, beside the present path and a dense product; then prompts of a model of that shape.
+verified first, beside the product of 4 bits and a dense one; then prompts of a model of that shape.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 
 import mlx.core as mx
 import numpy as np
-from common import print_facts
+from common import Sample, Table, add_output, measure, output, print_facts
 from decoding_model import QWEN2_7B, build, prefill
 
 from mlx_qlayers import convert_model, quantized_matmul, revert_model
@@ -23,19 +20,6 @@ from mlx_qlayers.ops.int8_matmul import int8_matmul
 ROWS = 2048
 SHAPES = ((3584, 3584), (512, 3584), (18944, 3584), (3584, 18944))
 PROMPTS = (512, 2048)
-
-
-def seconds(
-    run: Callable[[], mx.array | list[mx.array]], repeats: int = 7, inner: int = 10
-) -> float:
-    """The median time of a call, of several that are evaluated together."""
-    mx.eval(run())
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        mx.eval([run() for _ in range(inner)])
-        times.append((time.perf_counter() - begin) / inner)
-    return statistics.median(times)
 
 
 def verify(m: int, n: int, k: int) -> float:
@@ -51,10 +35,11 @@ def verify(m: int, n: int, k: int) -> float:
     return float(np.abs(np.array(y.astype(mx.float32)) - truth).max() / np.abs(truth).max())
 
 
-def products() -> None:
-    """Times of single products."""
+def products(table: Table) -> None:
+    """Time single products."""
     for m, n, k in ((3, 41, 64), (130, 300, 272), (257, 513, 3584)):
-        print(f"{m} x {n} x {k}: off by {verify(m, n, k):.1e} of the largest", flush=True)
+        error = verify(m, n, k)
+        assert error < 0.01, f"{m} x {n} x {k} is off by {error:.1e}"
     for n, k in SHAPES:
         mx.random.seed(n)
         x = mx.random.normal((ROWS, k)).astype(mx.bfloat16)
@@ -63,37 +48,43 @@ def products() -> None:
         packed, scales = mx.quantize(dense), mx.ones((n,))
         mx.eval(x, w, dense, packed)
         paths = {
-            "int8": partial(int8_matmul, x, w, scales),
-            "present": partial(quantized_matmul, x, *packed),
-            "dense": partial(mx.matmul, x, dense.T),
+            "int8 ms": partial(int8_matmul, x, w, scales),
+            "4 bits ms": partial(quantized_matmul, x, *packed),
+            "dense ms": partial(mx.matmul, x, dense.T),
         }
-        found = {name: seconds(run) for name, run in paths.items()}
-        told = ", ".join(
-            f"{name} {1e6 * s:.0f} us {2e-12 * ROWS * n * k / s:.0f} T/s"
-            for name, s in found.items()
-        )
-        print(f"{n} x {k}: {told}", flush=True)
+        times = {name: time.scaled(1e3) for name, time in measure(paths, repeats=7).items()}
+        table.add(task=f"{n} x {k}, {ROWS} rows", **times)
 
 
-def prompts() -> None:
-    """Times of prompts, without and with 8-bit integers."""
+def prompts(table: Table) -> None:
+    """Time prompts, without and with 8-bit integers."""
     model = build(QWEN2_7B, 64, 4)
     tokens = mx.random.randint(0, 1000, (max(PROMPTS),))
+    found: dict[int, dict[str, Sample]] = {length: {} for length in PROMPTS}
     for activations in (None, "int8"):
         convert_model(model, verify=False, calibrate=False, activations=activations)
-        for length in PROMPTS:
+        for length, times in found.items():
             prefill(model, tokens[:length])
-            found = statistics.median(prefill(model, tokens[:length]) for _ in range(7))
-            name = activations or "present"
-            print(f"prompt of {length}, {name}: {1e3 * found:.1f} ms", flush=True)
+            taken = Sample.of(prefill(model, tokens[:length]) for _ in range(7))
+            times[f"{activations or '4 bits'} ms"] = taken.scaled(1e3)
         revert_model(model)
+    for length, times in found.items():
+        table.add(task=f"prompt of {length}", **times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--no-model", action="store_true", help="products only")
+    add_output(parser)
+    args = parser.parse_args()
+    print_facts()
+    table = Table({"task": 28} | dict.fromkeys(("int8 ms", "4 bits ms", "dense ms"), 14))
+    table.print_header()
+    with output(args, "int8"):
+        products(table)
+        if not args.no_model:
+            prompts(table)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--no-model", action="store_true", help="products only")
-    arguments = parser.parse_args()
-    print_facts()
-    products()
-    if not arguments.no_model:
-        prompts()
+    main()

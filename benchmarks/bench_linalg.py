@@ -34,7 +34,7 @@ STOCK_LIMIT = 2**23
 
 
 class Task(NamedTuple):
-    """What is computed: by us, by stock MLX, by PyTorch, and how wrong a result is."""
+    """One computation: by us, by stock MLX, by PyTorch, and the error of a result."""
 
     name: str
     ours: Callable[[mx.array], Any]

@@ -1,4 +1,4 @@
-"""What quantization costs a model: perplexity by method and bits, beside mlx-lm's own GPTQ.
+"""The cost of quantization for a model: perplexity by method and bits, beside mlx-lm's own GPTQ.
 
     python benchmarks/bench_quantization.py                         # the model that ships
     python benchmarks/bench_quantization.py --model PATH --text FILE --groups 64

@@ -258,7 +258,7 @@ def ours_of(fmt: Format) -> Callable[..., mx.array]:
 
 
 def qmv_error(case: Case) -> float:
-    """What our product is off by, which must not be too much."""
+    """The error of our product, which must not be too large."""
     x, (packed, *_) = arguments(case)
     with use_backend(backend()):
         found = error(ours_of(case.fmt)(x, *packed), x, packed, case.fmt)

@@ -168,7 +168,7 @@ ENDS = {"bool": (False, True), "int": (1, 3), "tuple[str, ...]": ((), ())}
 
 
 def declared(declare: Callable[..., Kernel]) -> list[Kernel]:
-    """What such a function declares for both ends of each of its parameters."""
+    """The kernels that such a function declares for both ends of each of its parameters."""
     kinds = [kind for name, kind in declare.__annotations__.items() if name != "return"]
     return [declare(*values) for values in product(*(dict.fromkeys(ENDS[k]) for k in kinds))]
 

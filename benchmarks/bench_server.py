@@ -9,7 +9,7 @@ batch grows to about 19 sequences and shrinks again. The trace is the same for s
 converted model: it counts steps, not seconds. Each runs it in a first process, whose caches are
 empty; in a second process, which finds what the first one compiled; and there once more, warm.
 
-What a user sees is the time between two tokens of a sequence, the gap. Gaps in which a prompt was
+A user sees the time between two tokens of a sequence, the gap. Gaps in which a prompt was
 read are told apart. Weights are random, of Qwen2-7B's shape; the converted model's logits are held
 against float32 at the end, since that compiles kernels.
 """

@@ -1,4 +1,4 @@
-"""What a user waits for: conversion, first token, first long prompt, calibration.
+"""The times that a user waits for: conversion, first token, first long prompt, calibration.
 
     python benchmarks/bench_startup.py
     python benchmarks/bench_startup.py --only start-up

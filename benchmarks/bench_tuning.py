@@ -1,4 +1,4 @@
-"""What tuning gains on this machine's GPU, and how good the search is.
+"""The gain of tuning on this machine's GPU, and the quality of the search.
 
     python benchmarks/bench_tuning.py --tune --decode --csv
     python benchmarks/bench_tuning.py --tune --ship mlx_qlayers/dispatch/data
@@ -16,18 +16,15 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from common import RESULTS, Sample, Table, add_output, output, print_facts, turns
+from common import Sample, Table, add_output, output, print_facts, turns
 
 from mlx_qlayers import backend, convert_model
 from mlx_qlayers.commands.arguments import positive
@@ -52,14 +49,6 @@ EXHAUSTIVE = tuple(
 _BEST = 8
 # One token: longer prompts would need kernels of their own.
 PROMPT = [1]
-
-
-def replace(path: Path, content: Any) -> None:
-    """Write a file in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(draft, path)
 
 
 def tuned(model: Any, args: argparse.Namespace) -> None:
@@ -127,7 +116,7 @@ def decoded(stock: Any, model: Any, tokens: int, repeats: int) -> None:
     print()
 
 
-def exhaustive(limit: float, beam: int, path: Path) -> None:
+def exhaustive(limit: float, beam: int) -> None:
     """Every configuration of some problems, and the beam held against the best."""
     first = EXHAUSTIVE[0]
     heuristic = first.problem.heuristic(backend())
@@ -143,14 +132,12 @@ def exhaustive(limit: float, beam: int, path: Path) -> None:
                 trials[config] = evaluator.attempt(config)
                 if problem := trials[config].problem:
                     print(f"    {config}: {problem[:200]}", flush=True)
-        replace(path, _written(found))
     print(f"measured {[len(trials) for trials in found]} of {len(configs)}; microseconds")
     columns = {"heuristic": 12, "best": 12, "beam": 12, "heuristic/best": 14, "beam/best": 9}
     table = Table({"problem": 60, "all": 5, **columns, "tried": 5, "launches": 8})
     table.print_header()
     for evaluator, trials in zip(evaluators, found, strict=True):
         _compared(table, evaluator, trials, beam)
-    print(f"\nwrote {path}\n")
 
 
 def _compared(
@@ -199,22 +186,10 @@ def _compared(
         print(f"    {config}: cold {found.cold.scaled(1e6)}, warm {found.warm.scaled(1e6)}")
 
 
-def _written(found: Sequence[dict[Any, Trial[Any]]]) -> dict[str, Any]:
-    problems = [
-        {
-            "problem": target.key,
-            "trials": [[asdict(t.config), t.seconds] for t in trials.values() if not t.problem],
-        }
-        for target, trials in zip(EXHAUSTIVE, found, strict=True)
-    ]
-    return {"device": device_name(), "problems": problems}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    measured = RESULTS / "tuning_measured.json"
     parser.add_argument("--tune", action="store_true", help="tune a model's shapes")
     parser.add_argument("--decode", action="store_true", help="decode before and after")
     parser.add_argument("--budget", type=positive, default=120, help="seconds to tune")
@@ -224,7 +199,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=positive, default=5, help="measurements of decoding")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try it out")
     parser.add_argument("--exhaustive", type=float, metavar="S", help="seconds to measure all")
-    parser.add_argument("--measured", type=Path, default=measured, help="where that is written")
     parser.add_argument("--verbose", action="store_true", help="print a line for each trial")
     parser.add_argument("--ship", type=Path, metavar="FOLDER", help="add what was found there")
     add_output(parser)
@@ -237,7 +211,7 @@ def main() -> None:
 
 
 def measure_all(args: argparse.Namespace) -> None:
-    """What the arguments ask for."""
+    """Measure everything that the arguments ask for."""
     from decoding_model import QWEN2_7B, TINY, build
 
     if args.tune or args.decode:
@@ -251,7 +225,7 @@ def measure_all(args: argparse.Namespace) -> None:
         if args.decode:
             decoded(stock, model, args.tokens, args.repeats)
     if args.exhaustive:
-        exhaustive(args.exhaustive, args.beam, args.measured)
+        exhaustive(args.exhaustive, args.beam)
 
 
 if __name__ == "__main__":

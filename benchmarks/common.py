@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine's description, fair timing, tables and files.
+"""Shared by the benchmarks: the machine's description, fair timing, tables and files.
 
 A measurement verifies before it times. Its contenders take turns, in an order that is reversed
 in every other round, so that a machine that warms up or is shared favours nobody.
@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
-import json
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
@@ -66,7 +64,7 @@ def facts() -> dict[str, str]:
 
 
 def commit() -> str:
-    """What was measured: the repository's commit, and whether files differ from it.
+    """The commit that was measured, and whether files differ from it.
 
     ``MLX_QLAYERS_COMMIT`` says it where the files were copied without their repository.
     """
@@ -272,14 +270,3 @@ def _seconds(function: Callable[[], Any], calls: int) -> float:
     mx.eval(*arrays(function()))
     mx.synchronize()
     return (time.perf_counter() - start) / calls
-
-
-def store(path: Path, entries: dict[str, Any]) -> None:
-    """Put entries into a file of results, as in dispatch/data."""
-    content = json.loads(path.read_text())
-    content["entries"] = dict(sorted((content["entries"] | entries).items()))
-    text = json.dumps(content, indent=1)
-    # A list is a line, and so is one of lists of numbers.
-    for lists in (r"\[[^\[\]{}]*\]", r'\[[^{}":]*\]'):
-        text = re.sub(lists, lambda found: " ".join(found[0].split()), text)
-    path.write_text(text.replace("[ ", "[").replace(" ]", "]") + "\n")

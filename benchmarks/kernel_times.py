@@ -1,4 +1,4 @@
-"""What the kernels of a function take on an NVIDIA GPU, by PyTorch's profiler (CUPTI)."""
+"""Times of the kernels of a function on an NVIDIA GPU, by PyTorch's profiler (CUPTI)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _short(name: str) -> str:
 
 
 def _parts(omitted: int) -> str:
-    """What a launch of the qmv kernels has, from its kernel's name."""
+    """The inputs of a launch of the qmv kernels, from its kernel's name."""
     names = quantized_matmul._INPUTS + quantized_matmul._OUTPUTS
     bits = f"{omitted:0{len(names)}b}"
     given = {name for name, bit in zip(names, bits, strict=True) if bit == "0"}

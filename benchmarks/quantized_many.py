@@ -62,7 +62,7 @@ class Case(NamedTuple):
 
     @property
     def row(self) -> dict[str, Any]:
-        """What a table says of it."""
+        """The columns of a table that name it."""
         name = f"{self.shape[0]} x {self.shape[1]}"
         return {
             "product": name if self.transpose else f"gradient {name}",

@@ -105,7 +105,7 @@ def _commit(results: Results) -> str:
 
 @cache
 def read(stem: str) -> Results | None:
-    """What a benchmark has written, if it has."""
+    """The result of a benchmark, if there is one."""
     return Results.read(_path(stem)) if _path(stem).exists() else None
 
 
@@ -122,7 +122,7 @@ def _table(heads: Iterable[str], rows: Iterable[Iterable[str]], texts: int = 1) 
 
 
 def _label(template: str, row: Row) -> str:
-    """What a row is called; nothing where it lacks what its name is made of."""
+    """The label of a row; empty where the row lacks a column of the template."""
     try:
         return template.format_map(row)
     except (KeyError, ValueError):
@@ -243,7 +243,7 @@ def plots() -> str:
 
 
 def tuning() -> str:
-    """What the tuner gained, and how far from the best its starting points are."""
+    """The gains of the tuner, and the distance of its starting points from the best."""
     tuned, every = read("tuning_cuda"), read("tuning_exhaustive_cuda")
     gains = [row["gain"] for row in tuned.rows if row["gain"]] if tuned else []
     if not gains or not every:

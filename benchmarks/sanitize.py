@@ -79,7 +79,7 @@ def run_cases(chosen: Sequence[str], backend: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Report:
-    """What one tool said of all its processes.
+    """The report of one tool on all its processes.
 
     Attributes:
         tool: its name.

@@ -59,7 +59,7 @@ def _packed(weights: float) -> float:
 
 @dataclass(frozen=True)
 class Link:
-    """What connects ranks: seconds until a message begins to arrive, and bytes a second from then.
+    """A connection of ranks: seconds until a message begins to arrive, then bytes a second.
 
     A mesh sends to all at once; around a ring a sum takes twice as many steps as there are others.
     """

@@ -53,7 +53,7 @@ def _first_layers(model: nn.Module) -> nn.Module:
 
 
 class _Dense(nn.Module):
-    """What a quantized layer computes, by its weights in float32 and rounded once."""
+    """A quantized layer's function by its weights in float32, rounded once."""
 
     def __init__(self, layer: nn.Module, dtype: mx.Dtype) -> None:
         super().__init__()

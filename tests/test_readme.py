@@ -101,7 +101,7 @@ def test_prose_about_measurements_has_no_number_of_its_own(page: Path) -> None:
     if page == readme.README:
         prose = prose.partition("## Results")[2]
     if page == readme.MODELS:
-        prose = prose.partition("What it costs: ")[2].partition("## ")[0]
+        prose = prose.partition("The cost is ")[2].partition("## ")[0]
     assert not re.findall(r"\d\.\d|\d ?%|\d(?:x| times)\b", prose)
 
 

@@ -1,6 +1,6 @@
 """MLX 0.32.4: a process aborts as it ends, if a thread that has ended had compiled something.
 
-What ``mx.compile`` keeps of a thread is freed by the destructors of the thread's C++ variables.
+The destructors of a thread's C++ variables free what ``mx.compile`` keeps for that thread.
 They hold Python objects, so they take Python's lock. Before Python 3.13, ``Thread.join`` returns
 when the thread has left Python, and its destructors may come later than the interpreter's end.
 Then taking the lock ends the thread by ``pthread_exit``, which on Linux unwinds its stack through
