@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ..conversion.checkpoint import check_adapter
-from .arguments import Parser, add_layers, check_arguments
+from ..conversion.checkpoint import read_header
+from .arguments import Parser, add_layers
 
 # What each command does, as mlx_lm's of the same name.
 SUMMARIES = {
@@ -127,43 +127,40 @@ def _convert(args: argparse.Namespace, model: Any, config: Any = None) -> None:
         print(report.summary() if args.report else report.brief(), file=sys.stderr)
 
 
+def _generate(module: Any) -> AbstractContextManager[None]:
+    theirs = module.load_prompt_cache
+
+    def load_prompt_cache(name: str, **options: Any) -> Any:
+        read_header(Path(name))
+        try:
+            caches, facts = theirs(name, **options)
+            sound = caches and isinstance(facts["model"], str)
+            if sound and isinstance(json.loads(facts["tokenizer_config"]), dict):
+                return caches, facts
+        except Exception as error:  # of classes that the file names, too
+            raise ValueError(f"{name}: no prompt cache: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{name}: no prompt cache: it names no model or no tokenizer")
+
+    return _holding(module, load_prompt_cache=load_prompt_cache)
+
+
 @contextmanager
 def _lora(module: Any) -> Iterator[None]:
     from ..runtime.backend import backend
     from ..runtime.transformed import uncompiled
+    from .lora_arguments import check_lora, read_yaml
 
     theirs = module.run
 
     def run(args: Any) -> None:
-        _check_lora(args)
+        check_lora(module, args)
         theirs(args)
 
+    yaml = SimpleNamespace(load=read_yaml)
+
     # A compiled step traces its operations, and traced ones run no kernels on a CPU.
-    with _holding(module, run=run), uncompiled(backend() == "host"):
+    with _holding(module, run=run, yaml=yaml), uncompiled(backend() == "host"):
         yield
-
-
-def _check_lora(args: Any) -> None:
-    """Refuse before a model is loaded what would end the training, from its file too."""
-    check_arguments(vars(args) | (getattr(args, "lora_parameters", None) or {}))
-    if not (args.train or args.test):
-        raise ValueError("lora needs --train or --test")
-    local = Path(args.adapter_path)
-    if args.train and (not args.adapter_path or (local.exists() and not local.is_dir())):
-        raise ValueError(f"adapter_path: {args.adapter_path!r} is not a directory")
-    if args.test and not args.train and args.adapter_path:
-        check_adapter(local)
-    if getattr(args, "hf_dataset", None):
-        return
-    parts = [name for name in ("train", "test") if getattr(args, name)]
-    if (folder := Path(args.data)).exists():
-        if missing := [p for p in parts if not (folder / f"{p}.jsonl").is_file()]:
-            raise FileNotFoundError(f"{folder / missing[0]}.jsonl: no such file")
-    elif find_spec("datasets") is None:
-        raise FileNotFoundError(
-            f"--data {args.data}: no such directory; a data set of the Hugging Face Hub needs "
-            "the package datasets (pip install datasets)"
-        )
 
 
 def _server(module: Any) -> AbstractContextManager[None]:
@@ -182,6 +179,7 @@ def _server(module: Any) -> AbstractContextManager[None]:
 
 
 _SURROUNDINGS: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
+    "generate": _generate,
     "chat": lambda module: suppress(EOFError),  # Ctrl-D leaves a chat as its command q does
     "lora": _lora,
     "server": _server,

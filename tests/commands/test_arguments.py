@@ -122,13 +122,13 @@ def test_every_number_has_a_range() -> None:
     assert numbers <= RANGES.keys() and len(OPTIONS) > 100 and len(numbers) > 30
 
 
-def lora(tmp_path: Path, **entries: Any) -> list[str]:
+def lora(tmp_path: Path, entries: Any) -> list[str]:
     """The arguments for a file with entries."""
     data = tmp_path / "data"
     data.mkdir(exist_ok=True)
     (data / "train.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "c.yaml").write_text(json.dumps(entries))
-    return ["--model", "m", "--train", "--data", str(data), "-c", str(tmp_path / "c.yaml")]
+    return ["--train", "--data", str(data), "-c", str(tmp_path / "c.yaml")]
 
 
 TABLE: list[tuple[list[str], str]] = [
@@ -199,15 +199,18 @@ def test_refused_before_work(
         ({"learning_rate": "1e-5"}, "learning_rate: must be a number"),
         ({"save_every": 0}, "save_every"),
         ({"adapter_path": "c.yaml"}, "not a directory"),
+        ({"model": 5}, "model: must be of type str"),
+        ({"lora_parameters": True}, "lora_parameters: must be of type dict"),
+        ({"lr_schedule": {"name": "none", "arguments": [1]}}, "lr_schedule: AttributeError"),
+        ({"optimizer_config": {"adam": {"beta": 1}}}, "optimizer, lr_schedule: TypeError"),
+        (["a", "list"], "a value for each name"),
         ({"lora_parameters": {"rank": 0, "dropout": 0.0, "scale": 1.0}}, "rank: must be"),
         ({"lora_parameters": {"rank": 4, "dropout": 1.0, "scale": 1.0}}, "dropout: must be"),
     ],
     ids=str,
 )
-def test_what_a_file_of_lora_says_is_checked_too(
-    entries: dict[str, Any], says: str, tmp_path: Path
-) -> None:
-    assert says in refused("lora", *lora(tmp_path, **entries))
+def test_what_a_file_of_lora_says_is_checked_too(entries: Any, says: str, tmp_path: Path) -> None:
+    assert says in refused("lora", *lora(tmp_path, entries))
 
 
 def test_an_address_that_is_taken() -> None:

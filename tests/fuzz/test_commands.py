@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 from unicodedata import category
 from unittest import mock
 
+import mlx.core as mx
 from hypothesis import strategies as st
+from mlx_lm.models.cache import KVCache, save_prompt_cache
 
 from mlx_qlayers import cli
+from tests.commands.test_arguments import OPTIONS, REQUIRED
+from tests.fuzz.documents import CUTS, EDITS, Cut, Edit, spoilt_bytes, spoilt_document
 from tests.fuzz.target import fuzz
+from tests.tiny_model import save_tiny_model
 
 _COMMANDS = ["generate", "chat", "server", "lora", "convert", "tune", "bench", "info", "demo"]
 _COMMANDS += ["quantize", "perplexity"]
@@ -79,17 +92,137 @@ _LINES = st.tuples(
 @fuzz(_LINES, examples=40)
 def test_command_lines(case: Line) -> None:
     """What is understood is not run: the commands' own tests do that."""
-    out, error = io.StringIO(), io.StringIO()
     with contextlib.ExitStack() as stack:
         for module in cli._COMMANDS:
             stack.enter_context(mock.patch.object(module, "run", lambda args: None))
-        stack.enter_context(contextlib.redirect_stdout(out))
-        stack.enter_context(contextlib.redirect_stderr(error))
-        code = cli.main(case.arguments)
+        check_line(*outcome(case.arguments))
+
+
+def outcome(arguments: tuple[str, ...]) -> tuple[int, str]:
+    """The exit code of a command, and what it says of an error."""
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        code = cli.main(arguments)
+    return code, error.getvalue()
+
+
+def check_line(code: int, text: str) -> None:
+    """An error is foreseen, and takes one line."""
     assert code in (0, 2), code
     if code == 2:
-        text = error.getvalue()
         assert text.startswith("mlx-qlayers") and text.endswith("\n"), text
         assert text.count("\n") == 1, text
         odd = [c for c in text if category(c) == "Cc" and c != "\n"]
         assert not odd, f"prints {odd[:3]}"
+        kinds = "Type|Attribute|Key|Index|Assertion|Overflow|Memory"
+        assert not re.match(rf"mlx-qlayers: error: ({kinds})Error", text), text
+
+
+class Begun(RuntimeError):
+    """The work of a command."""
+
+
+@cache
+def _model() -> str:
+    return str(save_tiny_model(Path(tempfile.mkdtemp(prefix="fuzz-")) / "model"))
+
+
+@contextlib.contextmanager
+def before_work() -> Iterator[Path]:
+    """A folder to be in, where no command does more than to look at its arguments."""
+
+    def work(*args: Any, **options: Any) -> None:
+        raise Begun("work has begun")
+
+    names = ["mlx_lm.utils.load_model", "mlx_lm.server.run", "huggingface_hub.snapshot_download"]
+    names += [f"mlx_qlayers.commands.{name}.run" for name in ("bench", "doctor")]
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch(name, work))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        before = os.getcwd()
+        os.chdir(folder)
+        stack.callback(os.chdir, before)
+        yield Path(folder)
+
+
+_NUMBER = st.one_of(
+    st.integers(-3, 70).map(str),
+    st.floats().map(str),
+    st.sampled_from([str(2**k + d) for k in (31, 32, 53, 63, 64) for d in (-1, 0, 1)]),
+    st.sampled_from(["9" * 5000, "1_0", "0x10", "1e-320", "-0", "+1", "1e", "\u0663"]),
+)
+_OPTION = st.tuples(st.sampled_from(sorted(OPTIONS)), st.one_of(_NUMBER, _NUMBER, _VALUES))
+
+
+@fuzz(st.lists(_OPTION, min_size=1, max_size=3), examples=60, seconds=3)
+def test_option_values(case: list[tuple[tuple[str, str], str]]) -> None:
+    """Every option of every command, those of mlx-lm's too."""
+    command = case[0][0][0]
+    given = [f"{option}={value}" for (of, option), value in case if of == command]
+    needed = [_model() if word == "m" else word for word in REQUIRED.get(command, [])]
+    if command in ("chat", "server", "lora", "fuse", "info", "tune", "demo"):
+        needed = ["--model", _model()]
+    with before_work():
+        check_line(*outcome((command, *needed, *given)))
+
+
+@dataclass(frozen=True)
+class Given:
+    """A file that an option names, damaged."""
+
+    name: str
+    edits: tuple[Edit, ...]
+    cuts: tuple[Cut, ...]
+
+
+_LORA = {
+    "train": True,
+    "iters": 5,
+    "learning_rate": 1e-5,
+    "num_layers": 2,
+    "seed": 0,
+    "data": ".",
+    "fine_tune_type": "lora",
+    "optimizer": "adam",
+    "optimizer_config": {"adam": {"betas": [0.9, 0.98]}},
+    "lr_schedule": {"name": "cosine_decay", "warmup": 2, "arguments": [1e-5, 5]},
+    "lora_parameters": {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]},
+}
+_FILES = {
+    "lora.yaml": ["lora", "-c"],
+    "cache.safetensors": ["generate", "--prompt", "p", "--prompt-cache-file"],
+    "words.txt": ["perplexity", "--text"],
+    "more.txt": ["quantize", "--mlx-path", "out", "--text"],
+    "train.jsonl": ["lora", "--train", "--data", ".", "--resume-adapter-file"],
+}
+
+
+@cache
+def _prompt_cache() -> bytes:
+    held = KVCache()
+    held.update_and_fetch(*[mx.zeros((1, 2, 3, 32))] * 2)
+    with tempfile.TemporaryDirectory() as folder:
+        save_prompt_cache(
+            f"{folder}/c.safetensors", [held] * 2, {"model": _model(), "tokenizer_config": "{}"}
+        )
+        return Path(folder, "c.safetensors").read_bytes()
+
+
+@fuzz(
+    st.one_of(
+        st.builds(Given, st.sampled_from(sorted(_FILES)), EDITS, st.just(())),
+        st.builds(Given, st.sampled_from(sorted(_FILES)), st.just(()), CUTS),
+    ),
+    examples=30,
+    seconds=3,
+)
+def test_files_of_options(case: Given) -> None:
+    if case.name == "cache.safetensors":
+        data = _prompt_cache()
+    else:
+        data = json.dumps(spoilt_document(_LORA, case.edits)).encode()
+    with before_work() as folder:
+        (folder / case.name).write_bytes(spoilt_bytes(data, case.cuts))
+        (folder / "train.jsonl").touch()
+        check_line(*outcome((*_FILES[case.name], case.name, "--model", _model())))

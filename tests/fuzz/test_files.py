@@ -91,7 +91,13 @@ def _check_terminal(text: str, what: str) -> None:
     assert not odd, f"{what} prints {odd[:5]}"
 
 
-CONFIGS = ("config.json", "tokenizer_config.json", "generation_config.json", INDEX)
+CONFIGS = (
+    "config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "generation_config.json",
+    INDEX,
+)
 
 
 @fuzz(documents("config.json", "config.json", *CONFIGS), examples=8, seconds=4)
