@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import tempfile
+import urllib.error
+import urllib.request
 from functools import cache
 from pathlib import Path
 from threading import Thread
@@ -12,13 +15,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.commands.test_serving import CHAT, COMPLETE, ask, check_health, serving
+from tests.commands.test_serving import CHAT, COMPLETE, check_health, serving
 from tests.fuzz.documents import CUTS, EDITS, Cut, Edit, spoilt_bytes, spoilt_document, text_of
 from tests.fuzz.target import fuzz
 from tests.tiny_model import save_tiny_model
 
 # The answers of a server that goes on.
-_ANSWERS = (200, 400, 404, 413)
+_ANSWERS = (200, 400, 404, 411, 413)
 _BODY: dict[str, Any] = {
     "prompt": "a",
     "messages": [
@@ -34,10 +37,17 @@ _BODY: dict[str, Any] = {
     "repetition_penalty": 1.1,
     "repetition_context_size": 4,
     "presence_penalty": 0.1,
+    "presence_context_size": 5,
+    "frequency_penalty": 0.1,
+    "frequency_context_size": 6,
+    "num_draft_tokens": 2,
+    "stream_options": {"include_usage": True},
+    "role_mapping": {"user": "U: "},
     "logit_bias": {"7": 1.0},
     "logprobs": True,
     "top_logprobs": 2,
     "stop": ["x", "yz"],
+    "stream": True,
     "xtc_probability": 0.1,
     "xtc_threshold": 0.1,
     "chat_template_kwargs": {"a": 1},
@@ -59,6 +69,16 @@ def _address() -> str:
     return address
 
 
+def sent(address: str, path: str, data: bytes) -> tuple[int, bytes]:
+    """Status and body of the answer."""
+    try:
+        answer = urllib.request.urlopen(urllib.request.Request(address + path, data), timeout=60)
+    except urllib.error.HTTPError as error:
+        answer = error
+    with answer:
+        return answer.status, answer.read()
+
+
 @fuzz(
     st.tuples(
         st.sampled_from([CHAT, COMPLETE]),
@@ -68,9 +88,15 @@ def _address() -> str:
 def test_server_requests(case: tuple[str, tuple[tuple[Edit, ...], tuple[Cut, ...]]]) -> None:
     path, (edits, cuts) = case
     body = spoilt_document(_BODY, edits)
-    if isinstance(body, dict):  # no longer texts, and an answer that is one object
-        body |= {"stream": False, "max_tokens": 3}
+    if isinstance(body, dict):  # no longer texts
+        body["max_tokens"] = 3
     data = spoilt_bytes(text_of(body).encode(), cuts)
-    status, answer = ask(_address(), path, data)
-    assert status in _ANSWERS, (status, answer)
+    status, text = sent(_address(), path, data)
+    assert status in _ANSWERS, (status, text)
+    if text.startswith((b"data: ", b": keepalive")):  # a whole stream
+        assert text.endswith(b"data: [DONE]\n\n"), text
+        parts = [line[6:] for line in text.splitlines() if line.startswith(b"data: {")]
+        assert not any("error" in json.loads(part) for part in parts), text
+    else:
+        assert isinstance(json.loads(text), dict)
     check_health(_address())
