@@ -121,7 +121,7 @@ def _estimated(problem: Problem) -> float:
 def _left_to_tune(target: Target, estimate: float) -> Result:
     """What takes longer than a whole calibration: it is not tried again."""
     config, paths = target.problem.heuristic(backend()), {COMPUTED: estimate}
-    why = f"{target.key}: would take {estimate:.1f} s; mlx-qlayers tune measures it"
+    why = f"{target.key}: takes {estimate:.1f} s; mlx-qlayers tune --prompt-tokens measures it"
     entry = entry_of(target.problem, config, COMPUTED, paths, tried=0)
     return Result(target.key, entry, ("left to tune", why))
 

@@ -13,6 +13,7 @@ from mlx_qlayers.dispatch.tunable import PROBLEMS
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention import layout
 from mlx_qlayers.options import Router
+from mlx_qlayers.reference import quantized_matmul as reference
 from mlx_qlayers.runtime import host, metal, tensor_ops
 from mlx_qlayers.tuning.families import FAMILIES, grid_sample
 from mlx_qlayers.tuning.tune import tune
@@ -182,3 +183,42 @@ def test_a_search_begins_with_both_kernels_where_it_is_not_known_which_is_faster
     assert [type(config) for config in large.starts("cuda")] == [stays, units]
     single = replace(problem, dtype=mx.float32)
     assert len(single.starts("metal")[1:]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "question", "operator"),
+    [
+        ("qmm", (37, 40, 128, mx.float32, FMT, True), "quantized_matmul"),
+        (
+            "attention_forward",
+            ((1, 4, 2, 21, 60, 64, 64), mx.float32, True),
+            "scaled_dot_product_attention",
+        ),
+    ],
+)
+def test_the_truth_is_float32_where_a_gpu_has_units_of_tf32(
+    name, question, operator, machine, monkeypatch
+):
+    """Which MLX takes for many rows at once, and the stock operator may: that is timed."""
+    machine("cuda")
+    place = reference if operator == "quantized_matmul" else mx.fast
+    run, rows = getattr(place, operator), []
+
+    def counted(x, *arguments, **options):
+        rows.append(x.shape[-2])
+        return run(x, *arguments, **options)
+
+    family, problem = FAMILIES[name], PROBLEMS[name](*question)
+    inputs = family.inputs(problem)
+    expected = family.stock(inputs, problem)
+    monkeypatch.setattr(place, operator, counted)
+    truth = family.reference(inputs, problem)
+    assert rows and max(rows) <= 8
+    agree(family, problem, expected, truth)
+    rows.clear()
+    family.stock(inputs, problem)
+    assert max(rows) == inputs[0].shape[-2]
+    rows.clear()
+    monkeypatch.setenv("MLX_ENABLE_TF32", "0")
+    family.reference(inputs, problem)
+    assert max(rows) == inputs[0].shape[-2]
