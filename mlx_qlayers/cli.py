@@ -17,6 +17,7 @@ from .commands import (
     convert,
     demo,
     doctor,
+    explain,
     generate,
     info,
     perplexity,
@@ -35,6 +36,7 @@ _COMMANDS = (
     bench,
     info,
     doctor,
+    explain,
     demo,
 )
 _ERROR, _BROKEN_PIPE = 2, 141

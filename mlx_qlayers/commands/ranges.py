@@ -56,6 +56,7 @@ RANGES = {
     "iters": COUNT,
     "kv_bits": _one_of(2, 3, 4, 5, 6, 8),
     "kv_group_size": _one_of(32, 64, 128),
+    "layer": _whole(0),
     "learning_rate": _real(1e-30, 100),
     "max_completion_tokens": COUNT,
     "max_kv_size": _whole(5),  # a window keeps its first four tokens

@@ -23,6 +23,8 @@ from .twin import leaves
 
 # Sequences and tokens of each at most: for more, the products are those of a prompt.
 MAX_BATCH, MAX_LENGTH = 128, 16
+# Those at which a second capture looks, beside the largest.
+_BATCHES = (MAX_BATCH, 31, 15, 7, 3)
 # Captures and programs of one model that are kept.
 _KEPT = 32
 
@@ -176,24 +178,14 @@ class Steps:
         """A step for these caches, and for as many positions and batch sizes as are alike."""
         model: Any = self.model()
         mx.eval(model.parameters())
-        # mlx-lm sorts rows by experts where more than 63 were chosen, by up to 8 of each.
-        others = [other for other in (MAX_BATCH, 31, 15, 7) if other > batch]
-        attempts = [(other, REACHES[0]) for other in others] + [(batch, each) for each in REACHES]
-        error: Exception = Unsupported("")
-        for other, reach in attempts:
-            one, two = settings(some, batch, length, other, reach)
-            try:
-                return self._step(capture(model, caches, one, two), one, two)
-            except Differs as problem:
-                error = problem
-        raise error
+        return self._step(*captured(model, caches, some, batch, length))
 
-    def _step(self, captured: Captured, one: Setting, other: Setting) -> Step:
-        outputs = captured.graph.outputs
+    def _step(self, step: Captured, one: Setting, other: Setting) -> Step:
+        outputs = step.graph.outputs
         if changed := {n: outputs.pop(n) for n in [*outputs] if n.startswith("model.")}:
-            made = Program(Graph(changed), one.batch, captured.weights).run({}, {})
+            made = Program(Graph(changed), one.batch, step.weights).run({}, {})
             for name, array in made.items():
-                if not mx.array_equal(array, captured.weights[name]).item():
+                if not mx.array_equal(array, step.weights[name]).item():
                     raise Unsupported(f"the model changes {name} in a call")
         limits = {}
         for (number, name), value in one.counters.items():
@@ -201,7 +193,35 @@ class Steps:
             if name in ("offset", "_offset") or pair[1] - pair[0] > 2:
                 limits[f"{number}.{name}"] = pair[0], pair[1]
         batches = one.batch, max(one.batch, other.batch)
-        return Step(captured, fused(captured.graph), batches, limits, {})
+        return Step(step, fused(step.graph), batches, limits, {})
+
+
+def captured(
+    model: Any, caches: Sequence[Any], some: Sequence[Facts], batch: int, length: int
+) -> tuple[Captured, Setting, Setting]:
+    """A model's step, and the two settings in which its code ran.
+
+    Raises:
+        Unsupported: the code cannot be captured; the reason names a line or a primitive.
+    """
+    errors: list[Exception] = []
+
+    def tried(other: int, reach: int) -> tuple[Captured, Setting, Setting] | None:
+        one, two = settings(some, batch, length, other, reach)
+        try:
+            return capture(model, caches, one, two), one, two
+        except Differs as error:
+            errors.append(error)
+        return None
+
+    if (found := tried(MAX_BATCH, REACHES[0])) is not None:
+        return found
+    reach = next((each for each in REACHES if (found := tried(batch, each))), None)
+    if reach is None or found is None:
+        raise errors[-1]
+    # mlx-lm sorts rows by experts where more than 63 were chosen, by up to 8 of each.
+    wider = (tried(other, reach) for other in _BATCHES if other > batch)
+    return next(filter(None, wider), found)
 
 
 def _alike(some: Sequence[Facts]) -> tuple[int, ...]:

@@ -1,0 +1,88 @@
+"""The graph of a model's step as text: what its code computes, and what is left after the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+
+from .caches import facts
+from .engine import captured
+from .graph import Graph, Node, number_of
+from .rules import fused
+from .rules.steps import Tails
+from .twin import leaves
+
+_PARTS = ("scales", "biases", "bias")
+
+
+def graphs(model: Any) -> tuple[Graph, Graph]:
+    """The graph of a step with the caches that a model makes: as captured, and after the rules.
+
+    No number is computed.
+
+    Raises:
+        Unsupported: the model's code cannot be captured; the reason names a line or a primitive.
+    """
+    from mlx_lm.models.cache import make_prompt_cache
+
+    caches = make_prompt_cache(model)
+    model(mx.zeros((1, 2), mx.int32), cache=caches)
+    some = [facts(c, 1) for c in leaves(caches)]
+    step, *_ = captured(model, caches, some, 1, 1)
+    return step.graph, fused(step.graph, Tails([each.key for each in some], step.names))
+
+
+def lines(graph: Graph, layer: int | None = None) -> Iterator[str]:
+    """A line for each node: its number, operation, arguments, sources and shape.
+
+    Args:
+        graph: to be drawn.
+        layer: the number of a decoder layer, if only its nodes are wanted.
+    """
+    nodes = graph.nodes()
+    shown = [n for n in nodes if n.op not in ("Input", "Constant", "Item")]
+    numbers = {node: f"%{i}" for i, node in enumerate(shown)}
+
+    def name(node: Node | None) -> str:
+        if node is None:
+            return "-"
+        if node.op == "Input":
+            return str(node.arg[0]).removeprefix("model.")
+        if node.op == "Item":
+            return f"{name(node.src[0])}.{node.arg[0]}"
+        if node.op == "Constant":
+            number = number_of(node)
+            return "constant" if number is None else f"{number:.6g}"
+        return numbers[node]
+
+    for node in shown if layer is None else _of_layer(shown, layer):
+        arguments = f"{list(node.arg)}" if node.arg else ""
+        shapes = " ".join(f"({', '.join(map(str, spec.shape))})" for spec in node.outputs)
+        sources = ", ".join(_together([name(each) for each in node.src]))
+        yield f"{numbers[node]} = {node.op}{arguments}({sources}) {shapes}"
+
+
+def _together(names: list[str]) -> Iterator[str]:
+    """Names of sources, in which the arrays of a matrix are one."""
+    for i, name in enumerate(names):
+        layer, _, array = name.rpartition(".")
+        if array == "weight" and f"{layer}.scales" in names:
+            yield layer
+        elif not (array in _PARTS and f"{layer}.weight" in names[:i]):
+            yield name
+
+
+def _of_layer(nodes: list[Node], layer: int) -> list[Node]:
+    """The nodes from the first one that takes weights of a layer to the next layer's first."""
+    begins = [
+        next((i for i, node in enumerate(nodes) if _takes(node, number)), len(nodes))
+        for number in (layer, layer + 1)
+    ]
+    return nodes[slice(*begins)]
+
+
+def _takes(node: Node, layer: int) -> bool:
+    names = (str(s.arg[0]) for s in node.src if s is not None and s.op == "Input")
+    return any(f".layers.{layer}." in name or f".h.{layer}." in name for name in names)
