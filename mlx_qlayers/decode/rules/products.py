@@ -7,6 +7,8 @@ of each matrix. Its arguments are group size, bits, mode, the epsilon of the nor
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...metal.quantized_matmul.qmv import MAX_MATRICES
 from ..graph import Graph, Node, P, Pattern, Rule, any_, rewrite
 from ..primitives import MODES
@@ -91,21 +93,30 @@ GATED: list[Rule] = [
 NORMED: list[Rule] = [(P("Products", Pattern(("RMSNorm",), None, "norm"), more=True), _normed)]
 
 
+def _rows(node: Node) -> tuple[Any, ...] | None:
+    """What products have in common that one launch may compute, and how many it takes."""
+    if node.op == "Products" and _is_plain(node):
+        return MAX_MATRICES, node.src[:5], node.arg
+    if node.op == "Experts" and len(node.src) == 7:
+        return 2, node.src[:3], node.arg, node.outputs
+    return None
+
+
 def side_by_side(graph: Graph) -> Graph:
     """Products of the same rows, of one format, as one node: a launch takes some of them."""
-    alike: dict[object, list[Node]] = {}
+    alike: dict[tuple[Any, ...], list[Node]] = {}
     for node in graph.nodes():
-        if node.op == "Products" and _is_plain(node):
-            alike.setdefault((node.src[:5], node.arg), []).append(node)
+        if (rows := _rows(node)) is not None:
+            alike.setdefault(rows, []).append(node)
     places: dict[Node, Node] = {}
-    for nodes in alike.values():
-        for start in range(0, len(nodes), MAX_MATRICES):
-            some = nodes[start : start + MAX_MATRICES]
+    for (most, rows, arg, *_), nodes in alike.items():
+        for start in range(0, len(nodes), most):
+            some = nodes[start : start + most]
             if len(some) == 1:
                 continue
-            matrices = [each for node in some for each in node.src[5:]]
+            matrices = [each for node in some for each in node.src[len(rows) :]]
             outputs = tuple(node.outputs[0] for node in some)
-            whole = Node("Products", (*some[0].src[:5], *matrices), some[0].arg, outputs)
+            whole = Node(some[0].op, (*rows, *matrices), arg, outputs)
             places |= {node: whole.item(i) for i, node in enumerate(some)}
     return graph.replaced(places)
 

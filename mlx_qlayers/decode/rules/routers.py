@@ -43,12 +43,13 @@ def plain(node: Node | None, *views: str) -> Node:
 def routed(graph: Graph) -> Graph:
     """The graph with experts and shares that one launch gives."""
     places: dict[Node, Node] = {}
-    for node in graph.nodes():
-        if node.op == "Combined":
-            _, experts, shares, *_ = node.src
-            made = experts and shares and _chosen(experts, shares)
-            if made and experts and shares:
-                places |= {experts: made.item(0), shares: made.item(1)}
+    nodes = graph.nodes()
+    # Where the code changes them before they are used, it is the shares as they were taken.
+    pairs = [node.src[1:3] for node in nodes if node.op == "Combined"]
+    pairs += [(node.src[1], node) for node in nodes if node.op == "GatherAxis"]
+    for experts, shares in pairs:
+        if experts and shares and experts not in places and (made := _chosen(experts, shares)):
+            places |= {experts: made.item(0), shares: made.item(1)}
     return graph.replaced(places) if places else graph
 
 
