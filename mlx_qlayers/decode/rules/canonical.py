@@ -126,16 +126,6 @@ FAST: list[Rule] = [
     (
         P(
             "Multiply",
-            _X,
-            maybe(
-                "Broadcast", P("Sqrt", P("Add", _mean(P("Square", _X)), any_("eps")), arg=(True,))
-            ),
-        ),
-        _rms,
-    ),
-    (
-        P(
-            "Multiply",
             _CENTRED,
             maybe(
                 "Broadcast",
@@ -143,6 +133,16 @@ FAST: list[Rule] = [
             ),
         ),
         lambda c, **found: _layer(**found),
+    ),
+    (
+        P(
+            "Multiply",
+            _X,
+            maybe(
+                "Broadcast", P("Sqrt", P("Add", _mean(P("Square", _X)), any_("eps")), arg=(True,))
+            ),
+        ),
+        _rms,
     ),
     (
         P("AsType", Pattern(("RMSNorm", "LayerNorm"), (P("AsType", _X),), "norm", more=True)),
