@@ -269,7 +269,8 @@ def main() -> None:
     )
     print("milliseconds a step of 1 or 8 sequences, or for a prompt of 2,048 tokens")
     table.print_header()
-    with output(args, "architectures"):
+    name = "_small" if args.all else "_float32" if args.float32 else ""
+    with output(args, f"architectures{name}"):
         if args.all:
             _small_models(table, args)
             return

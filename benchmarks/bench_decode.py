@@ -221,6 +221,8 @@ def main() -> None:
         parts.append(breakdown(models, args))
         if can_run():
             parts.append(kernels(models["converted"], args))
+    modes = {"contexts": args.contexts, "caches": args.kv_bits, "batches": args.no_stock}
+    name = "_".join(["decode", *[mode for mode, asked in modes.items() if asked][:1]])
     tables: list[Table] = []
     for part in parts:
         done = tables
@@ -228,7 +230,7 @@ def main() -> None:
             for row in table.rows:
                 row[", ".join(config)] = shape
             tables = [*done, table]
-            write_output(args, "decode", tables)
+            write_output(args, name, tables)
         print(f"{time.perf_counter() - start:.0f} s so far\n", flush=True)
     print("paths taken:", *explain(), sep="\n  ")
 

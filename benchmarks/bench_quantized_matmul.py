@@ -315,7 +315,8 @@ def main() -> None:
     args = parser.parse_args()
     print_facts()
     asked = [table for name, (table, _) in TABLES.items() if getattr(args, name)]
-    with output(args, "quantized_matmul"):
+    names = [f"quantized_{name}" for name in ("few", "many") if getattr(args, name)]
+    with output(args, names[0] if names else "quantized_matmul"):
         for measured in asked or [layer_and_rows]:
             measured(args.repeats)
 

@@ -208,17 +208,17 @@ def _write(args: argparse.Namespace, name: str, tables: Sequence[Table]) -> list
         kind = backend() if backend() in ("cuda", "metal") else ""
         path = path / f"{'_'.join(filter(None, (name, kind)))}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_csv(path, name, rows)
+    write_csv(path, rows)
     return [path]
 
 
-def write_csv(path: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write a result: its facts, with a hash of the kernels that it rests on, and its rows."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     found = {key.strip(): value for key, value in facts().items()}
     with path.open("w", newline="") as file:
         file.writelines(f"# {key}: {found.pop(key)}\n" for key in ("date", "commit"))
-        file.write(f"# kernels: {kernels_hash(name)}\n")
+        file.write(f"# kernels: {kernels_hash(path.stem)}\n")
         file.writelines(f"# {key}: {value}\n" for key, value in found.items())
         writer = csv.DictWriter(file, columns)
         writer.writeheader()

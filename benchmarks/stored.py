@@ -53,7 +53,7 @@ def kernels_hash(name: str, root: Path | None = None) -> str:
     """Of the Metal sources that a result rests on and all that they include, without comments.
 
     Args:
-        name: of the result, without the machine.
+        name: of the result, with or without the kind of machine.
         root: the folder that holds the package; by default of the one that is imported.
 
     Returns:
@@ -62,6 +62,7 @@ def kernels_hash(name: str, root: Path | None = None) -> str:
     if root is None and (found := find_spec("mlx_qlayers")) and found.origin:
         root = Path(found.origin).parents[1]
     folder = ((root or ROOT) / "mlx_qlayers" / "metal").resolve()
+    name = re.sub("_(cuda|metal)$", "", name)
     known = (name.rsplit("_", i)[0] for i in range(name.count("_") + 1))
     patterns = next((KERNELS[each] for each in known if each in KERNELS), ("*/*",))
     if not patterns:
@@ -114,14 +115,13 @@ class Results:
     @property
     def commit(self) -> str:
         """The commit that was measured, 8 digits, or ``"unknown"``."""
-        commit = self.facts.get("commit", "unknown")
-        return commit if commit == "unknown" else commit[:8]
+        commit, changed, _ = self.facts.get("commit", "unknown").partition("-dirty")
+        return commit[:8] + changed
 
     @cached_property
     def stale(self) -> bool:
         """Whether kernels differ from those that were timed."""
-        name = re.sub("_(cuda|metal)$", "", self.name)
-        return self.facts.get("kernels") != kernels_hash(name)
+        return self.facts.get("kernels") != kernels_hash(self.name)
 
     @property
     def caption(self) -> str:
