@@ -89,12 +89,13 @@ class _Decoder:
         self.cache = twin if number % 2 else self.cache
 
     def quantize(self, bits: int) -> None:
-        if {type(c) for c in self.cache} == {KVCache}:
+        if all(isinstance(c, KVCache) for c in self.cache):
             self.cache, self.bits = [c.to_quantized(32, bits) for c in self.cache], bits
 
     def merge(self, length: int) -> None:
         """Into a batch, with another one."""
-        if self.batch == 1 and not self.is_batch and QuantizedKVCache not in map(type, self.cache):
+        packed = any(isinstance(c, QuantizedKVCache) for c in self.cache)
+        if self.batch == 1 and not self.is_batch and not packed:
             one = self.cache
             other = self.begun(1, length)
             pairs = zip(one, other, strict=True)
