@@ -189,8 +189,7 @@ SUMMARY = {
     "experts of Qwen3-30B-A3B, 128 tokens, us":
         ("gather_qmm_cuda", "experts of Qwen3-30B-A3B, M = 128"),
     "causal attention, L = 4096, ms": ("attention_tiles_cuda", f"{WIDE}, forward"),
-    "the same with gradients, stock unfused, MB":
-        ("attention_tiles_cuda", f"{WIDE}, with gradients, MB"),
+    "the same with gradients, ms": ("attention_tiles_cuda", f"{WIDE}, with gradients"),
     "attention, 1 query, 131,072 keys in 8 bits, us":
         ("attention_decode_cuda", "131,072 keys, 8 bits"),
     "grid sampling with gradients, ms":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
 from ..dispatch.thresholds import source_of, threshold
 from ..metal.gated_delta import launch as kernels
 from ..reference import gated_delta as reference
-from ..runtime.backend import backend
+from ..runtime.backend import backend, requested
 from .attention_checks import is_finite
 from .checks import FLOATS, check_floats
 
@@ -77,10 +77,19 @@ def _plan(arrays: Sequence[Any], norms: tuple[float, float, float] | None) -> Pl
     )
     composed = partial(reference.gated_delta, norms=numbers)
     if choice.path == "ops":
-        return Plan(choice, composed)
+        return Plan(choice, _stock(arrays, norms) or composed)
     return Plan(
         choice, kernels.gated_delta(arrays, *numbers), gradient_of(composed, arrays), composed
     )
+
+
+def _stock(arrays: Sequence[Any], norms: object) -> Callable[..., list[mx.array]] | None:
+    """MLX's own operator on an Apple GPU, where this MLX has it and it takes such arrays."""
+    own: Any = getattr(mx.fast, "gated_delta_update", None)
+    if own is None or backend() != "metal" or requested() != "auto":
+        return None
+    takes = norms is None and arrays[6] is None and arrays[3].ndim == 3
+    return (lambda *given: list(own(*given[:6]))) if takes else None
 
 
 def _sample(arrays: list[Any], *static: Any) -> list[Any]:
