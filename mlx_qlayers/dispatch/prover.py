@@ -147,6 +147,7 @@ def _told(order: bytes) -> Iterator[Any]:
             stdout=pipe,
             stderr=_errors,
             env=environment,
+            bufsize=0,  # what is read ahead would not be waited for
         )
     given, told = cast(BinaryIO, _prover.stdin), cast(BinaryIO, _prover.stdout)
     try:
