@@ -28,7 +28,7 @@ def _unbroadcast(root: Node) -> Node | None:
     return None
 
 
-def _as_it_is(x: Node, root: Node) -> Node | None:
+def as_it_is(x: Node, root: Node) -> Node | None:
     return x if x.outputs == root.outputs else None
 
 
@@ -105,18 +105,14 @@ def _primitive_norm(root: Node) -> Node | None:
     return None if src == [*root.src] else root.like(root.op, *src, arg=root.arg)
 
 
-def _cancelled(x: Node, root: Node) -> Node | None:
-    return x if x.outputs == root.outputs else None
-
-
 # What undoes each other: a cast to a wider type and back, an axis put in and taken out.
 CANCELLED: list[Rule] = [
-    (P(("Squeeze", "ExpandDims"), P(("Squeeze", "ExpandDims"), _X)), _cancelled),
-    (P("AsType", P("AsType", _X, arg=(mx.float32,))), _cancelled),
+    (P(("Squeeze", "ExpandDims"), P(("Squeeze", "ExpandDims"), _X)), as_it_is),
+    (P("AsType", P("AsType", _X, arg=(mx.float32,))), as_it_is),
 ]
 UNBROADCAST: list[Rule] = [
     (Pattern(ELEMENTWISE), _unbroadcast),
-    (P(("Broadcast", "Reshape", "AsType"), _X), _as_it_is),
+    (P(("Broadcast", "Reshape", "AsType"), _X), as_it_is),
     (
         P("Squeeze", P("Gather", P("Unpacked", name="table", more=True), any_("tokens"))),
         _embedding,

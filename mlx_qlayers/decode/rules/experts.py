@@ -14,7 +14,7 @@ from math import inf
 from ...options import Clipped
 from ..graph import Either, Node, P, Pattern, Rule, Spec, any_, fits, maybe, number_of, under
 from ..primitives import MODES
-from .canonical import ELEMENTWISE
+from .canonical import CANCELLED, ELEMENTWISE, as_it_is
 from .products import GATES, is_weight
 
 _UNARY = ("Silu", "Gelu", "GeluApprox", "Sigmoid", "Tanh", "Square", "Sqrt", "AsType", "Negative")
@@ -22,22 +22,12 @@ _UNARY = ("Silu", "Gelu", "GeluApprox", "Sigmoid", "Tanh", "Square", "Sqrt", "As
 _EVERY = maybe("Broadcast", maybe("Reshape", P("Arange", arg=lambda *arg: arg[::2] == (0, 1))))
 _FLAT = P("Flatten", any_("experts"))
 _IN_ORDER = P("Squeeze", P("Gather", _FLAT, P("ArgSort", _FLAT, name="order")))
+_AGAIN = P("Gather", P("Choices", any_("y"), any_("order")), P("ArgSort", any_("order")))
 _BY_ROW = P("ExpandDims", any_("rows"))
-_ROWS = Either(
-    (
-        _BY_ROW,
-        P(
-            "Squeeze",
-            P(
-                "Gather",
-                P("Flatten", _BY_ROW),
-                P("FloorDivide", any_("order"), maybe("Broadcast", any_("each"))),
-            ),
-        ),
-        P("Choices", any_("rows")),
-        P("Choices", any_("rows"), any_("order")),
-    )
-)
+_OF_ORDER = P("FloorDivide", any_("order"), maybe("Broadcast", any_("each")))
+_SORTED = P("Squeeze", P("Gather", P("Flatten", _BY_ROW), _OF_ORDER))
+_MADE = P("Choices", any_("rows")), P("Choices", any_("rows"), any_("order"))
+_ROWS = Either((_BY_ROW, _SORTED, *_MADE))
 
 
 def _indices(right: Node | None, order: Node | None) -> Node | None:
@@ -60,7 +50,10 @@ def _experts(root: Node) -> Node | None:
     rows, width = found["rows"], w.shape[1]
     each = number_of(found["each"]) if "each" in found else experts.shape[-1]
     alike = rows.shape[:-1] in (experts.shape, experts.shape[:-1])
+    whole = root.shape[-2] == 1 and ("order" in found or root.shape[:-2] == experts.shape)
     if len(w.shape) != 3 or not is_weight(w) or not alike or each != experts.shape[-1]:
+        return None
+    if not whole:
         return None
     matrix = (w, scales, *(biases or [None]), None)
     spec = Spec((*experts.shape, width), root.dtype)
@@ -84,19 +77,6 @@ def _choices(name: str) -> Pattern:
     return P("Choices", P("Experts", name=name, more=True), more=True, name=f"{name} choices")
 
 
-def _gate(name: str, gate: Node, up: Node, by: Node, root: Node, *numbers: float) -> Node | None:
-    """One node for what is made of products of the same rows with two matrices."""
-    plain = len(gate.src) == len(up.src) == 7 and gate.arg == up.arg and gate.arg[3] is None
-    if not plain or gate.src[:3] != up.src[:3] or gate.outputs != up.outputs:
-        return None
-    clipped = numbers != (inf, 1.0, 0.0)
-    if clipped and name != "silu":
-        return None
-    arg = (*gate.arg[:3], Clipped(*numbers) if clipped else name, gate.arg[4])
-    y = Node("Experts", (*gate.src, *up.src[3:]), arg, gate.outputs)
-    return root.like("Choices", y, *by.src[1:])
-
-
 _LIMITED = Either((P("Minimum", _choices("gate"), any_("limit")), _choices("gate")))
 _CLIPPED = Either(
     (
@@ -108,25 +88,31 @@ _SHIFTED = Either((P("Add", _CLIPPED, any_("shift")), _CLIPPED))
 _SWISH = P("Multiply", any_("g"), P("Sigmoid", P("Multiply", any_("g"), any_("alpha"))))
 
 
+# By the names of patterns, what a number is where there is none.
+_NUMBERS = {"limit": inf, "alpha": 1.0, "shift": 0.0, "most": inf, "least": -inf}
+
+
 def _gated(first: Node, second: Node, root: Node) -> Node | None:
-    """The activation of products, which may be clipped, times others, likewise."""
-    swish = fits(_SWISH, first)
+    """The activation of products, which may be clipped, times others of the same rows, likewise."""
+    swish = fits(_SWISH, first) or {}
     name = "silu" if swish else GATES.get(first.op)
-    if name is None:
+    gates = fits(_LIMITED, swish.get("g", first.src[0])) if name else None
+    ups = fits(_SHIFTED, second) if gates else None
+    if gates is None or ups is None:
         return None
-    gate, up = fits(_LIMITED, swish["g"] if swish else first.src[0]), fits(_SHIFTED, second)
-    if gate is None or up is None:
+    found = gates | ups | swish
+    numbers = [number_of(under(found[n])) if n in found else _NUMBERS[n] for n in _NUMBERS]
+    *clip, most, least = numbers
+    gate, up = found["gate"], found["up"]
+    plain = len(gate.src) == len(up.src) == 7 and gate.arg == up.arg and gate.arg[3] is None
+    if not plain or gate.src[:3] != up.src[:3] or gate.outputs != up.outputs or None in numbers:
         return None
-    found = {**gate, **up, **(swish or {})}
-    limit, most, least, alpha, shift = (
-        number_of(under(found[key])) if key in found else default
-        for key, default in zip(
-            ("limit", "most", "least", "alpha", "shift"), (inf, inf, -inf, 1.0, 0.0), strict=True
-        )
-    )
-    if None in (limit, alpha, shift) or most != limit or least != -limit:
+    clipped = clip != [inf, 1.0, 0.0]
+    if most != clip[0] or least != -most or (clipped and name != "silu"):
         return None
-    return _gate(name, gate["gate"], up["up"], gate["gate choices"], root, limit, alpha, shift)
+    arg = (*gate.arg[:3], Clipped(*clip) if clipped else name, gate.arg[4])
+    y = Node("Experts", (*gate.src, *up.src[3:]), arg, gate.outputs)
+    return root.like("Choices", y, *found["gate choices"].src[1:])
 
 
 def _lifted(root: Node) -> Node | None:
@@ -144,30 +130,24 @@ def _lifted(root: Node) -> Node | None:
     return root.like("Choices", Node(root.op, (*src,), root.arg, (spec,)), *first.src[1:])
 
 
-def _narrowed(y: Node, root: Node) -> Node | None:
-    return y if y.outputs == root.outputs else None
-
-
-def _unsorted(y: Node, root: Node) -> Node | None:
+def _unsorted(y: Node, order: Node, root: Node) -> Node | None:
     whole = root.shape == (*y.shape[:-1], 1, y.shape[-1])
     return root.like("Choices", y) if whole else None
 
 
-def _combined(y: Node, scores: Node, sum: Node, root: Node) -> Node | None:
+def _combined(y: Node, scores: Node, wide: Node, sum: Node, root: Node) -> Node | None:
     """The sum of products by scores, in their dtype."""
     single = len(y.src) == 7 and y.src[0] is not None and len(y.src[0].shape) == len(y.shape)
-    kind, axes = sum.arg
-    if not single or kind != 2 or axes != (len(y.shape) - 2,) or scores.shape != y.shape[:-1]:
+    axis = len(y.shape) - 2
+    if not single or sum.arg != (2, (axis,)) or scores.shape != y.shape[:-1]:
+        return None
+    if wide.arg != ((axis + 1,),):
         return None
     rows, experts, _, *matrix = y.src
     total = Node(
         "Combined", (rows, experts, scores, *matrix, None), y.arg[:3], (Spec(root.shape, y.dtype),)
     )
     return total if root.dtype == y.dtype else root.like("AsType", total, arg=(root.dtype,))
-
-
-def _cast(y: Node, root: Node) -> Node | None:
-    return y if y.outputs == root.outputs else None
 
 
 def _added(y: Node, other: Node, root: Node) -> Node | None:
@@ -199,32 +179,19 @@ EXPERTS: list[Rule] = [
         _biased,
     ),
     (P("Multiply", any_("first"), any_("second")), _gated),
-    (
-        P(
-            "Unflatten",
-            P(
-                "Squeeze",
-                P(
-                    "Gather",
-                    P("Choices", any_("y"), any_("order")),
-                    P("ArgSort", any_("order")),
-                ),
-            ),
-        ),
-        lambda y, order, root: _unsorted(y, root),
-    ),
-    (P("Squeeze", P("Choices", any_("y"))), _narrowed),
+    (P("Unflatten", P("Squeeze", _AGAIN)), _unsorted),
+    (P("Squeeze", P("Choices", any_("x"))), as_it_is),
 ]
 # Behind these, for what is made of products in another way.
 LIFTED: list[Rule] = [(Pattern((*ELEMENTWISE, *_UNARY)), _lifted), *EXPERTS]
 _SCALED = P(
     "Multiply",
     maybe("AsType", P("Experts", name="y", more=True, once=True)),
-    maybe("AsType", P("ExpandDims", any_("scores"))),
+    maybe("AsType", P("ExpandDims", any_("scores"), name="wide")),
 )
 COMBINED: list[Rule] = [
     (P("Squeeze", P("Reduce", _SCALED, name="sum")), _combined),
-    (P("AsType", P("AsType", P("Combined", name="y", more=True))), _cast),
+    *CANCELLED,
 ]
 # Behind the rules of products.
 RESIDUAL: list[Rule] = [
