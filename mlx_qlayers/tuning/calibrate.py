@@ -140,7 +140,8 @@ def calibrate(
                 left = len(missing)
                 if alone:
                     deadline = start + (1 - _STORING) * budget_s
-                    left -= _measure(name, results(missing, deadline, longest), notes)
+                    measured_now = results(missing, deadline, longest)
+                    left -= _measure(name, left, measured_now, notes)
         if group is not None:
             _adopt(name, group)
         known = {target: lookup(target.problem, name) for target in counts}
@@ -178,13 +179,15 @@ def _adopt(name: str, group: mx.distributed.Group) -> None:
         advance_epoch()
 
 
-def _measure(name: str, measured: Iterator[Result], notes: list[tuple[str, str]]) -> int:
-    """Store what comes; of how many problems something did."""
+def _measure(
+    name: str, total: int, measured: Iterator[Result], notes: list[tuple[str, str]]
+) -> int:
+    """Store what comes of so many problems; of how many something did."""
     from tqdm import tqdm
 
     done: dict[str, Entry] = {}
     count, saved = 0, time.monotonic()
-    bar = tqdm(desc="measuring here", delay=1, disable=None, leave=False)
+    bar = tqdm(total=total, desc="measuring here", delay=1, disable=None, leave=False)
     try:
         for key, entry, said, lost in measured:
             notes += [said] if said else []
@@ -250,10 +253,8 @@ def _problems(model: nn.Module) -> list[Target]:
 
 def _is_measurable(problem: Problem) -> bool:
     """Whether the stock operator can be timed beside it within seconds."""
-    if problem.bytes() > _LARGEST:
-        return False
-    if backend() != "cuda":
-        return True
+    if problem.bytes() > _LARGEST or backend() != "cuda":
+        return problem.bytes() <= _LARGEST
     if isinstance(problem, QmvProblem):
         return problem.rows <= _STOCK_ROWS_ON_CUDA and problem.dtype != mx.float32
     return isinstance(problem, AttentionDecodeProblem | AttentionStepProblem)

@@ -48,7 +48,7 @@ _CHAIN, _LAUNCHES = 3e-3, 160
 # Seconds from which one launch is a chain, whose inputs no cache holds.
 _LONG = 2e-3
 # Repeats of a comparison, and seconds of its chains; the second where the first leaves a doubt.
-_LOOKS = (5, _CHAIN / 2), (9, _CHAIN)
+_FIRST_LOOK, _SECOND_LOOK = (5, _CHAIN / 2), (9, _CHAIN)
 # Noise beyond the first is no reason to stop a search sooner, and beyond the second one to repeat.
 _MOST_NOISE, _NOISY = 0.03, 0.1
 # Bytes of inputs above which the checked build of the host takes too long.
@@ -171,13 +171,12 @@ class Evaluator(Generic[P, C]):
     def _paths(self, *but: str) -> dict[str, Path]:
         """The other paths but some, and but those that are wrong here; stock is the truth."""
         with trial() as launches:
-            found = self.family.paths(self.inputs, self.problem).items()
-            kept = {name: path for name, path in found if name not in but}
-            right = {
-                name: path
-                for name, path in kept.items()
-                if name == "stock" or not self._problem(partial(self._verified, name, path))
-            }
+            found = self.family.paths(self.inputs, self.problem)
+            kept = [(name, path) for name, path in found.items() if name not in but]
+            right = dict(kept)
+            for name, path in kept:
+                if name != "stock" and self._problem(partial(self._verified, name, path)):
+                    del right[name]
         if len(right) == len(kept):
             record(launches)
         return right
@@ -202,7 +201,7 @@ class Evaluator(Generic[P, C]):
         Returns:
             By path, each from five repeats or more; nothing where one has lost the device.
         """
-        every, found = {"kernel": self._path(config)}, dict[str, Sample]()
+        every = {"kernel": self._path(config)}
         pace = self._seconds("kernel", every["kernel"](self.inputs))
         every |= self._paths("dequantized")
         if self.lost:
@@ -210,15 +209,10 @@ class Evaluator(Generic[P, C]):
         # On a CPU arithmetic counts, not memory.
         self._is_short = pace < _LONG and self.device != "host"
         self._rounds |= {} if self._is_short or self.device == "host" else {1: pace}
-        for repeats, seconds in _LOOKS:
-            try:
-                found = self._times(every, self.sets, repeats, seconds)
-            except OutOfTime:
-                if not found:
-                    raise
-                break
-            if until(found[fastest_kernel(found)], found["stock"]):
-                break
+        found = self._times(every, self.sets, *_FIRST_LOOK)
+        if not until(found[fastest_kernel(found)], found["stock"]):
+            with suppress(OutOfTime):
+                found = self._times(every, self.sets, *_SECOND_LOOK)
         return found
 
     def others(self) -> float:

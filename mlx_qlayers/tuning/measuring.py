@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import asdict, replace
@@ -101,7 +102,8 @@ def _measured(targets: Sequence[Target], deadline: float, longest: float = inf) 
             if not ahead:
                 return
             target, rates, compiled = ahead.pop(0)
-            if compiled is not None and not _waits(compiled, left):
+            # What is wrong with a kernel will show where it is verified.
+            if compiled is not None and not futures.wait([compiled], left).done:
                 return
             yield rates if isinstance(rates, Result) else _rated(target, rates)
     except OutOfTime:
@@ -169,15 +171,6 @@ def _part(problem: Problem) -> Problem:
 def _launch(rates: Evaluator[Any, Any]) -> None:
     with recording():
         rates.launch(rates.problem.heuristic(rates.device))
-
-
-def _waits(compiled: Future[None], seconds: float) -> bool:
-    """Whether a kernel is there in time. What is wrong with it will show where it is verified."""
-    try:
-        compiled.exception(timeout=max(0.0, seconds))
-    except TimeoutError:
-        return False
-    return True
 
 
 def _is_faster(kernel: Sample, stock: Sample) -> bool:

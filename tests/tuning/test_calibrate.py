@@ -294,7 +294,7 @@ def test_rows_between_two_that_were_measured_go_by_the_larger(timed):
     problem = QmvProblem(4, 64, 64, mx.float32, fmt)
     target = SimpleNamespace(family=None, problem=problem, key=problem.key)
     assert found("qmv", 3, 64, 64, mx.float32, fmt, device="host") is None
-    assert module._measure("cpu", measuring.results([target], inf, inf), []) == 1
+    assert module._measure("cpu", 1, measuring.results([target], inf, inf), []) == 1
     best = found("qmv", 3, 64, 64, mx.float32, fmt, device="host")
     assert best is not None and best.path == "stock"
     assert best.config == QmvProblem(3, 64, 64, mx.float32, fmt).heuristic("host")
