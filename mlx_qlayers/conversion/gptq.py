@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ..formats import Format
 from ..ops.gptq import gptq, nearest
 from ..runtime.staging import replace_file
+from .checkpoint import read_header, read_json
 from .layer_stream import layers_of, stages
 
 # Bits between which a mixture chooses.
@@ -299,7 +301,7 @@ class _Store:
             return
         folder.mkdir(parents=True, exist_ok=True)
         wanted, file = json.dumps(settings, default=str), folder / "settings.json"
-        if not file.is_file() or file.read_text(encoding="utf-8") != wanted:
+        if not file.is_file() or file.read_bytes() != wanted.encode():
             for old in folder.iterdir():
                 old.unlink()
             replace_file(file, wanted)
@@ -307,8 +309,11 @@ class _Store:
     def load(self, number: int) -> dict[str, mx.array] | None:
         if self.folder is None or not (file := self._file(number)).is_file():
             return None
-        found: Any = mx.load(str(file))
-        return dict(found)
+        with suppress(ValueError):  # one that a crash of the machine has cut short
+            read_header(file)
+            found: Any = mx.load(str(file))
+            return dict(found)
+        return None
 
     def save(self, number: int, arrays: dict[str, mx.array]) -> None:
         if self.folder is not None:
@@ -321,9 +326,10 @@ class _Store:
         if self.folder is None:
             return compute()
         file = self.folder / f"{name}.json"
-        if not file.is_file():
-            replace_file(file, json.dumps(compute()))
-        return json.loads(file.read_text(encoding="utf-8"))
+        with suppress(ValueError, FileNotFoundError):
+            return read_json(file)
+        replace_file(file, json.dumps(computed := compute()))
+        return computed
 
     def _file(self, number: int) -> Path:
         assert self.folder is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -135,6 +136,25 @@ def test_what_was_finished_for_other_arguments_is_not_used(tmp_path: Path) -> No
     first.save(0, {"x": mx.ones(3)})
     assert set(gptq._Store(tmp_path / "work", ["a"]).load(0)) == {"x"}
     assert gptq._Store(tmp_path / "work", ["b"]).load(0) is None
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda raw: raw[:-9], lambda raw: b"", lambda raw: b"\xff" * 80]
+)
+def test_what_is_damaged_is_made_again(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    settings = ["a"]
+    store = gptq._Store(tmp_path, settings)
+    store.save(0, {"x": mx.arange(5)})
+    assert store.once("losses", lambda: {"a": 1}) == {"a": 1}
+    for file in (tmp_path / "layer-0000.safetensors", tmp_path / "losses.json"):
+        file.write_bytes(damage(file.read_bytes()))
+    again = gptq._Store(tmp_path, settings)
+    assert again.load(0) is None
+    for _ in range(2):
+        assert again.once("losses", lambda: {"a": 2}) == {"a": 2}
+    (tmp_path / "settings.json").write_bytes(b"\xff")
+    gptq._Store(tmp_path, settings)
+    assert [file.name for file in tmp_path.iterdir()] == ["settings.json"]
 
 
 def test_bits_go_where_they_are_worth_most(plain_model: Path) -> None:
