@@ -60,7 +60,7 @@ def check_body(body: Any) -> None:
     if body.get("prompt") == "":
         raise ValueError("prompt is empty")
     _check_stops(body.get("stop"))
-    if body.get("stream_options") and "include_usage" not in body["stream_options"]:
+    if (options := body.get("stream_options")) is not None and "include_usage" not in options:
         raise ValueError("stream_options must have include_usage")
     if given := sorted(_own_arguments() & (body.get("chat_template_kwargs") or {}).keys()):
         raise ValueError(f"chat_template_kwargs must not have {given[0]}")
