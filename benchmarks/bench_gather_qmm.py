@@ -19,7 +19,7 @@ from itertools import cycle
 from typing import NamedTuple
 
 import mlx.core as mx
-from common import Sample, Table, add_output, measure, print_facts, write_output
+from common import Sample, Table, add_output, measure, peak, print_facts, write_output
 
 from mlx_qlayers import backend, use_backend
 from mlx_qlayers.formats import MODES, Format
@@ -219,14 +219,14 @@ def gradients(repeats: int) -> list[Table]:
             mx.eval(x, dy, w, scales, biases)
 
             contenders = of_scales_and_biases(x, dy, (w, scales, biases), fmt)
-            used = {name: _memory(function) for name, function in contenders.items()}
+            used = {name: peak(function) for name, function in contenders.items()}
             times = measure(contenders, repeats=repeats, warmup=0)
             table.add(
                 format=f"{fmt.bits} in {fmt.group_size}",
                 rows=rows,
                 **{name: time.scaled(1e3) for name, time in times.items()},
-                MB=used["stock"] / 1e6,
-                **{"kernel MB": used["kernel"] / 1e6},
+                MB=used["stock"],
+                **{"kernel MB": used["kernel"]},
             )
     return [table]
 
@@ -247,14 +247,6 @@ def of_scales_and_biases(
         "stock": lambda: mx.vjp(product, [scales, biases], [dy])[1],
         "kernel": lambda: launch(x, dy, w),
     }
-
-
-def _memory(function: Callable[[], object]) -> float:
-    mx.eval(function())
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    mx.eval(function())
-    return mx.get_peak_memory() - before
 
 
 def main() -> None:
