@@ -28,7 +28,7 @@ from mlx_qlayers.runtime.spec import Spec
 # B, H, Hkv, L, S.
 SHAPES = [(1, 1, 1, 32, 32), (1, 4, 2, 33, 65), (2, 3, 1, 49, 37), (1, 2, 2, 100, 33)]
 WIDTHS = [(64, 64), (40, 72), (136, 256), (128, 128), (256, 80)]
-layouts = cycle(LAYOUTS)
+layouts = cycle(LAYOUTS[:3])
 
 
 def by_tensors(q, k, v, *, scale, mask=None, window=None, softcap=None, sinks=None, handed=True):
@@ -85,16 +85,18 @@ def test_some_shapes(shape, widths, dtype, kind, extra):
     hold((*shape, *widths), dtype, kind, extra)
 
 
-@pytest.mark.parametrize(("handed", "layout"), [(True, "apart"), (False, "random")], ids=str)
 @pytest.mark.parametrize(
-    ("shape", "widths", "dtype", "kind", "extra"),
+    ("shape", "widths", "dtype", "kind", "extra", "layout", "handed"),
     [
-        (SHAPES[1], (40, 72), mx.bfloat16, "biased", {"softcap": 2.0, "sinks": True}),
-        (SHAPES[3], (136, 256), mx.float16, "hidden", {"window": 5}),
+        (
+            *(SHAPES[1], (40, 72), mx.bfloat16, "biased", {"softcap": 2.0, "sinks": True}),
+            *("apart", True),
+        ),
+        (SHAPES[3], (40, 136), mx.float16, "hidden", {"window": 5}, "random", False),
     ],
     ids=str,
 )
-def test_through_threadgroup_memory(shape, widths, dtype, kind, extra, handed, layout):
+def test_through_threadgroup_memory(shape, widths, dtype, kind, extra, layout, handed):
     """Where the answer is that tensors are not compatible, and where nobody asks."""
     hold((*shape, *widths), dtype, kind, extra, layout=layout, handed=handed)
 
