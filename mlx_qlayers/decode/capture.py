@@ -316,6 +316,3 @@ def stopping_line(error: Exception) -> str:
         return reason
     line = linecache.getline(own[-1].filename, own[-1].lineno or 0).strip()
     return f"{own[-1].filename.rpartition('/')[2]}:{own[-1].lineno}: {line}: {reason}"
-
-
-__all__ = ["Captured", "Differs", "Setting", "Unsupported", "capture"]

@@ -13,7 +13,7 @@ import mlx.core as mx
 from ..runtime.backend import Mode, current, epoch
 from ..runtime.transformed import is_transformed
 from .caches import REACHES, Facts, arrays_of, changes, facts, put, settings
-from .capture import Captured, Differs, Setting, Unsupported, capture
+from .capture import Captured, Differs, Setting, Unsupported, capture, stopping_line
 from .emit import Program
 from .graph import Graph
 from .rules import fused
@@ -93,6 +93,20 @@ class Step(NamedTuple):
         return least <= batch <= most and all(a <= at[n] <= b for n, (a, b) in self.limits.items())
 
 
+class _Last(NamedTuple):
+    """What a step with tails leaves for the next one.
+
+    Attributes:
+        asked: shape and dtype of tokens, and what compiled steps belong to.
+        left: for how many steps more what was captured holds.
+        now: what goes on.
+    """
+
+    asked: Any
+    left: int
+    now: Any
+
+
 class Steps:
     """The graphs of a model as it is now.
 
@@ -119,42 +133,50 @@ class Steps:
 
     def run(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None:
         """The logits, and the caches with the tokens; None if it cannot be."""
-        own, (batch, length) = [*leaves(caches)], tokens.shape
-        if is_transformed([tokens]):
+        own = [*leaves(caches)]
+        if not own or is_transformed([tokens]):
             return None
-        key: Any = None
         asked = tokens.shape, tokens.dtype, where()
         last = self.progress.get(own[0])
-        if last is not None and last[0] == asked and last[1] and last[2].holds(own):
-            logits: mx.array
-            logits, progress = last[2].step.run(tokens, own, last[2])
-            self.progress[own[0]] = asked, last[1] - 1, progress
-            return logits
-        released(own)
+        key: Any = asked
         try:
-            some = [facts(c, length) for c in own]
-            key = length, tokens.dtype, tuple(each.key for each in some), _alike(some)
-            if key in self.stopped:
-                return None
-            at = _positions(some)
-            found = next((s for s in self.steps.get(key, ()) if s.holds(batch, at)), None)
-            if found is None:
-                found = self._captured(caches, some, batch, length)
-                self.steps[key] = [found, *self.steps.get(key, ())][:_KEPT]
-            if where() and (tailed := self._tailed(found, batch, some)) is not None:
-                logits, progress = tailed.run(tokens, own, None)
-                left = (most - at[name] for name, (_, most) in found.limits.items())
-                more = min(left, default=1)
-                self.progress[own[0]] = asked, more, progress
-                return logits
-            program: Program = self._program(found, batch)
-        except Unsupported as error:
-            self.stopped[key] = str(error)
+            if last is not None and last.asked == asked and last.left and last.now.holds(own):
+                return self._tails(last.now.step, tokens, own, last)
+            released(own)
+            some = [facts(c, tokens.shape[1]) for c in own]
+            key = tokens.shape[1], tokens.dtype, tuple(each.key for each in some), _alike(some)
+            return None if key in self.stopped else self._first(key, tokens, caches, some)
+        except Exception as error:
+            # A call of the model writes what it would have written, whatever has been by now.
+            self.progress.pop(own[0], None)
+            self.stopped[key] = stopping_line(error)
             return None
+
+    def _first(
+        self, key: Any, tokens: mx.array, caches: Sequence[Any], some: list[Facts]
+    ) -> mx.array:
+        """A step that goes on from no other."""
+        (batch, length), at = tokens.shape, _positions(some)
+        found = next((s for s in self.steps.get(key, ()) if s.holds(batch, at)), None)
+        if found is None:
+            found = self._captured(caches, some, batch, length)
+            self.steps[key] = [found, *self.steps.get(key, ())][:_KEPT]
+        own = [*leaves(caches)]
+        if where() and (tailed := self._tailed(found, batch, some)) is not None:
+            left = (most - at[name] for name, (_, most) in found.limits.items())
+            asked = tokens.shape, tokens.dtype, where()
+            return self._tails(tailed, tokens, own, _Last(asked, min(left, default=_KEPT), None))
+        program: Program = self._program(found, batch)
         outputs = program.run({"tokens": tokens, **arrays_of(own)}, at)
-        logits = outputs.pop("logits")
+        logits: mx.array = outputs.pop("logits")
         values = at | {"batch": batch}
         put(own, changes(own, outputs, found.captured.counts, values))
+        return logits
+
+    def _tails(self, step: Tailed, tokens: mx.array, own: list[Any], last: _Last) -> mx.array:
+        logits: mx.array
+        logits, now = step.run(tokens, own, last.now)
+        self.progress[own[0]] = last._replace(left=last.left - 1, now=now)
         return logits
 
     def _program(self, found: Step, batch: int) -> Program:

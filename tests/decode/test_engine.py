@@ -29,6 +29,7 @@ NAMES = [
     "mamba2",
     "baichuan_m1",
     "gemma3n",
+    "glm_moe_dsa",
     "nemotron_h",
 ]
 DECODED = [kind for kind in KINDS if kind != "none"]

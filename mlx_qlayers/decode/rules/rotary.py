@@ -34,9 +34,17 @@ _TURNED = (
 
 
 def _rope(
-    x: Node, x1: Node, x2: Node, offset: Node, scale: Node, rate: Node, root: Node, **_: Node
+    x: Node,
+    x1: Node,
+    x2: Node,
+    offset: Node,
+    scale: Node,
+    rate: Node,
+    root: Node,
+    rest: Node | None = None,
+    **_: Node,
 ) -> Node | None:
-    half, width = x1.shape[-1], x.shape[-1]
+    half = x1.shape[-1]
     factor = number_of(scale)
     begins = [part.arg[0][-1] for part in (x1, x2)]
     step = x1.arg[2][-1]
@@ -47,7 +55,7 @@ def _rope(
     if frequencies is None:
         return None
     base, freqs = frequencies
-    if len(root.src) == 3 and root.src[2] is not None and root.src[2].shape[-1] != width - dims:
+    if root.shape != x.shape or (rest is not None and rest.arg[0][-1] != dims):
         return None
     if offset.op == "ExpandDims":
         offset = offset.src[0]  # type: ignore[assignment]
@@ -87,12 +95,14 @@ def _reshaped(turned: Node, root: Node) -> Node | None:
     )
 
 
+# What is not turned, and neighbours that were.
+_REST = P("Slice", any_("x"), name="rest")
+_NEIGHBOURS = P("Reshape", P("Concatenate", *(P("ExpandDims", each) for each in _TURNED)))
+
 ROTARY: list[Rule] = [
     (P("Concatenate", *_TURNED), _rope),
-    (P("Concatenate", *_TURNED, P("Slice", any_("x"))), _rope),
-    (
-        P("Reshape", P("Concatenate", P("ExpandDims", _TURNED[0]), P("ExpandDims", _TURNED[1]))),
-        _rope,
-    ),
+    (P("Concatenate", *_TURNED, _REST), _rope),
+    (P("Concatenate", _NEIGHBOURS, _REST), _rope),
+    (_NEIGHBOURS, _rope),
     (P("Reshape", P("RoPE", name="turned", more=True)), _reshaped),
 ]
