@@ -7,7 +7,6 @@ made once a step, however many calls take it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -80,7 +79,7 @@ class Program:
             return None
         given = [_NONE if s is None else self._of[s] for s in node.src]
         if node.op == "Item":
-            return partial(_item, node.arg[0]), given, target
+            return itemgetter(node.arg[0]), given, target
         if node in self._in_place:
             rows = self._argument(_slices, node.arg[1:])
             return _put, [given[0], *rows, given[1]], target
@@ -174,10 +173,6 @@ def _slices(arg: tuple[Any, ...]) -> tuple[Any, ...]:
 def _put(buffer: mx.array, rows: tuple[slice, ...], update: mx.array) -> mx.array:
     buffer[rows] = update
     return buffer
-
-
-def _item(number: int, arrays: Sequence[mx.array]) -> mx.array:
-    return arrays[number]
 
 
 def _getter(registers: list[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
