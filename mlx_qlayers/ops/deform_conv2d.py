@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from ..dispatch import Operation, Plan, dispatch
+from ..runtime.backend import backend
 from .checks import check_floats
 from .deformable_attention import DEFORMABLE_ATTENTION
 from .matmul import matmul
@@ -90,6 +92,10 @@ def _plan(
         for n, k, s, p, d in zip((down, across), (kh, kw), steps, margin, gaps, strict=True)
     )
 
+    # A CPU's own product is exact, and takes any view.
+    on_cpu = backend() in ("host", "ops")
+    multiply = mx.matmul if on_cpu else partial(matmul, allow_tf32=allow_tf32)
+
     def run(x: mx.array, offset: mx.array, weight: mx.array, bias: Any, mask: Any) -> mx.array:
         x_y = mx.broadcast_arrays(columns[:, None], rows[:, None, :, None])
         fixed = mx.stack(list(x_y), -1).reshape(down, across, taps, 1, 2)
@@ -107,7 +113,7 @@ def _plan(
         sampled = sampled.reshape(-1, taps, parts, depth).transpose(2, 0, 1, 3)
         kernels = weight.reshape(parts, outputs // parts, taps * depth).swapaxes(1, 2)
         sampled = sampled.reshape(parts, -1, taps * depth)
-        product = matmul(sampled, kernels, allow_tf32=allow_tf32)
+        product = multiply(sampled, kernels)
         y = product.swapaxes(0, 1).reshape(batch, down, across, outputs)
         return y if bias is None else y + bias
 
