@@ -57,6 +57,16 @@ def test_kernels_of_a_token(name: str) -> None:
     assert now <= before, (now, before)
 
 
+# Rotary embeddings of pairs in a part of a head; layer norms; experts that are changed once chosen.
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "cohere", "longcat_flash"])
+def test_logits(name: str) -> None:
+    model = build(name, ARCHITECTURES[name])
+    want, _ = logits(model, 2, graph=False)
+    with use_backend("host"):
+        found, _ = logits(model, 2, graph=True)
+    assert mx.abs(found - want).max() <= 1e-5 * mx.abs(want).max()
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "deepseek_v3"])
 def test_norms_between_products_take_no_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(name, ARCHITECTURES[name], mx.bfloat16)

@@ -86,6 +86,8 @@ def _best(taken: Node, axis: int) -> tuple[Node, dict[str, Any]] | None:
     ranked, (kth, by) = found["ranked"], found["sorted"].arg
     (start, stop, _), count = taken.arg, taken.shape[axis]
     size, at = ranked.shape[axis], len(ranked.shape) + axis
+    if not isinstance(size, int) or not isinstance(count, int):  # those are rows of a cache
+        return None
     last = start[at] != 0
     ends = (size - count, size) if last else (0, count)
     whole = taken.shape == (*ranked.shape[:at], count, *ranked.shape[at + 1 :])
