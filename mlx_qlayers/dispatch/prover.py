@@ -68,11 +68,13 @@ def proven(
     Raises:
         Unproven: a launch failed its proof, or there can be none; it was said.
     """
-    try:
-        return call()
-    except Unproven as found:
-        if found.why is None:
-            _prove(_Job(operation, static, specs, current.get().mode, gradient), found)
+    # Kernels of gradients may be bound with the others, and are launched with gradients only.
+    for with_gradients in (gradient, True):
+        try:
+            return call()
+        except Unproven as found:
+            if found.why is None:
+                _prove(_Job(operation, static, specs, current.get().mode, with_gradients), found)
     try:
         return call()
     except Unproven as found:
@@ -201,7 +203,7 @@ def main() -> None:
 
 
 class _Told(Launches):
-    """Launches that are told when they are bound: the next may end the process."""
+    """Launches that are told when they are made: each may end the process."""
 
     def __init__(self, tell: Callable[[Any], None]) -> None:
         self.tell = tell

@@ -133,13 +133,14 @@ class Kernel(Declaration):
         if name == "ops":
             raise BackendError(f"kernel {self.name} was called, but the ops backend runs none")
         launch = checked_launch(self, name, inputs, **options)
-        if name == "metal":
-            admit(launch, self.folder)
+        tell = admit(launch, self.folder) if name == "metal" else None
         if "health" in epoch.debug:
             launch = self._with_health(launch)
         bind: Callable[[Launch], Bound] = import_module(f".{name}", __package__).bind
         shares = current.get().mode is Mode.INFERENCE and share_arrays()
         run = sharing(launch, bind) if shares else bind(launch)
+        if tell is not None:
+            run = _told(tell, run)
         if "trace" in epoch.debug:
             run = _recorded(name, launch, run)
         if launch.program is self.program:
@@ -192,6 +193,14 @@ def _guarded(run: Bound) -> Bound:
         return run(arrays)
 
     return guarded
+
+
+def _told(tell: Callable[[], None], run: Bound) -> Bound:
+    def told(arrays: list[mx.array]) -> list[mx.array]:
+        tell()
+        return run(arrays)
+
+    return told
 
 
 def _recorded(name: str, launch: Launch, run: Bound) -> Bound:

@@ -13,10 +13,10 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -68,29 +68,33 @@ _verdicts: dict[Path, dict[str, Verdict]] = {}
 _unkept: dict[str, Verdict] = {}
 
 
-def admit(launch: Launch, folder: Path | None) -> None:
+def admit(launch: Launch, folder: Path | None) -> Callable[[], None] | None:
     """Let a launch on Metal pass that was proven, that somebody forced or that is a trial.
 
     Args:
         launch: the launch.
         folder: of the kernel; those of other people are theirs to prove.
 
+    Returns:
+        What a trial wants to be called when it is launched: one that is only bound proves nothing.
+
     Raises:
         Unproven: it is none of these.
     """
     trial = _trial.get()
     if trial is None and (requested() != "auto" or METAL.parent not in (folder or Path()).parents):
-        return
+        return None
     key, kernel = key_of(launch), launch.program.name
     if trial is not None:
-        trial[key] = kernel
-    elif (verdict := find(key)) is None or verdict.why:
+        return partial(trial.__setitem__, key, kernel)
+    if (verdict := find(key)) is None or verdict.why:
         raise Unproven(kernel, key, verdict and verdict.why)
+    return None
 
 
 @contextmanager
 def trial(launches: Launches | None = None) -> Iterator[Launches]:
-    """Admit every launch that is bound in a ``with`` block, in this thread or task.
+    """Admit every launch that is bound in a ``with`` block, in this thread or task, and note it.
 
     Args:
         launches: where they are put.
