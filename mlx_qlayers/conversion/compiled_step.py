@@ -48,10 +48,9 @@ from .step_weights import windows_of
 _MAX_BATCH = 128
 # Graphs of one model: a cache that grows takes new ones.
 _MAX_GRAPHS = 32
-# Tokens that are left to the model where a graph failed with some caches alone.
-_LEFT = 256
-# So often are random numbers drawn in a call before they are the model's own.
-_DRAWN = 3
+# Tokens that are left to the model where a graph failed with some caches alone; and how often
+# random numbers are drawn in a call before they are the model's own.
+_LEFT, _DRAWN = 256, 3
 # The name of what a whole model is.
 STEP = "step"
 _PACKAGE = __name__.partition(".")[0]
@@ -148,9 +147,9 @@ class _Plan:
         if same and self.snapshot.holds():
             return True
         if self.changing:
-            own = {n for n in model.keys() | items.keys() if model.get(n) is not items.get(n)}
-            kind = type(model).__name__
-            return self.changing >= {f"{n} of {kind}" for n in own} | {*self.snapshot.difference()}
+            own = (n for n in model.keys() | items.keys() if model.get(n) is not items.get(n))
+            names = {f"{n} of {type(model).__name__}" for n in own}
+            return self.changing >= names | {*self.snapshot.difference()}
         if equal := same and self.replaces and self.snapshot.equal():
             self.snapshot.restore()
         return equal
@@ -223,9 +222,8 @@ class _Plan:
         if isinstance(error, Changes):
             self.changing |= error.names
         lasts = before_caches or isinstance(error, Unsupported)
-        if isinstance(error, OfCaches) or (isinstance(error, NotTheSame) and self.drawn < _DRAWN):
-            lasts = False
-        if lasts:
+        others = isinstance(error, NotTheSame) and self.drawn < _DRAWN
+        if lasts and not others and not isinstance(error, OfCaches):
             self.stopped[settings] = self.reason
         else:
             now.left, now.reason = _LEFT, self.reason
@@ -277,11 +275,9 @@ class _Plan:
         graph = self._graph(inputs.static)
         try:
             graph.compiled.ready(tokens, [group.make() for group in inputs.groups], inputs.arrays)
-        except Unsupported as error:
-            if isinstance(error, Positions):
-                return None
-            raise
-        except Exception:  # maybe with these caches alone
+        except Exception as error:  # maybe with these caches alone
+            if isinstance(error, Unsupported) and not isinstance(error, Positions):
+                raise
             return None
         if not graph.is_own or graph.changes:
             return None
