@@ -39,6 +39,7 @@ from mlx_qlayers.ops.gather_qmm import gather_qmm
 from mlx_qlayers.ops.rotary import rotary_embedding
 from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime import backend as backends
+from mlx_qlayers.runtime.proof import trial
 
 Call = Callable[[], Any]
 LAYERS = 28  # of Qwen2-7B
@@ -134,7 +135,7 @@ def token() -> Call:
 def on(path: str) -> Iterator[None]:
     """Run on a path: that of this machine's GPU, or without one as ``auto`` chooses on a Mac."""
     with ExitStack() as stack:
-        if path != "gpu":
+        if path not in ("gpu", "metal"):
             stack.enter_context(use_backend(path))
         elif not _has_gpu():
             gpu, stream = _Gpu(), mx.default_stream(mx.default_device())
@@ -143,6 +144,9 @@ def on(path: str) -> Iterator[None]:
             stack.enter_context(patch.object(mx, "default_stream", {gpu: stream}.get))
             stack.enter_context(patch.dict(backends.missing, metal={}.clear))
             stack.enter_context(patch.object(mx.fast, "metal_kernel", _kernel))
+            stack.enter_context(trial())  # launches as if all were proven
+            if path == "metal":
+                stack.enter_context(use_backend("metal"))
             backends.advance_epoch()
             stack.callback(backends.advance_epoch)
         yield

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from ..decode.snapshot import Snapshot
 from .matcher import names_used
@@ -106,6 +105,8 @@ def _sources(values: Iterable[Any]) -> Iterator[_Source]:
 
     ours: Any = mx.random.state  # a key, of this thread
     yield _Source("mlx.random", lambda: ours[0], lambda key: setitem(ours[0], ..., key))
+    import numpy as np  # which the import of this package does not wait for
+
     yield _Source("numpy.random", np.random.get_state, np.random.set_state)
     yield _Source("random", random.getstate, random.setstate)
     for each in {id(value): value for value in values}.values():

@@ -30,9 +30,9 @@ from functools import cache
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
-_WORD = np.dtype(np.uint64)
+# NumPy is imported where it is used: the import of this package does not wait for it.
+_WORD = "<u8"
 
 
 class Held:
@@ -65,6 +65,8 @@ class Held:
 
     def restore(self) -> None:
         """Let those that were changed in place stand for what they did."""
+        import numpy as np
+
         now, before = (
             np.frombuffer(words, _WORD)
             for words in (self.memory.take(self.at).tobytes(), self.before)
@@ -80,13 +82,15 @@ class _Memory:
         self.__array_interface__ = {
             "data": (address, True),
             "shape": (words,),
-            "typestr": _WORD.str,
+            "typestr": _WORD,
             "version": 3,
         }
 
 
 def _pointers(arrays: list[mx.array]) -> tuple[Any, Any]:
     """Memory as one array, and where in it the pointers of some arrays are."""
+    import numpy as np
+
     if not arrays:
         return np.zeros(0, _WORD), np.zeros(0, np.intp)
     at = np.array([id(a) + _offset() for a in arrays], np.intp)
@@ -95,12 +99,16 @@ def _pointers(arrays: list[mx.array]) -> tuple[Any, Any]:
 
 
 def _words(address: int, count: int) -> Any:
+    import numpy as np
+
     return np.asarray(_Memory(address, count))
 
 
 @cache
 def _offset() -> int:
     """The byte of an ``mx.array`` at which its pointer is; 0 if it has none."""
+    import numpy as np
+
     x, y = mx.zeros(1), mx.zeros(1)
     words = mx.array.__basicsize__ // 8
 
