@@ -7,6 +7,8 @@ from functools import cache
 
 import mlx.core as mx
 
+from .backend import backend
+
 # What every Apple GPU of MLX's offers a threadgroup.
 MAX_THREADS = 1024
 MAX_THREADGROUP_MEMORY = 32 * 1024
@@ -36,9 +38,10 @@ def most_threads(registers: int) -> int:
     return next(steps, 0)
 
 
-def operand_bytes(dtype: mx.Dtype) -> int:
-    """Bytes of an element of an Apple GPU's matrix product: bfloat is widened before the M3."""
-    return 4 if dtype == mx.bfloat16 and has_few_registers() else dtype.size
+def operand_bytes(dtype: mx.Dtype, device: str | None = None) -> int:
+    """Bytes of an element of a matrix product: Apple GPUs before the M3 have bfloat widened."""
+    widened = dtype == mx.bfloat16 and (device or backend()) == "metal" and has_few_registers()
+    return 4 if widened else dtype.size
 
 
 @cache

@@ -192,9 +192,13 @@ def _rounded_widths(kernel: str, values: Mapping[str, Any]) -> list[int]:
     return [-(-width // to) * to for width, to in zip(widths, rounding, strict=True)]
 
 
-def registers(kernel: str, values: Mapping[str, Any]) -> int:
+def registers(kernel: str, values: Mapping[str, Any], device: str | None = None) -> int:
     """32-bit registers that operands, sums and products take in a thread, as :func:`memory`."""
-    size, slices, roles = operand_bytes(values["T"]), values["SLICES"], values.get("ROLES", 1)
+    size, slices, roles = (
+        operand_bytes(values["T"], device),
+        values["SLICES"],
+        values.get("ROLES", 1),
+    )
     width, width_v = _rounded_widths(kernel, values)
     operands = {"forward": width, "queries": width + width_v, "keys": 2 // roles * width}[kernel]
     sums = {"forward": width_v, "queries": width, "keys": 2 // roles * width}[kernel]

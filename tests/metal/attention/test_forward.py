@@ -169,12 +169,17 @@ def test_scores_beyond_float16():
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("device, most", [("metal", 104), ("cuda", 224)])
 def test_registers_up_to_heads_of_128(kernel, device, most):
-    """What must be kept leaves room for addresses: of 128 on Apple GPUs, of 255 on NVIDIA's."""
+    """What must be kept leaves room for addresses: of 128 on Apple GPUs, of 255 on NVIDIA's.
+
+    On an M1 or M2 104 of them, and 8 that hold parts of bfloat while they are widened.
+    """
     for dtype in (mx.float16, mx.bfloat16):
         for width in range(32, 129, 8):
             chosen = layout(kernel, device, dtype, width)
             values = {"T": dtype, "D": width, "DV": width, "ROLES": chosen.roles}
-            assert registers(kernel, values | chosen.template()) <= most, (width, chosen)
+            held = registers(kernel, values | chosen.template(), device)
+            widened = 8 if device == "metal" and dtype == mx.bfloat16 else 0
+            assert held <= most + widened, (width, chosen)
 
 
 def test_layouts_that_cannot_be():
