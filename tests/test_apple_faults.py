@@ -1,0 +1,177 @@
+"""On an Apple GPU that is not there: nothing runs by default without a proof, whatever fails.
+
+Each test runs two processes with one cache folder. In every kernel, and on every path that models
+take, the same faults are tried: all kernels at once where each has a call of its own, so that a
+process serves for all of them, and one family for each path. Kernels are the host build's, which
+other tests compile too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import apple_gpu
+import pytest
+
+from mlx_qlayers.runtime.cache_folder import own_folder
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "faults.md"
+PATHS = ("decoding", "training", "quantizing", "serving")
+# What such a fault is called in a warning.
+SAID = {
+    "does not compile": "Unable to build metal library",
+    "NaN": "NaN in output",
+    "wrong": "wrong numbers",
+    "raises": "Command buffer execution failed",
+    "hangs": "no result within",
+}
+
+
+# Kernels that are reached where those before them are right.
+OF_GRADIENTS = (
+    *("exp_gradient", "attention_backward", "deformable_gradient", "quantized_gradients"),
+    *("grid_sample_gradient", "grid_sample_list", "grid_sample_find", "grid_sample_spread"),
+    *("solve_lower", "subtract_product", "gather_qmm_tiles", "attention_combine", "gated_rows"),
+)
+# Set, rows of the page are written and not compared.
+WRITES = bool(os.environ.get("MLX_QLAYERS_WRITE_FAULTS"))
+
+
+class Run(NamedTuple):
+    """What a process did.
+
+    Attributes:
+        results: by scenario why they were not as stock's, or nothing.
+        warned: kernels, and what was said to be wrong.
+        launches: of the process itself, kernels and whether they were proven.
+        tried: kernels that the other process launched.
+    """
+
+    results: dict[str, str]
+    warned: set[tuple[str, str]]
+    launches: list[tuple[str, str]]
+    tried: set[str]
+
+
+def run(folder: Path, *names: str, faults: Mapping[str, str] | None = None) -> Run:
+    """Run scenarios in a process of their own, on that Mac."""
+    log = folder / "launches"
+    log.unlink(missing_ok=True)
+    cache = folder / "cache"
+    cache.mkdir(exist_ok=True)
+    if not (cache / "host").exists():
+        (cache / "host").symlink_to(own_folder("host"))
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, (apple_gpu.FOLDER, ROOT))),
+        "MLX_QLAYERS_CACHE_DIR": str(cache),
+        "MLX_QLAYERS_CALIBRATE": "0",
+        apple_gpu.FAULTS: json.dumps(faults or {}),
+        apple_gpu.LAUNCHES: str(log),
+    }
+    if "hangs" in (faults or {}).values():
+        environment["MLX_QLAYERS_PROOF_SECONDS"] = "0.4"
+    command = [sys.executable, str(apple_gpu.FOLDER / "scenarios.py"), *names]
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 0, err[-3000:]
+    warnings = re.findall(r"warning: kernel (\S+) is left for MLX's own operators: (.*)", err)
+    assert len({*warnings}) == len(warnings)
+    launched = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+    own = str(process.pid)
+    return Run(
+        dict(map(json.loads, out.splitlines())),
+        {*warnings},
+        [(name, verdict) for pid, name, verdict in launched if pid == own],
+        {name for pid, name, _ in launched if pid != own},
+    )
+
+
+def on_page(kind: str, tried: set[str]) -> None:
+    """Hold a row of the page against kernels that had a fault."""
+    families = sorted({re.sub(r"_[0-9a-f]{6}$|_\d+[a-z]*$", "", name) for name in tried})
+    row = f"| {kind} | {len(families)} | {', '.join(families)} | stock's numbers, one warning |"
+    page = PAGE.read_text()
+    if WRITES:
+        others = [line for line in page.splitlines() if not line.startswith(f"| {kind} |")]
+        PAGE.write_text("\n".join([*others, row, ""]))
+    else:
+        assert row in page, row
+
+
+def as_stock(found: Run) -> None:
+    assert found.results
+    assert {what: differs for what, differs in found.results.items() if differs} == {}
+
+
+@pytest.mark.slow
+def test_no_default_launch_without_a_stored_proof(tmp_path, record_property):
+    found = run(tmp_path, "operations", *PATHS)
+    as_stock(found)
+    unproven = [name for name, verdict in found.launches if verdict != "proven"]
+    title = "table: Launches on a simulated Apple GPU: all, without a proof"
+    record_property(title, ["by default", len(found.launches), len(unproven)])
+    assert found.warned == set()
+    assert len(found.launches) > 1000
+    assert unproven == []
+    again = run(tmp_path, "training")  # in the next process nothing is proven once more
+    as_stock(again)
+    assert again.launches
+    assert again.tried == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", apple_gpu.KINDS)
+def test_a_fault_in_every_kernel(kind, tmp_path):
+    """Each is tried once, in the other process; then stock's operators give the numbers."""
+    first = run(tmp_path, "operations", faults={"": kind})
+    as_stock(first)
+    assert first.launches == []
+    named = " ".join(" ".join(each) for each in first.warned)
+    assert all(re.search(rf"\b{name}\b", named) for name in first.tried)
+    assert all(SAID[kind] in why for _, why in first.warned)
+    second = run(tmp_path, "operations", faults={"": kind})
+    as_stock(second)
+    assert (second.launches, second.tried) == ([], set())
+    assert second.warned == first.warned
+    on_page(kind, first.tried)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", apple_gpu.KINDS)
+def test_a_fault_in_every_kernel_of_gradients(kind, tmp_path):
+    """And in those that others launch first: stock's operators give the gradients."""
+    found = run(tmp_path, "operations", faults=dict.fromkeys(OF_GRADIENTS, kind))
+    as_stock(found)
+    assert not any(name.startswith(OF_GRADIENTS) for name, _ in found.launches)
+    assert {verdict for _, verdict in found.launches} == {"proven"}
+    named = " ".join(" ".join(each) for each in found.warned)
+    tried = {name for name in found.tried if name.startswith(OF_GRADIENTS)}
+    assert all(re.search(rf"\b{name}\b", named) for name in tried)
+    on_page(f"{kind}, gradients", tried)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", apple_gpu.KINDS)
+def test_a_fault_on_every_path(kind, tmp_path):
+    """Of a few kernels that these paths take, beside others that are right."""
+    faults = dict.fromkeys(("qmv", "attention_step", "gptq", "attention_backward"), kind)
+    first = run(tmp_path, *PATHS, faults=faults)
+    as_stock(first)
+    assert {verdict for _, verdict in first.launches} <= {"proven"}
+    assert not any(name.startswith((*faults,)) for name, _ in first.launches)
+    reached = {start for start in faults if any(each.startswith(start) for each in first.tried)}
+    assert {"qmv", "attention_step", "gptq"} <= reached
+    second = run(tmp_path, *PATHS[::2], faults=faults)
+    as_stock(second)
+    assert second.tried == set()
+    assert second.warned <= first.warned
