@@ -29,7 +29,7 @@ PATHS = ("decoding", "training", "quantizing", "serving")
 SAID = {
     "does not compile": "Unable to build metal library",
     "NaN": "NaN in output",
-    "wrong": "wrong numbers",
+    "wrong": "in output",
     "raises": "Command buffer execution failed",
     "hangs": "no result within",
 }
