@@ -21,6 +21,8 @@ import mlx.core as mx
 FAULTS = "MLX_QLAYERS_TEST_FAULTS"
 # A file that gets a line for each launch: where it ran, and what.
 LAUNCHES = "MLX_QLAYERS_TEST_LAUNCHES"
+# A file that a launch leaves which hangs.
+HANGS = "MLX_QLAYERS_TEST_HANGS"
 FOLDER = Path(__file__).with_name("apple")
 KINDS = ("does not compile", "NaN", "wrong", "raises", "hangs")
 
@@ -39,7 +41,7 @@ def metal_kernel(**made: Any) -> Callable[..., list[mx.array]]:
         from mlx_qlayers.runtime import host
         from mlx_qlayers.runtime.launch import Launch
         from mlx_qlayers.runtime.program import Program
-        from mlx_qlayers.runtime.proof import find, key_of
+        from mlx_qlayers.runtime.proof import _trial, find, key_of
 
         made_of = Launch(Program(**made), **call | {"init_value": call.get("init_value")})
         name = made["name"]
@@ -51,6 +53,10 @@ def metal_kernel(**made: Any) -> Callable[..., list[mx.array]]:
             stored = "proven" if verdict is not None and not verdict.why else "unproven"
             with open(path, "a") as file:
                 file.write(f"{os.getpid()} {name} {stored}\n")
+        shapes = zip(call["output_shapes"], call["output_dtypes"], strict=True)
+        outputs = [mx.zeros(shape, dtype) for shape, dtype in shapes]
+        if type(_trial.get()) is dict:  # the prover builds this graph, and evaluates nothing of it
+            return outputs
         faults = json.loads(os.environ.get(FAULTS) or "{}")
         fault = next((kind for start, kind in faults.items() if name.startswith(start)), None)
         if fault == "does not compile":
@@ -58,9 +64,8 @@ def metal_kernel(**made: Any) -> Callable[..., list[mx.array]]:
         if fault == "raises":
             raise RuntimeError("[METAL] Command buffer execution failed")
         if fault == "hangs":
+            Path(os.environ[HANGS]).touch()
             time.sleep(3600)
-        shapes = zip(call["output_shapes"], call["output_dtypes"], strict=True)
-        outputs = [mx.zeros(shape, dtype) for shape, dtype in shapes]
         if len(outputs) > 1 or not fault:
             mx.eval(call["inputs"])
             outputs = host.bind(made_of)([*call["inputs"]])

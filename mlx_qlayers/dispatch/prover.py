@@ -124,11 +124,13 @@ def _prove(job: _Job, found: Unproven) -> None:
         *bound, last = told if isinstance(told[-1], str) else [*told, _ending()]
         if found.key in (all_of_it := dict(bound)):
             launches, why, kept = all_of_it, last, True
+        elif last and bound:  # one before it failed, without which it is of no use here
+            launches, why, kept = launches | all_of_it, last, True
         else:
             why = last or "its proof launched other kernels"
         unknown = {name for key, name in launches.items() if proof.find(key) is None}
         if why and len(unknown) > 1:
-            why += f"; launched together: {', '.join(sorted(unknown))}"
+            why += proof.TOGETHER + ", ".join(sorted(unknown))
     elif not why:
         why = f"it cannot be proven: {_ending()}"
     proof.record(launches, why, kept)

@@ -30,6 +30,8 @@ from .launch import Launch
 from .macos import macos_build
 from .source import METAL
 
+# What a reason says before the names of several kernels, of which one failed.
+TOGETHER = "; launched together: "
 # The names of kernels by the keys of their launches.
 Launches = dict[str, str]
 
@@ -197,11 +199,17 @@ def read(path: Path) -> dict[str, Verdict]:
     return found
 
 
-@cache
+# Kernels that were warned of.
+_said: set[str] = set()
+
+
 def say(kernel: str, why: str) -> None:
-    """Warn once in a process of a kernel that is left for stock operators."""
-    text = f"mlx-qlayers: warning: kernel {kernel} is left for MLX's own operators: {why}"
-    print(text, file=sys.stderr)
+    """Warn once in a process of a kernel that is left for stock operators, and those beside it."""
+    names = {kernel, *filter(None, why.partition(TOGETHER)[2].split(", "))}
+    if not names <= _said:
+        _said.update(names)
+        text = f"mlx-qlayers: warning: kernel {kernel} is left for MLX's own operators: {why}"
+        print(text, file=sys.stderr)
 
 
 def file() -> Path:
