@@ -172,7 +172,7 @@ def test_a_fault_on_every_path(kind, tmp_path):
     reached = {start for start in faults if any(each.startswith(start) for each in first.tried)}
     assert reached == {*faults}
     assert len({name for name, _ in first.warned}) == len(first.warned)
-    second = run(tmp_path, *PATHS, faults=faults)
+    second = run(tmp_path, *PATHS[1:], faults=faults)
     as_stock(second)
     assert second.tried == set()
-    assert second.warned == first.warned
+    assert second.warned <= first.warned
