@@ -19,7 +19,7 @@ PAGES := mlx_qlayers $(addprefix mlx_qlayers.,layers ops reference metal runtime
 # Tests and notebooks start many processes: what one has compiled of the package the next one takes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-fast test-metal test-cuda metal-sources test-floors stress fuzz bench plots architectures docs notebooks lint size clean
+.PHONY: setup demo test test-fast test-faults test-metal test-cuda metal-sources test-floors stress fuzz bench plots architectures docs notebooks lint size clean
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +38,10 @@ test-fast: setup
 # Tensor operations in every format, beyond the selection that is in `make test`.
 test-tensors: setup
 	$(PYTEST) -n auto --dist worksteal -m tensors
+
+# Every fault in every kernel on a simulated Apple GPU, beyond the selection that is in `make test`.
+test-faults: setup
+	$(PYTEST) -n auto --dist worksteal -m faults
 
 # Every kernel on the GPU, against the same oracles.
 test-metal: setup

@@ -39,8 +39,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     missing = [name for name in gpus.NAMES if not gpus.available(name)]
     if not os.environ.get("NVRTC_INCLUDES"):
         missing.append("nvrtc")
-    if "tensors" not in str(config.getoption("markexpr")):
-        missing.append("tensors")
+    asked = str(config.getoption("markexpr"))
+    missing += [name for name in ("tensors", "faults") if name not in asked]
     left_out = {item for item in items if any(map(item.get_closest_marker, missing))}
     config.hook.pytest_deselected(items=left_out)
     # Files with slow tests come first: what runs last is short, and ends in all workers at once.

@@ -129,8 +129,14 @@ def test_no_default_launch_without_a_stored_proof(tmp_path, record_property):
     assert again.tried == set()
 
 
+def kinds(*here):
+    """All kinds of faults, of which these are in `make test`."""
+    marks = {kind: [] if kind in here else [pytest.mark.faults] for kind in apple_gpu.KINDS}
+    return pytest.mark.parametrize("kind", [pytest.param(k, marks=m) for k, m in marks.items()])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", apple_gpu.KINDS)
+@kinds("does not compile", "NaN")
 def test_a_fault_in_every_kernel(kind, tmp_path):
     """Each is tried once, in the other process; then stock's operators give the numbers."""
     first = run(tmp_path, "operations", faults={"": kind})
@@ -147,7 +153,7 @@ def test_a_fault_in_every_kernel(kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", apple_gpu.KINDS)
+@kinds("wrong")
 def test_a_fault_in_every_kernel_of_gradients(kind, tmp_path):
     """And in those that others launch first: stock's operators give the gradients."""
     found = run(tmp_path, "operations", faults=dict.fromkeys(OF_GRADIENTS, kind))
@@ -161,7 +167,7 @@ def test_a_fault_in_every_kernel_of_gradients(kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", apple_gpu.KINDS)
+@kinds("raises")
 def test_a_fault_on_every_path(kind, tmp_path):
     """Of a few kernels that these paths take, beside others that are right."""
     faults = dict.fromkeys(("attention_step", "gptq", "attention_backward", "qmv_1c47cf"), kind)
