@@ -17,6 +17,7 @@ os.environ.setdefault("MLX_QLAYERS_CALIBRATE", "0")
 import gpus
 import pytest
 
+from mlx_qlayers.runtime.backend import current
 from mlx_qlayers.runtime.cache_folder import own_folder
 
 pytest_plugins = ["machine", "mlx_header", "tables"]
@@ -53,6 +54,14 @@ def pytest_collection_finish() -> None:
     """Keep what was imported and collected out of later garbage collections, and have fewer."""
     gc.freeze()
     gc.set_threshold(10_000)
+
+
+@pytest.fixture(autouse=True)
+def forced_backend() -> Iterator[None]:
+    """What a test or an example that it runs forces for good is forced no longer."""
+    before = current.get()
+    yield
+    current.set(before)
 
 
 @pytest.fixture(scope="session")

@@ -102,8 +102,9 @@ def on_page(kind: str, tried: set[str]) -> None:
     row = f"| {kind} | {len(families)} | {', '.join(families)} | stock's numbers, one warning |"
     page = PAGE.read_text()
     if WRITES:
-        others = [line for line in page.splitlines() if not line.startswith(f"| {kind} |")]
-        PAGE.write_text("\n".join([*others, row, ""]))
+        end = "<!-- end -->"
+        others = [x for x in page.splitlines() if not x.startswith((f"| {kind} |", end))]
+        PAGE.write_text("\n".join([*others, row, end, ""]))
     else:
         assert row in page, row
 

@@ -201,6 +201,7 @@ def test_the_truth_is_float32_where_a_gpu_has_units_of_tf32(
 ):
     """Which MLX takes for many rows at once, and the stock operator may: that is timed."""
     machine("cuda")
+    monkeypatch.delenv("MLX_ENABLE_TF32", raising=False)  # which benchmarks set when imported
     place = reference if operator == "quantized_matmul" else mx.fast
     run, rows = getattr(place, operator), []
 
