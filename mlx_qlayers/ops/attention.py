@@ -26,6 +26,7 @@ from ..reference.attention import Run
 from ..runtime.backend import backend, requested
 from ..runtime.limits import has_few_registers
 from ..runtime.program import CONSTANT_BELOW
+from ..runtime.proof import first_proven
 from ..runtime.transformed import is_differentiated
 from .attention_checks import checked
 from .attention_choice import (
@@ -39,7 +40,7 @@ from .attention_choice import (
     why_not_decode,
     why_not_forward,
 )
-from .tensor_choice import MEMORY, PATHS, by_tensors, decided_by
+from .tensor_choice import MEMORY, PATHS, by_tensors, decided_by, in_turn
 
 # Bytes of dense keys and values of one layer that may be made of packed ones.
 _MOST_DENSE = 128 << 20
@@ -48,6 +49,8 @@ _MOST_IN_TURN = 1 << 30
 # The most operations of one launch, where a longer one would hold up the screen: about a second of
 # the GPU of an M1 with 7 cores, at half of its 2.3 TFLOPS.
 _LONGEST = {"metal": 1.2e12}
+# The kernel without tensor operations.
+_MANY = "many queries"
 
 
 def attention(
@@ -283,7 +286,7 @@ def _choose_forward(call: AttentionCall) -> Choice:
     evidence = source_of("attention_forward_gain", "attention_forward_widest")
     if backend() == "metal" and not lacking:
         best = found("attention_forward", *Launcher(call).question())
-        by, unless, evidence = decided_by(best, "many queries", unless)
+        by, unless, evidence = decided_by(best, _MANY, unless)
     return choose(
         "attention",
         () if lacking else KERNELS,
@@ -323,23 +326,31 @@ def _by_forward(choice: Choice | None, call: AttentionCall) -> Plan:
         if call.k[0].shape[axis] > 1:
             return Plan(choice, _in_halves(call, axis, _FORWARD, call.scores))
     at = Launcher(call)
-    chosen = configure("attention_forward", at.device, *at.question())
     if call.packing[1]:
+        chosen = configure("attention_forward", at.device, *at.question())
         arrays = call.q, *call.k, *call.v, call.mask, call.sinks
         dense = autodiff(_unpacked(call, _FORWARD, call.scores), arrays)
         return Plan(choice, attention_forward(at, chosen), dense)
     best = found("attention_forward", *at.question()) if at.device == "metal" else None
-    tensors = by_tensors(best) and why_no_tensors(at) is None
-    at.handed = best is None or PATHS.get(best.path) != MEMORY
+    kernels = [_MANY]
+    if best is not None and by_tensors(best) and why_no_tensors(at) is None:
+        kernels = in_turn(best, {"kernel": _MANY, **PATHS})
+    return first_proven({kernel: partial(_by_kernel, kernel, choice, call) for kernel in kernels})
+
+
+def _by_kernel(kernel: str, choice: Choice | None, call: AttentionCall) -> Plan:
+    """One of the kernels of many queries, and its gradients."""
+    at, tensors = Launcher(call, kernel != MEMORY), kernel != _MANY
     of_all, of_mask = attention_backward(at, tensors)
     gradients = [Gradient((0, 1, 2) if call.sinks is None else (0, 1, 2, 4), of_all)]
     if call.mask is not None and call.mask.dtype != mx.bool_:
         gradients.append(Gradient((3,), of_mask))
     if tensors:
         return Plan(choice, attention_tensor(at), gradients)
-    best_cut = cut("forward", at)
-    forward = forward_ahead(at, best_cut) if best_cut else attention_forward(at, chosen)
-    return Plan(choice, forward, gradients)
+    if best_cut := cut("forward", at):
+        return Plan(choice, forward_ahead(at, best_cut), gradients)
+    chosen = configure("attention_forward", at.device, *at.question())
+    return Plan(choice, attention_forward(at, chosen), gradients)
 
 
 def _operations(call: AttentionCall) -> float:
@@ -371,6 +382,20 @@ def _in_halves(
     return run
 
 
-_ATTENTION = Operation("attention", _plan)
+def _norms(
+    outputs: list[mx.array], arrays: Sequence[Any], *static: Any
+) -> tuple[list[mx.array], list[mx.array]]:
+    """For a proof: the logarithms of the sums of weights, that gradients go by."""
+    if len(outputs) == 1:
+        return [], []
+    (_, norms), call = outputs, checked(arrays, *static)
+    (expected,) = reference.attention(call, reference.log_sums)(*arrays)
+    found = norms[..., :1] + mx.log2(norms[..., 1:])
+    # Of a query that sees no key neither is a number.
+    here = mx.abs(expected) < 1e30
+    return [mx.where(here, found, 0)], [mx.where(here, expected, 0)]
+
+
+_ATTENTION = Operation("attention", _plan, besides=_norms)
 # Many queries by kernels, without a choice: where their gradient is that of another kernel.
 _FORWARD = Operation("attention", _plan_forward)
