@@ -48,6 +48,7 @@ def in_turn(best: Found, kernels: Mapping[str, str]) -> list[str]:
         kernels: their names by paths.
 
     Example:
+        >>> from mlx_qlayers.dispatch.thresholds import Evidence
         >>> seconds = {"tensor": 1.0, "stock": 2.0, "kernel": 1.5, "tensor_memory": 3.0}
         >>> best = Found("tensor", None, Evidence("measured here", "M5", seconds=seconds))
         >>> in_turn(best, PATHS | {"kernel": "many queries"})

@@ -208,7 +208,7 @@ def record(launches: Mapping[str, str], why: str = "", kept: bool = True) -> Non
         note("proof", "not kept", str(error))
         _unkept.update(found)
     for kernel in dict.fromkeys(verdict.kernel for verdict in found.values()):
-        note(f"kernel {kernel}", "stock" if why else "proven", why or "as its reference")
+        note(f"kernel {kernel}", "failed" if why else "proven", why or "as its reference")
     if why:
         advance_epoch()  # plans were made that count on it
 
