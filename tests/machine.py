@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
+import mlx.core as mx
 import pytest
 
 import mlx_qlayers.runtime.backend as backend
+from mlx_qlayers.runtime.devices import DEVICES, device_of
 from mlx_qlayers.runtime.proof import trial
 
 ALL = ("metal", "cuda", "host")
+
+
+def has_gpu(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
+    """Let MLX tell that its GPU is such a one, as ``applegpu_g16s`` or ``sm_90``."""
+    monkeypatch.setattr(mx, "device_info", lambda *_: {"architecture": architecture})
+
+
+def has_device(monkeypatch: pytest.MonkeyPatch, name: str, **other: Any) -> None:
+    """Let the device of a backend have other properties than it has."""
+    device = replace(device_of(name), **other)
+    monkeypatch.setitem(DEVICES, name, lambda _: device)
 
 
 @pytest.fixture

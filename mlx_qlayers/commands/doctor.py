@@ -61,22 +61,26 @@ def _gpu() -> dict[str, str]:
     """What decides how kernels are launched on an Apple GPU."""
     import mlx.core as mx
 
-    from ..runtime.limits import has_few_registers
+    from ..runtime.devices import device_of
 
     if not mx.metal.is_available():
         return {}
-    few = "128 registers a thread" if has_few_registers() else "registers without a limit"
+    few = (
+        "128 registers a thread"
+        if device_of("metal").few_registers
+        else "registers without a limit"
+    )
     return {"architecture": f"{mx.device_info().get('architecture')}, {few}"}
 
 
 def _proofs() -> str:
-    """What was proven on this Mac, and what failed for what reason."""
+    """What was proven on this Mac, and what was left to stock operators for what reason."""
     from ..runtime.proof import stored
 
     found = stored().values()
     failed = {each.kernel: each.why for each in found if each.why}
     right = f"{sum(not each.why for each in found)} launches proven"
-    return "; ".join([right, *(f"{kernel} failed: {why}" for kernel, why in failed.items())])
+    return "; ".join([right, *(f"{kernel} left to stock: {why}" for kernel, why in failed.items())])
 
 
 def _stored() -> str:

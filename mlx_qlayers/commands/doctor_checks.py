@@ -35,8 +35,8 @@ from ..ops.rotary import rotary_embedding
 from ..ops.tensor_choice import CODES, TENSOR, tensor_product
 from ..options import AttentionCall, MatmulCall, PackedMatrix, Rotation, Router, Scores
 from ..runtime import tensor_ops
-from ..runtime.backend import backend, requested
-from ..runtime.cuda_ahead import device_architecture
+from ..runtime.backend import requested
+from ..runtime.devices import device_of
 from ..runtime.spec import Spec
 
 Run = Callable[..., list[mx.array]]
@@ -118,13 +118,13 @@ def _quantized_matmul() -> Iterator[Check]:
         yield Check(what, lambda *a, run=run: [run(*a)], [x, *matrix], 512)
     fmt = 64, 4, "affine"
     rows, matrix = _quantized(quantized_rows, fmt), _packed((72, 512), mx.bfloat16, *fmt)
-    if backend() == "cuda":
+    if device_of().dynamic_memory:
         deep = [_normal((32, 4096), mx.bfloat16), *_packed((2048, 4096), mx.bfloat16, *fmt)]
         yield Check("rows in shared memory", lambda *a, run=run: [run(*a)], deep, 4096)
         given = [mx.array([[2, 70]]), *matrix]  # elsewhere MLX's operators take rows
         yield Check("some rows unpacked", lambda *a: [rows(*a)], given)
     for transpose in (True, False):
-        # So deep that on CUDA two parts are added up.
+        # So deep that on an NVIDIA GPU two parts are added up.
         shape = (128, 1024) if transpose else (1024, 128)
         run = _quantized(quantized_matmul, fmt, transpose=transpose)
         given = [_normal((24, 1024)), *_packed(shape, mx.float16, *fmt)]
@@ -249,7 +249,7 @@ def _attention() -> Iterator[Check]:
         run = partial(attention, scale=width**-0.5, mask="causal")
         given = [_normal((1, n, 70, width), dtype) for n in (4, 2, 2)]
         yield Check(f"{_of(dtype)}, heads of {width}", _with_gradients(run, 0, 1, 2), given, 70, 16)
-    if device_architecture() == "sm_90":
+    if device_of("cuda").warpgroup_products:
         given = [_normal((1, n, 70, 64), mx.bfloat16) for n in (4, 2, 2)]
         yield Check("Hopper GPUs", partial(_attention_by, False), given, 70, 16)
     added = [*(_normal((1, n, 40, 64)) for n in (4, 2, 2)), _normal((4, 40, 40))]

@@ -13,7 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..layers.qlinear import Counterpart, QEmbedding
-from ..runtime.windows import Window, share_arrays, side_by_side, still_there
+from ..runtime.devices import device_of
+from ..runtime.windows import Window, side_by_side, still_there
 
 
 def arrange(model: nn.Module) -> None:
@@ -21,7 +22,7 @@ def arrange(model: nn.Module) -> None:
 
     What is computed later still holds the arrays as they were, and their memory.
     """
-    if not share_arrays():
+    if not device_of().launches_views:
         return
     there = {id(each.y): each for each in windows_of(model)}
     for part in model.modules():  # which has some twice if they are shared

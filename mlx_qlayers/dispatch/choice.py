@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 from ..runtime.backend import BackendError, backend, requested, unavailable
+from ..runtime.devices import device_of
 
 
 class Choice(NamedTuple):
@@ -36,7 +37,7 @@ UNMEASURED = "the kernel was not measured on an Apple GPU"
 
 def unmeasured() -> str | None:
     """Why ``auto`` leaves a kernel that nobody has measured for the reference: on Apple GPUs."""
-    return UNMEASURED if backend() == "metal" else None
+    return None if device_of().measured else UNMEASURED
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import mlx.core as mx
 
 from ..formats import Format
-from ..runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
+from ..runtime.devices.record import MAX_THREADGROUP_MEMORY
+from ..runtime.kernel import Kernel
 
 # Rows of decoding and of prompts, and keys of a cache, of which a device is calibrated. What lies
 # between two of them goes by the larger.

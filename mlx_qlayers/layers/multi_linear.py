@@ -16,7 +16,7 @@ from .qlinear import Counterpart
 class QMultiLinear(Counterpart, QuantizedMultiLinear):
     """``y = x @ dequantize(weight).T`` for each head, in place of mlx-lm's QuantizedMultiLinear.
 
-    On CUDA MLX multiplies the heads of a batch with the first one's matrix; this layer does not.
+    On NVIDIA GPUs MLX multiplies all heads of a batch by the first matrix; this layer does not.
 
     Args:
         input_dims: size of the last axis of the input, K.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 from functools import partial
 from math import prod
@@ -23,10 +22,9 @@ from ..metal.attention.tensor import attention_tensor, why_no_tensors
 from ..options import AttentionCall, Scores
 from ..reference import attention as reference
 from ..reference.attention import Run
-from ..runtime.backend import backend, requested
-from ..runtime.limits import has_few_registers
+from ..runtime.backend import requested
+from ..runtime.devices import device_of
 from ..runtime.program import CONSTANT_BELOW
-from ..runtime.proof import first_proven
 from ..runtime.transformed import is_differentiated
 from .attention_checks import checked
 from .attention_choice import (
@@ -40,17 +38,12 @@ from .attention_choice import (
     why_not_decode,
     why_not_forward,
 )
-from .tensor_choice import MEMORY, PATHS, by_tensors, decided_by, in_turn
+from .tensor_choice import MEMORY, PATHS, by_tensors, decided_by
 
 # Bytes of dense keys and values of one layer that may be made of packed ones.
 _MOST_DENSE = 128 << 20
 # Scores from which an H200 had 1.4 GB of them at a time where queries came in turn.
 _MOST_IN_TURN = 1 << 30
-# The most operations of one launch, where a longer one would hold up the screen: about a second of
-# the GPU of an M1 with 7 cores, at half of its 2.3 TFLOPS.
-_LONGEST = {"metal": 1.2e12}
-# The kernel without tensor operations.
-_MANY = "many queries"
 
 
 def attention(
@@ -119,7 +112,7 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
         return Plan(None, _with_casts(static, common))
     decoding = _takes_decode(call)
     many = call.packing[1] > 0 and call.q.shape[2] > FEW_QUERIES
-    if many and backend() in ("metal", "cuda") and requested() != "ops":
+    if many and device_of().gpu:
         # Never stock operators, which would keep all scores in memory.
         return _plan_packed(call, static)
     choice = _choose_decode(call) if decoding else _choose_forward(call)
@@ -134,7 +127,7 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
         run = (takes_stock and reference.stock(call)) or composed
         if not decoding and gradients_by_kernels(call):
             return Plan(choice, _unless_differentiated(run, _by_kernels(call)))
-        if backend() != "metal" or decoding or why_no_kernel(call) or not fills_memory(call):
+        if device_of().measured or decoding or why_no_kernel(call) or not fills_memory(call):
             return Plan(choice, run)
         # The kernels' gradient computes the forward pass again.
         return Plan(choice, run, autodiff(_by_kernels(call), arrays), composed)
@@ -200,11 +193,11 @@ def _unpacked(call: AttentionCall, operation: Operation, static: tuple[Hashable,
 def _is_too_much(call: AttentionCall) -> bool:
     """Whether stock operators would keep more scores in memory than there need be at a time."""
     (*_, queries, width), keys, scores = call.q.shape, call.k[0].shape[2], call.scores
-    if backend() not in ("metal", "cuda") or requested() == "ops" or call.packing[1]:
+    if not device_of().gpu or call.packing[1]:
         return False
     on_apple = width == call.v_width and width in STOCK_ON_APPLE
-    widest = threshold("attention_forward_widest", device="cuda")
-    fused = on_apple if backend() == "metal" else max(width, call.v_width) <= widest
+    widest = threshold("attention_forward_widest")
+    fused = on_apple if widest is None else max(width, call.v_width) <= widest
     if (fused and scores.softcap is None) or queries <= FEW_QUERIES or queries > keys:
         return False
     # A window is counted from the last key, of which a mask has as many as there are.
@@ -213,11 +206,11 @@ def _is_too_much(call: AttentionCall) -> bool:
 
 
 def _plan_wide(call: AttentionCall, static: tuple[Any, ...], choice: Choice) -> Plan:
-    """The forward kernel on CUDA, where MLX would run ahead of what is in turn, and keep it all."""
+    """The forward kernel where MLX would run ahead of what is in turn, and keep it all: on CUDA."""
     turns, arrays = _in_turn(call, static), (call.q, *call.k, *call.v, call.mask, call.sinks)
     wide = max(call.q.shape[3], call.v_width) > WIDEST and call.q.dtype.size == 2
     many = prod(call.q.shape[:3]) * call.k[0].shape[2] >= _MOST_IN_TURN
-    if backend() != "cuda" or not (wide and many) or why_no_kernel(call, WIDEST_FORWARD):
+    if not device_of().measured or not (wide and many) or why_no_kernel(call, WIDEST_FORWARD):
         return Plan(choice, turns)
     launch = attention_forward(Launcher(call))
     choice = choose("attention", by="many queries of wide heads")
@@ -253,7 +246,7 @@ def _takes_decode(call: AttentionCall) -> bool:
     bits_fit = call.packing[1] in (0, *decode.BITS)
     if not (0 < queries <= decode.MAX_QUERIES and call.q.size > 0 and widths_fit and bits_fit):
         return False
-    return backend() != "metal" or not has_few_registers() or decode.fits_few_registers(call)
+    return not device_of().few_registers or decode.fits_few_registers(call)
 
 
 def _choose_decode(call: AttentionCall) -> Choice:
@@ -284,9 +277,9 @@ def _choose_forward(call: AttentionCall) -> Choice:
     lacking, by = why_no_kernel(call), ""
     unless = lacking or why_not_forward(call)
     evidence = source_of("attention_forward_gain", "attention_forward_widest")
-    if backend() == "metal" and not lacking:
+    if not (device_of().measured or lacking):
         best = found("attention_forward", *Launcher(call).question())
-        by, unless, evidence = decided_by(best, _MANY, unless)
+        by, unless, evidence = decided_by(best, "many queries", unless)
     return choose(
         "attention",
         () if lacking else KERNELS,
@@ -321,36 +314,28 @@ def _by_forward(choice: Choice | None, call: AttentionCall) -> Plan:
 
     The gradient of an additive mask, the only one as large as the scores, is one of its own.
     """
-    if _operations(call) > _LONGEST.get(backend(), math.inf):
+    if _operations(call) > device_of().most_operations:
         axis = 1 if call.k[0].shape[1] > 1 else 0
         if call.k[0].shape[axis] > 1:
             return Plan(choice, _in_halves(call, axis, _FORWARD, call.scores))
     at = Launcher(call)
+    chosen = configure("attention_forward", at.device, *at.question())
     if call.packing[1]:
-        chosen = configure("attention_forward", at.device, *at.question())
         arrays = call.q, *call.k, *call.v, call.mask, call.sinks
         dense = autodiff(_unpacked(call, _FORWARD, call.scores), arrays)
         return Plan(choice, attention_forward(at, chosen), dense)
-    best = found("attention_forward", *at.question()) if at.device == "metal" else None
-    kernels = [_MANY]
-    if best is not None and by_tensors(best) and why_no_tensors(at) is None:
-        kernels = in_turn(best, {"kernel": _MANY, **PATHS})
-    return first_proven({kernel: partial(_by_kernel, kernel, choice, call) for kernel in kernels})
-
-
-def _by_kernel(kernel: str, choice: Choice | None, call: AttentionCall) -> Plan:
-    """One of the kernels of many queries, and its gradients."""
-    at, tensors = Launcher(call, kernel != MEMORY), kernel != _MANY
+    best = found("attention_forward", *at.question()) if not device_of(at.device).measured else None
+    tensors = by_tensors(best) and why_no_tensors(at) is None
+    at.handed = best is None or PATHS.get(best.path) != MEMORY
     of_all, of_mask = attention_backward(at, tensors)
     gradients = [Gradient((0, 1, 2) if call.sinks is None else (0, 1, 2, 4), of_all)]
     if call.mask is not None and call.mask.dtype != mx.bool_:
         gradients.append(Gradient((3,), of_mask))
     if tensors:
         return Plan(choice, attention_tensor(at), gradients)
-    if best_cut := cut("forward", at):
-        return Plan(choice, forward_ahead(at, best_cut), gradients)
-    chosen = configure("attention_forward", at.device, *at.question())
-    return Plan(choice, attention_forward(at, chosen), gradients)
+    best_cut = cut("forward", at)
+    forward = forward_ahead(at, best_cut) if best_cut else attention_forward(at, chosen)
+    return Plan(choice, forward, gradients)
 
 
 def _operations(call: AttentionCall) -> float:
@@ -382,20 +367,6 @@ def _in_halves(
     return run
 
 
-def _norms(
-    outputs: list[mx.array], arrays: Sequence[Any], *static: Any
-) -> tuple[list[mx.array], list[mx.array]]:
-    """For a proof: the logarithms of the sums of weights, that gradients go by."""
-    if len(outputs) == 1:
-        return [], []
-    (_, norms), call = outputs, checked(arrays, *static)
-    (expected,) = reference.attention(call, reference.log_sums)(*arrays)
-    found = norms[..., :1] + mx.log2(norms[..., 1:])
-    # Of a query that sees no key neither is a number.
-    here = mx.abs(expected) < 1e30
-    return [mx.where(here, found, 0)], [mx.where(here, expected, 0)]
-
-
-_ATTENTION = Operation("attention", _plan, besides=_norms)
+_ATTENTION = Operation("attention", _plan)
 # Many queries by kernels, without a choice: where their gradient is that of another kernel.
 _FORWARD = Operation("attention", _plan_forward)

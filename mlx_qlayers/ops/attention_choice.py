@@ -6,14 +6,15 @@ from math import prod
 
 import mlx.core as mx
 
-from ..dispatch.choice import UNMEASURED
+from ..dispatch.choice import unmeasured
 from ..dispatch.thresholds import threshold
 from ..metal.attention.forward import FAR
 from ..metal.attention.layout import WIDEST
 from ..options import AttentionCall
 from ..reference import attention as reference
 from ..runtime import tensor_ops
-from ..runtime.backend import backend, current, requested
+from ..runtime.backend import current, requested
+from ..runtime.devices import device_of
 
 # The exponent of a hidden score must be finite: see LOWEST in score_tile.metal.
 _MAX_SCALE = 1e7
@@ -26,24 +27,24 @@ STOCK_ON_APPLE = (64, 72, 80, 96, 128, 192, 256)
 # Arrays of all scores that stock's gradient keeps on Metal at a time; the share of memory that they
 # may take, and the memory of a GPU that does not say: that of the smallest Mac with an M1.
 _KEPT_SCORES, _SHARE, _MEMORY = 3, 16, 8 << 30
-# Queries of which the stock operator's gradient on CUDA takes whole numbers.
+# Queries of which the stock operator's gradient on NVIDIA GPUs takes whole numbers.
 _STOCK_TILE = 128
 
 
 def why_not_decode(call: AttentionCall) -> str | None:
     """Why ``auto`` leaves the kernel of few queries for the stock operator on a GPU.
 
-    On CUDA the kernel was measured no slower from 256 keys to 131,072 in a compiled graph. Called
-    one by one, its launches take Python longer than one stock operator; with packed keys or an
+    On an H200 the kernel was no slower from 256 keys to 131,072 in a compiled graph. Called one by
+    one, its launches take Python longer than one stock operator; with packed keys or an
     array as mask stock makes more than one.
     """
-    if backend() == "metal":
-        return UNMEASURED
+    if why := unmeasured():
+        return why
     single = current.get().mode.single and len(call.k) == 1 and call.mask is None
-    if backend() != "cuda" or not single:
+    if not (device_of().gpu and single):
         return None
     if prod(call.k[0].shape) < threshold("attention_decode_min_elements"):
-        return "on CUDA the stock operator is launched faster, and the cache is short"
+        return "on NVIDIA GPUs the stock operator is launched faster, and the cache is short"
     return None
 
 
@@ -78,29 +79,31 @@ def why_no_kernel(call: AttentionCall, widest: int = WIDEST) -> str | None:
 def why_not_forward(call: AttentionCall) -> str | None:
     """Why ``auto`` leaves the kernels of many queries for the stock operator on a GPU.
 
-    On Apple GPUs it is taken wherever it is one kernel, until somebody measures there, and on CUDA
+    Apple GPUs take it wherever it is one kernel, until somebody measures there; NVIDIA GPUs take it
     wherever the kernels were not measured to be no slower.
     """
     q, scores = call.q, call.scores
     if q.shape[2] <= FEW_QUERIES:
         return f"{q.shape[2]} queries; tiles of them would be mostly empty"
-    if backend() == "metal":
+    if not (device := device_of()).measured:
         sizes_fit = q.shape[3] == call.v_width in STOCK_ON_APPLE
         fused = sizes_fit and reference.stock(call) is not None
         return (
             "kernels were not measured on this Apple GPU; they compute gradients" if fused else None
         )
-    if backend() != "cuda":
+    if not device.gpu:
         return None
     if len(call.v) > 1 or call.mask is not None or call.sinks is not None:
-        return "on CUDA the stock operator is faster with these arrays, or nothing was measured"
+        return (
+            "on NVIDIA GPUs the stock operator is faster with these arrays, or nothing was measured"
+        )
     if q.dtype == mx.float32:
-        return "on CUDA the stock operator is faster in float32, with gradients"
+        return "on NVIDIA GPUs the stock operator is faster in float32, with gradients"
     sizes, keys = (q.shape[3], call.v_width), call.k[0].shape[2]
     if max(sizes) > threshold("attention_forward_widest"):
         measured = sizes in threshold("attention_forward_wide_heads")
         measured |= prod(q.shape[:3]) * keys > MOST_SCORES  # which stock would keep
-        return None if measured else "heads of these sizes were not measured on CUDA"
+        return None if measured else "heads of these sizes were not measured on NVIDIA GPUs"
     pairs = prod(q.shape[:3]) * keys
     better = scores.window is not None and 2 * scores.window <= keys
     if current.get().mode.differentiable:
@@ -112,11 +115,11 @@ def why_not_forward(call: AttentionCall) -> str | None:
         better = better or (keys <= short and work <= little)
     if better or scores.softcap is not None:
         return None
-    return "on CUDA the stock operator was measured faster where nobody differentiates"
+    return "on NVIDIA GPUs the stock operator was measured faster where nobody differentiates"
 
 
 def gradients_by_kernels(call: AttentionCall) -> bool:
-    """Whether ``auto`` leaves a call to the kernels on CUDA where it is differentiated.
+    """Whether ``auto`` leaves a call to the kernels on NVIDIA GPUs where it is differentiated.
 
     There stock's own gradient keeps all scores unless the queries fill its tiles, is that of q, k
     and v only, and was measured slower where a causal mask hides much.
@@ -151,7 +154,11 @@ def _differs_in_gradients(call: AttentionCall) -> bool:
     kernels if it is differentiated.
     """
     q = call.q
-    if backend() != "cuda" or requested() != "auto" or not current.get().mode.differentiable:
+    if (
+        threshold("attention_gradient_min_scores") is None
+        or requested() != "auto"
+        or not current.get().mode.differentiable
+    ):
         return False
     fits = max(q.shape[3], call.v_width) <= threshold("attention_forward_widest")
     return fits and q.dtype != mx.float32 and not call.packing[1] and q.shape[2] > FEW_QUERIES

@@ -16,8 +16,7 @@ from ..options import Rotation, StepCall, row_words
 from ..reference import attention_step as reference
 from ..reference.attention_step import packed_rows, parts_of_rows
 from ..runtime import proof
-from ..runtime.backend import backend
-from ..runtime.limits import has_few_registers
+from ..runtime.devices import device_of
 from ..runtime.spec import Spec
 from .attention_checks import check_number, check_packed, check_rotation
 from .checks import FLOATS, check_floats
@@ -33,8 +32,6 @@ __all__ = [
 ]
 
 _MAX_WIDTH = 256
-# Where a threadgroup sees what others wrote.
-_ORDERED = ("cuda",)
 # Elements of `positions` and `tickets` at least: MLX passes fewer in another address space.
 MIN_POSITIONS = MIN_TICKETS = 8
 
@@ -136,7 +133,7 @@ def _plan(
         return Plan(choice, composed)
     question = kernels.question(q, Spec(shape, q.dtype), v_width, call.packing)
     config = configure("attention_step", choice.path, *question)
-    known = arrays if choice.path in _ORDERED else arrays[:-1]
+    known = arrays if device_of(choice.path).orders_threadgroups else arrays[:-1]
     launch = kernels.attention_step(known, scale, rotation, config, epsilon)
     if bits:
         return Plan(choice, launch, reference=composed)
@@ -196,7 +193,7 @@ def _choose(
     bits = packing[1]
     if not _covers(dtype, share, k_shape, v_width, packing):
         return choose("attention_step", ())
-    failed = proof.failed("attention_step") if backend() == "metal" else None
+    failed = proof.failed("attention_step") if device_of().needs_proof else None
     q = Spec((k_shape[0], 1, share * k_shape[1] * k_shape[3]), dtype)
     best = found("attention_step", *kernels.question(q, Spec(k_shape, dtype), v_width, packing))
     kernel = f"attention_step_packed, {bits} bits" if bits else "its kernel"
@@ -217,7 +214,7 @@ def _covers(
         return False
     if width % 8 or v_width % 8 or max(width, v_width) > _MAX_WIDTH or not min(*k_shape, v_width):
         return False
-    if backend() != "metal" or not has_few_registers():
+    if not device_of().few_registers:
         return True
     return kernels.fits_few_registers(dtype, share, width, v_width, bits)
 

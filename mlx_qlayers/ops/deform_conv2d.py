@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import Operation, Plan, dispatch
-from ..runtime.backend import backend
+from ..runtime.devices import device_of
 from .checks import check_floats
 from .deformable_attention import DEFORMABLE_ATTENTION
 from .matmul import matmul
@@ -93,7 +93,7 @@ def _plan(
     )
 
     # A CPU's own product is exact, and takes any view.
-    on_cpu = backend() in ("host", "ops")
+    on_cpu = not device_of().gpu
     multiply = mx.matmul if on_cpu else partial(matmul, allow_tf32=allow_tf32)
 
     def run(x: mx.array, offset: mx.array, weight: mx.array, bias: Any, mask: Any) -> mx.array:

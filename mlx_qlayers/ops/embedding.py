@@ -11,7 +11,7 @@ from ..dispatch import Operation, Plan, choose, dispatch, gradient_of
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize_rows
 from ..options import PackedMatrix
-from ..runtime.backend import backend
+from ..runtime.devices import device_of
 from .checks import FLOATS
 
 __all__ = ["quantized_rows"]
@@ -29,8 +29,8 @@ def quantized_rows(
 ) -> mx.array:
     """Some rows of a quantized matrix, unpacked.
 
-    On CUDA one launch, where stock operators are four, of which MLX compiles three for each type of
-    ``numbers`` when they are first met, for 3 s each.
+    This is one launch on NVIDIA GPUs. Stock operators are four, and MLX compiles three of them for
+    each type of ``numbers`` that is new, for 3 s each.
 
     Args:
         numbers: (...) integers, which rows; those below 0 count from the end.
@@ -70,7 +70,7 @@ def _plan(arrays: Sequence[Any], group_size: int | None, bits: int | None, mode:
     whole = w.ndim == 2 and 0 not in (*w.shape, *numbers.shape) and numbers.size < 2**16
     covered = whole and numbers.dtype in (mx.int32, mx.uint32)
     covered = covered and (biases is None or scales.dtype in FLOATS)
-    if backend() != "cuda" or not covered:  # elsewhere MLX's gathers are there at once
+    if not (device_of().stock_compiles and covered):  # elsewhere MLX's gathers are there at once
         return Plan(None, composed)
     choice = choose("quantized_rows")
     if choice.path == "ops":

@@ -16,8 +16,8 @@ from ..formats import Format
 from ..metal.gather_qmm import experts as kernels
 from ..options import SCORES, Clipped, PackedMatrix, Router
 from ..reference import experts as reference
-from ..runtime.backend import backend, requested
-from ..runtime.limits import has_few_registers
+from ..runtime.backend import requested
+from ..runtime.devices import device_of
 from ..runtime.spec import Spec
 from .checks import check_floats
 from .fused_products import normed, with_squares
@@ -221,7 +221,7 @@ def _plan_products(
     if choice.path == "ops":
         return Plan(choice, composed)
     share = 1 if x.ndim > experts.ndim else experts.shape[-1]
-    few = backend() == "metal" and has_few_registers()
+    few = device_of().few_registers
     right = _INDICES(experts.shape)
     launch = kernels.experts_products(x, right, matrices, fmt, gate, share, few, squares, epsilon)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate, chain
 from math import prod
 from typing import Any
@@ -21,7 +20,7 @@ from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate, QmvArrays, qmv, tak
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from ..options import MatmulCall, PackedMatrix
 from ..runtime.backend import backend
-from ..runtime.proof import first_proven
+from ..runtime.devices import device_of
 from ..runtime.spec import Spec
 from .checks import check_floats
 from .quantized_matmul import quantized_matmul
@@ -36,7 +35,7 @@ from .quantized_route import (
     skinny_spread,
     stock_is_better,
 )
-from .tensor_choice import PATHS, by_tensors, in_turn, takes_tensors, tensor_product
+from .tensor_choice import PATHS, by_tensors, takes_tensors, tensor_product
 
 Norm = tuple[mx.array | None, float]
 
@@ -65,9 +64,9 @@ def fused_products(
 ) -> list[mx.array]:
     """Multiply one input with quantized matrices of one format: ``x @ w.T + bias`` for each.
 
-    A kernel does all of it in one launch where the rows are few, rounding the results once; on CUDA
-    many rows are one dense product with all of the matrices, unpacked in one launch; else it is
-    composed of single operations. The values are theirs up to rounding, the gradient too.
+    A kernel does all of it in one launch where the rows are few, rounding the results once. With
+    tensor cores many rows are one dense product with all matrices, unpacked in one launch; else it
+    is composed of single operations. The values are theirs up to rounding, the gradient too.
 
     Args:
         x: (..., K) in float32, float16 or bfloat16.
@@ -236,13 +235,10 @@ def _by_tensors(
     best = found("qmm", *call.shape, x.dtype, fmt, True)
     if best is None or not by_tensors(best):
         return None
-    kernel, *others = in_turn(best, PATHS)
+    kernel = PATHS[best.path]
     by, evidence = f"{kernel}, {best.evidence}", best.evidence.source
     choice = choose("fused_products", by=by, evidence=evidence)
-    given = call, residual, None if gate is None else matrices[1], gate
-    launch = first_proven(
-        {each: partial(tensor_product, each, *given) for each in (kernel, *others)}
-    )
+    launch = tensor_product(kernel, call, residual, None if gate is None else matrices[1], gate)
 
     def multiply(x: mx.array, residual: mx.array | None, flat: list[Any]) -> list[mx.array]:
         return [launch(x, *flat[:4], residual, *flat[4:])]
@@ -326,8 +322,8 @@ def _lacking(
     """Why no kernel takes these arguments, if none does."""
     if not rows:
         return "there are no rows"
-    if rows > MAX_QMV_ROWS and x.dtype == mx.float32 and backend() == "cuda":
-        return f"{rows} rows in float32, whose dense products MLX computes in TF32 on CUDA"
+    if rows > MAX_QMV_ROWS and x.dtype == mx.float32 and device_of().stock_is_tf32:
+        return f"{rows} rows in float32, whose dense products MLX computes in TF32"
     if len(matrices) > MAX_MATRICES:
         return f"{len(matrices)} matrices; the kernel takes 1 to {MAX_MATRICES}"
     if any(m.w.ndim > 2 or 0 in m.w.shape for m in matrices):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from math import prod
 from typing import Any
 
@@ -21,19 +21,17 @@ from ..metal.quantized_matmul.qmm import QmmConfig
 from ..metal.quantized_matmul.qmm_tensor import TensorConfig, tensor_config
 from ..options import MatmulCall, PackedMatrix
 from ..reference.gather_qmm import gather_qmm as reference
-from ..runtime.backend import Context, backend, requested
-from ..runtime.proof import first_proven
+from ..runtime.backend import Context, requested
+from ..runtime.devices import device_of
 from ..runtime.spec import Spec
 from .checks import check_floats, check_packed
 from .quantized_route import STOCK_COMPILES
-from .tensor_choice import TENSOR, by_tensors, decided_by, in_turn
+from .tensor_choice import by_tensors, decided_by
 
 # x, w, scales, biases, lhs_indices, rhs_indices and global_scale, or their specs.
 _Arrays = Sequence[Any]
 
 _KINDS = ("plain", "transposed")
-# The kernel of rows in order without tensor operations.
-_TILES = "sorted rows"
 
 
 def gather_qmm(
@@ -115,8 +113,8 @@ def _plan(
     by, evidence = "", source_of("gather_qmm_gain")
     unless = empty or _stock_is_better(rows)
     unless = unless or _untested(out, transpose, fmt)
-    if sorted_indices and not empty and backend() == "metal":
-        by, unless, evidence = decided_by(_measured(call, rows), _TILES, unless, evidence)
+    if sorted_indices and not empty and not device_of().measured:
+        by, unless, evidence = decided_by(_measured(call, rows), "sorted rows", unless, evidence)
     choice = choose(
         "gather_qmm",
         () if empty else KERNELS,
@@ -145,7 +143,7 @@ def leaves_to_stock(context: Context, epoch: int, rows: int, in_order: bool) -> 
     For layers: a token takes a product of few rows from each, and to dispatch one takes Python
     longer than to call stock. Answers are kept for a context and an epoch.
     """
-    if requested() != "auto" or (in_order and backend() == "metal"):  # which may be measured
+    if requested() != "auto" or (in_order and not device_of().measured):  # which may be measured
         return False
     return _stock_is_better(rows) is not None
 
@@ -161,18 +159,15 @@ def _measured(call: MatmulCall, rows: int) -> Found | None:
 
 def _stock_is_better(rows: int) -> str | None:
     """Why ``auto`` leaves the kernel for the stock operator on a GPU."""
-    if backend() == "cuda":
-        few = rows < STOCK_COMPILES
-        return "the stock operator and its call are as fast with so few rows" if few else None
+    if device_of().stock_compiles and rows < STOCK_COMPILES:
+        return "the stock operator and its call are as fast with so few rows"
     return unmeasured()
 
 
 def _untested(dtype: mx.Dtype, transpose: bool, fmt: Format) -> str | None:
     """Why ``auto`` does not trust a kernel that was not compared with stock on a GPU."""
-    if backend() != "cuda":
-        return None
-    tested = threshold("gather_qmm_formats", _KINDS[transpose], device="cuda")
-    if dtype == mx.bfloat16 and f"{fmt.mode} {fmt.bits}" in tested:
+    tested = threshold("gather_qmm_formats", _KINDS[transpose])
+    if tested is None or (dtype == mx.bfloat16 and f"{fmt.mode} {fmt.bits}" in tested):
         return None
     return "the kernel was not tested with this dtype and format on a GPU"
 
@@ -206,16 +201,11 @@ def _repeats(batch: tuple[int, ...], leading: tuple[int, ...]) -> int:
 def _launch(path: str, call: MatmulCall, pairs: Pairs, scaled: bool = False) -> Products:
     (x, (w, *_), transpose, fmt), per_pair = call, call.x.shape[-2]
     rows, matrices = prod(pairs.shape) * per_pair, prod(w.shape[:-2])
-    if pairs.in_order and path != "host" and rows >= matrices:
-        cuts: dict[str, QmmConfig | TensorConfig] = {
-            TENSOR: tensor_config(rows // matrices, x.shape[-1], x.dtype, fmt, transpose),
-            _TILES: gather_qmm_config(rows, matrices, x.dtype, fmt),
-        }
-        best, kernels = _measured(call, rows) if path == "metal" else None, [_TILES]
-        if best is not None and by_tensors(best):
-            kernels = in_turn(best, {"tensor": TENSOR, "kernel": _TILES})
-        bind = partial(gather_qmm_sorted, call, pairs, scaled=scaled)
-        return first_proven({each: partial(bind, config=cuts[each]) for each in kernels})
+    if pairs.in_order and device_of(path).gpu and rows >= matrices:
+        cut: QmmConfig | TensorConfig = gather_qmm_config(rows, matrices, x.dtype, fmt)
+        if not device_of(path).measured and by_tensors(_measured(call, rows)):
+            cut = tensor_config(rows // matrices, x.shape[-1], x.dtype, fmt, transpose)
+        return gather_qmm_sorted(call, pairs, cut, scaled)
     config = configuration(path, per_pair, pairs.in_order, transpose, fmt)
     return gather_qmv(call, pairs, config, scaled)
 

@@ -14,8 +14,7 @@ from ..metal.quantized_matmul.qmv import Gate
 from ..reference.int8_matmul import block_of, rotated
 from ..reference.int8_matmul import int8_matmul as reference
 from ..runtime import tensor_ops
-from ..runtime.backend import backend
-from ..runtime.cuda_ahead import device_architecture
+from ..runtime.devices import device_of
 from .checks import check_floats
 from .fused_products import ACTIVATIONS
 
@@ -165,12 +164,11 @@ def _lacking(x: Any, n: int) -> str | None:
         return "the product is empty"
     if (k := x.shape[-1]) % DEPTH:
         return f"its depth {k} is no multiple of {DEPTH}"
-    if backend() == "metal" and (why := tensor_ops.missing()):
-        return why
-    architecture = device_architecture()
-    if backend() == "cuda" and architecture not in ("", "sm_90"):
-        return f"products of 8-bit integers are written for sm_90, not {architecture}"
-    return None
+    if (device := device_of()).tensor_cores:
+        if device.name and not device.warpgroup_products:
+            return f"products of 8-bit integers are written for sm_90, not {device.name}"
+        return None
+    return tensor_ops.missing() if device.gpu else None
 
 
 _INT8_PRODUCTS = Operation("int8_matmul", _plan)

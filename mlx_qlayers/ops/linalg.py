@@ -13,7 +13,7 @@ from ..dispatch.thresholds import gain, source_of
 from ..metal.linalg import launch
 from ..metal.linalg import qr as blocked
 from ..reference import linalg as reference
-from ..runtime.backend import backend
+from ..runtime.devices import device_of
 from ..runtime.spec import Spec
 from ..runtime.transformed import has_values
 from .matmul import matmul
@@ -160,7 +160,7 @@ def qr(a: mx.array, mode: str = "reduced") -> Any:
 
 
 def subtract_product(b: mx.array, a: mx.array, x: mx.array) -> mx.array:
-    """B - A X in float32: on a GPU never in TF32, to which ``mx.matmul`` rounds on CUDA.
+    """B - A X in float32: on a GPU never in TF32, to which ``mx.matmul`` rounds on some.
 
     Args:
         b: (..., N, M) float32.
@@ -350,7 +350,7 @@ def _choose(op: str, *arrays: Spec) -> Any:
 
 
 def _block() -> int:
-    return _BLOCK_HOST if backend() == "host" else _BLOCK
+    return _BLOCK if device_of().gpu else _BLOCK_HOST
 
 
 def _flat(a: Spec) -> Spec:

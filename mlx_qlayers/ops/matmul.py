@@ -14,6 +14,7 @@ from ..dispatch.thresholds import gain, source_of
 from ..metal.linalg import launch
 from ..runtime import tensor_ops
 from ..runtime.backend import backend
+from ..runtime.devices import device_of
 from ..runtime.spec import Spec
 
 
@@ -24,7 +25,8 @@ def matmul(a: mx.array, b: mx.array, *, allow_tf32: bool = False) -> mx.array:
     operands that do not begin at 16 bytes, as views may not, which it refuses.
 
     Args:
-        a: (..., M, K) float32, float16 or bfloat16; on CUDA no view into the middle of a buffer.
+        a: (..., M, K) float32, float16 or bfloat16; on NVIDIA GPUs no view into the
+            middle of a buffer.
         b: (..., K, N) in the dtype of ``a``, with the same leading axes.
         allow_tf32: leave float32 to MLX's product, whatever that rounds it to.
 
@@ -95,5 +97,5 @@ def _why_exact() -> str | None:
 
 
 def _aligned(a: mx.array) -> mx.array:
-    """The same numbers where a buffer begins, on CUDA: a copy, as nothing tells where it is."""
-    return mx.concatenate([a, a[..., :0]], axis=-1) if backend() == "cuda" else a
+    """The same numbers where a buffer begins: a copy, as nothing tells where it is."""
+    return mx.concatenate([a, a[..., :0]], axis=-1) if device_of().stock_needs_alignment else a

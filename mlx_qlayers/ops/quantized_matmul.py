@@ -9,12 +9,12 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Arrays, Gradient, Operation, Plan, choose, dispatch
-from ..dispatch.choice import UNMEASURED
+from ..dispatch.choice import unmeasured
 from ..dispatch.thresholds import source_of, threshold
 from ..formats import GLOBAL_UNIT, Format
 from ..metal.quantized_matmul.gradients import scales_and_biases_gradient
 from ..options import MatmulCall, PackedMatrix
-from ..runtime.backend import backend, current, requested
+from ..runtime.backend import current, requested
 from ..runtime.spec import Spec
 from .checks import check_floats, check_packed
 from .quantized_route import by_reference, product, route
@@ -85,7 +85,7 @@ def _plan(
         if problem := fmt.mismatch_of_global(global_scale, 1):
             raise ValueError(problem)
         return Plan(None, _with_global_scale(static, Spec(x.shape, x.dtype)))
-    if x.ndim == 1 and requested() != "ops":  # of which MLX has no product on CUDA
+    if x.ndim == 1 and requested() != "ops":  # of which MLX has no product on NVIDIA GPUs
 
         def run(x: mx.array, *rest: mx.array | None) -> Any:
             return dispatch(QUANTIZED_MATMUL, (x[None], *rest), static)[0]
@@ -204,11 +204,11 @@ def _plan_scales_and_biases(arrays: Sequence[Any], transpose: bool, fmt: Format)
 
 def _left_to_stock(rows: int, dtype: mx.Dtype) -> str | None:
     """Why ``auto`` leaves the kernel of these gradients for the stock operators on a GPU."""
-    if backend() == "metal":
-        return UNMEASURED
+    if why := unmeasured():
+        return why
     # In float32 the stock operators multiply in TF32, which is not exact enough.
-    most = threshold("scales_gradient_max_rows", device="cuda")
-    if backend() == "cuda" and rows > most and dtype != mx.float32:
+    most = threshold("scales_gradient_max_rows")
+    if most is not None and rows > most and dtype != mx.float32:
         return "the stock operators, which hold the dense gradient, are faster with so many rows"
     return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -22,12 +21,12 @@ from ..metal.quantized_matmul.qvm import qvm
 from ..options import MatmulCall, PackedMatrix
 from ..reference import quantized_matmul as reference
 from ..runtime.backend import backend
+from ..runtime.devices import device_of
 from ..runtime.program import CONSTANT_BELOW
-from ..runtime.proof import first_proven
 from ..runtime.spec import Spec
-from .tensor_choice import PATHS, as_it_runs, in_turn, tensor_product, without_tensors
+from .tensor_choice import PATHS, as_it_runs, tensor_product, without_tensors
 
-# Rows from which MLX compiles its own product on CUDA when it is first asked for, which takes 10 to
+# Rows from which MLX compiles its own product for NVIDIA GPUs when it is first asked for, for 10 to
 # 50 seconds: no choice that is made by default may wait for that.
 STOCK_COMPILES = 8
 
@@ -46,12 +45,10 @@ class Route(NamedTuple):
     Attributes:
         choice: the backend of the kernels or ``"ops"``, and why.
         kernel: which of them.
-        others: those that were no slower than the stock operator, where it fails its proof.
     """
 
     choice: Choice
     kernel: str = ""
-    others: Sequence[str] = ()
 
 
 def is_qmv(x: Spec | mx.array) -> bool:
@@ -60,11 +57,11 @@ def is_qmv(x: Spec | mx.array) -> bool:
 
 
 def in_one_launch(x: Spec | mx.array) -> bool:
-    """Whether products of an input take one launch: as qmv does, or qmm_skinny on CUDA."""
+    """Whether products of an input take one launch, of qmv, or of qmm_skinny with tensor cores."""
     if is_qmv(x):
         return True
     few = x.ndim > 1 and 0 < x.size <= MAX_SKINNY_ROWS * x.shape[-1]
-    return few and x.dtype in _HALVES and backend() == "cuda"
+    return few and x.dtype in _HALVES and device_of().tensor_cores
 
 
 def is_skinny(x: Spec, matrices: Sequence[PackedMatrix], fmt: Format) -> bool:
@@ -90,7 +87,7 @@ def skinny_spread(
     path: str, rows: int, n: int, k: int, fmt: Format, single: bool = True
 ) -> SkinnyConfig:
     """The configuration of qmm_skinny that was measured to be fastest, or that of its rule."""
-    measured = _spread(rows, n, k, fmt) if path == "cuda" else None
+    measured = _spread(rows, n, k, fmt) if device_of(path).tensor_cores else None
     if measured not in (None, QMV):
         config = SkinnyConfig(*measured)
         if config.runs and (single or config.parts(k) == 1):
@@ -100,7 +97,7 @@ def skinny_spread(
 
 def is_dense(x: Spec | mx.array) -> bool:
     """Whether an input has so many rows that several matrices are dequantized for it at once."""
-    if x.dtype == mx.float32 or backend() != "cuda":
+    if x.dtype == mx.float32 or not device_of().tensor_cores:
         return False
     return x.ndim > 1 and x.size > _max_rows("whole") * x.shape[-1] > 0
 
@@ -120,47 +117,45 @@ def route(op: str, call: MatmulCall, single: bool = False) -> Route:
     if w.ndim > 2 or 0 in (rows, *w.shape):
         return Route(choose(op, (), unless="the kernels take one matrix, and nothing empty"))
     kernel, unless, evidence = _by_rule(call)
-    names, others = {"kernel": kernel, **_MEASURED}, list[str]()
     best: Found | None = None
-    on_host = backend() == "host"
-    if transpose and (rows <= MAX_QMV_ROWS or on_host):
+    at = device_of()
+    if transpose and (rows <= MAX_QMV_ROWS or not at.gpu):
         # There more rows are sixteen after sixteen.
         best = found("qmv", min(rows, MAX_QMV_ROWS), n, k, x.dtype, fmt)
-    elif not on_host:
+    elif at.gpu:
         best = found("qmm", rows, n, k, x.dtype, fmt, transpose)
     best = as_it_runs(best)
     if best is not None and best.path in _MEASURED:
-        (kernel, *others), unless = in_turn(best, names), None
+        kernel, unless = _MEASURED[best.path], None
         by, evidence = f"{kernel}, {best.evidence}", best.evidence.source
     else:
         if best is not None and kernel == SKINNY and rows <= MAX_QMV_ROWS:
             kernel = QMV  # which was measured
         by, unless, evidence = decided(best, kernel, unless, evidence)
-        if kernel == QMM and backend() == "metal":
+        if kernel == QMM and not at.measured:
             by += f"; {without_tensors(best)}"
     few = transpose and rows <= MAX_QMV_ROWS
     if single and few and not unless and (unless := _call_is_too_long(call)):
         evidence = source_of("qmv_call")
     times = measured_gain(best, host_gain(rows, fmt, transpose))
-    return Route(
-        choose(op, unless=unless, host_gain=times, by=by, evidence=evidence), kernel, others
-    )
+    return Route(choose(op, unless=unless, host_gain=times, by=by, evidence=evidence), kernel)
 
 
 def _by_rule(call: MatmulCall) -> tuple[str, str | None, str]:
     """The kernel, why ``auto`` leaves it for the stock operator, and what that rests on."""
-    device, vector = backend(), QMV if call.transpose else QVM
-    if device == "host":
+    device, vector = device_of(), QMV if call.transpose else QVM
+    if not device.gpu:
         # Where threads do not run side by side, sixteen rows after sixteen are fastest.
         return vector, None, source_of(f"{vector}_gain")
     if vector == QMV and call.shape[0] <= MAX_QMV_ROWS:
-        if device == "cuda" and is_skinny(call.x, [call.matrix], call.fmt):
+        if device.tensor_cores and is_skinny(call.x, [call.matrix], call.fmt):
             return SKINNY, None, source_of("qmm_skinny_rows")
-        if device == "cuda" and call.x.dtype == mx.float32 and call.shape[0] >= STOCK_COMPILES:
+        compiles = device.stock_compiles and call.shape[0] >= STOCK_COMPILES
+        if compiles and call.x.dtype == mx.float32:
             return QMM, None, "rule"
         return QMV, stock_is_better(call.x.dtype), "rule"
-    if device == "cuda":
-        kernel = _many_rows_on_cuda(call)
+    if device.tensor_cores:
+        kernel = _many_rows(call)
         by = "qmm_skinny_rows" if kernel == SKINNY else "qmm_max_rows"
         return kernel, None, source_of(by)
     return QMM, UNMEASURED, "rule"
@@ -168,7 +163,7 @@ def _by_rule(call: MatmulCall) -> tuple[str, str | None, str]:
 
 def stock_is_better(dtype: mx.Dtype) -> str | None:
     """Why ``auto`` leaves qmv for the stock operator on a GPU."""
-    if backend() == "cuda" and dtype == mx.float32:
+    if device_of().tensor_cores and dtype == mx.float32:
         return "the stock operator is faster in float32, which the matrix units do not take"
     return unmeasured()
 
@@ -176,10 +171,8 @@ def stock_is_better(dtype: mx.Dtype) -> str | None:
 def _call_is_too_long(call: MatmulCall) -> str | None:
     """Why ``auto`` leaves a single product to the stock operator on an H200."""
     rows, n, k = call.shape
-    if backend() != "cuda" or rows >= STOCK_COMPILES:
-        return None
-    stock = threshold("qmv_stock", device="cuda")[rows - 1] * n * k
-    if stock > threshold("qmv_call", device="cuda"):
+    most = threshold("qmv_call")
+    if most is None or rows >= STOCK_COMPILES or threshold("qmv_stock")[rows - 1] * n * k > most:
         return None
     return "the stock operator takes less time than Python to call the kernel"
 
@@ -191,13 +184,13 @@ def host_gain(rows: int, fmt: Format, transpose: bool = True) -> float | None:
     return gain("qmv_gain", rows, fmt.mode, fmt.bits)
 
 
-def _many_rows_on_cuda(call: MatmulCall) -> str:
+def _many_rows(call: MatmulCall) -> str:
     """The kernel; measured on an H200. Stock is none of the choices: MLX compiles it for 40 s.
 
     The dense matrix is held in memory while it is multiplied: 2 bytes an element.
     """
     (x, _, transpose, fmt), (rows, n, k) = call, call.shape
-    cut = configure("qmm", "cuda", rows, n, k, x.dtype, fmt, transpose)
+    cut = configure("qmm", backend(), rows, n, k, x.dtype, fmt, transpose)
     # Where tiles share the depth and another launch adds them up, a dense product wins sooner.
     until = _max_rows("whole" if cut.count(rows, n) >= WAVE else "split")
     # MLX multiplies dense float32 matrices in TF32, which the kernels must not be.
@@ -208,8 +201,8 @@ def _many_rows_on_cuda(call: MatmulCall) -> str:
 
 
 def _max_rows(tiles: str) -> int:
-    """Rows up to which qmm is faster on CUDA than to unpack the matrix for a dense product."""
-    return threshold("qmm_max_rows", tiles, device="cuda")
+    """Rows up to which qmm is faster than to unpack the matrix for a dense product."""
+    return threshold("qmm_max_rows", tiles)
 
 
 def dense_is_worse(rows: int, n: int, x: Spec, fmt: Format) -> tuple[str | None, str]:
@@ -220,8 +213,8 @@ def dense_is_worse(rows: int, n: int, x: Spec, fmt: Format) -> tuple[str | None,
     if best is not None and best.path != "uncompared":
         worse = None if best.path == "dequantized" else str(best.evidence)
         return worse, best.evidence.source
-    if backend() != "cuda":
-        return "a dense product of many rows was measured on CUDA only", "rule"
+    if not device_of().tensor_cores:
+        return "a dense product of many rows was measured on NVIDIA GPUs only", "rule"
     few = "qmm is faster for so few rows" if rows <= _max_rows("whole") else None
     return few, source_of("qmm_max_rows")
 
@@ -233,13 +226,6 @@ def product(to: Route, call: MatmulCall) -> Product:
         A function of x, w, scales, biases and bias that gives (..., N); further arguments are not
         looked at.
     """
-    kernels = to.kernel, *to.others
-    return first_proven(
-        {each: partial(_product, to._replace(kernel=each), call) for each in kernels}
-    )
-
-
-def _product(to: Route, call: MatmulCall) -> Product:
     (x, matrix, transpose, fmt), path, kernel = call, to.choice.path, to.kernel
     if path == "ops":
         return by_reference(transpose, fmt)
@@ -278,7 +264,7 @@ def by_reference(transpose: bool, fmt: Format) -> Product:
         y = reference.quantized_matmul(x, w, scales, biases, transpose, fmt, dense_rows)
         if bias is None:
             return y
-        # Of one row nothing is broadcast: for that MLX compiles a kernel, on CUDA for seconds.
+        # Of one row nothing is broadcast: NVIDIA GPUs have that compiled, for seconds.
         return y + (bias.reshape(y.shape) if y.size == bias.size else bias)
 
     return run

@@ -38,7 +38,7 @@ def attention_step(
     def run(*arrays: Any) -> list[mx.array]:
         q, k, v, k_cache, v_cache, *rest = StepCall.of(arrays)
         k_tail, v_tail, positions, freqs, mask, sinks, q_norm, k_norm, _ = rest
-        # By a number MLX gathers, with a kernel that it compiles for seconds on CUDA.
+        # By a number MLX gathers, with a kernel that it compiles for seconds on NVIDIA GPUs.
         before, held, row = positions[:1], positions[1:2], mx.arange(rows)
         heads = (batch, 1, -1, width) if rotation.dims else (batch, -1, 1, width)
         q, k, v = q.reshape(heads), k.reshape(heads), v.reshape(batch, -1, 1, v_width)

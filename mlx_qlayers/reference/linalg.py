@@ -28,7 +28,7 @@ def solve_lower(a: mx.array, b: mx.array) -> mx.array:
 
 
 def subtract_product(b: mx.array, a: mx.array, x: mx.array) -> mx.array:
-    """B - A X, in as many bits as ``mx.matmul`` has: on CUDA it rounds float32 to TF32."""
+    """B - A X, in as many bits as ``mx.matmul`` has: on some GPUs it rounds float32 to TF32."""
     return b - a @ x
 
 

@@ -74,7 +74,7 @@ def quantized_matmul(
 def by_matrix(x: mx.array, *packed: Any, transpose: bool, fmt: Format) -> mx.array:
     """The product of (..., H, M, K) with H matrices, of which none is broadcast.
 
-    Of matrices that are, MLX's product on CUDA takes the first for all.
+    Of matrices that are, MLX's product on NVIDIA GPUs takes the first for all.
     """
     *batch, heads, rows, width = x.shape
     x = x.reshape(-1, heads, rows, width).swapaxes(0, 1)

@@ -16,10 +16,11 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from ..runtime.devices import device_of
 from . import source
 from .backend import BackendError
 from .cache_folder import own_folder
-from .cuda_ahead import begin, device_architecture, shims_digest, type_name
+from .cuda_ahead import begin, shims_digest, type_name
 from .generated_source import ATTRIBUTES, shape_words
 from .launch import Bound, Launch, Size, TemplateValue, added_to_graph
 from .program import Program
@@ -127,7 +128,7 @@ def _text(
     body = f"// {words}\n{constants}{_kept(body)}"
     header = _kept(header)
     # MLX knows a compiled kernel by its name alone, in this process and on disk.
-    whole = "\0".join((header, body, shims_digest(SHIM.parent), device_architecture()))
+    whole = "\0".join((header, body, shims_digest(SHIM.parent), device_of("cuda").name))
     return f"{program.name}_{sha256(whole.encode()).hexdigest()[:16]}", header, body
 
 

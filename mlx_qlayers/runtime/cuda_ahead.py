@@ -26,6 +26,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from ..runtime.devices import device_of
 from .cache_folder import check_owner, make_folder
 from .explain import note
 from .spec import Spec
@@ -159,7 +160,7 @@ def nothing_compiled() -> Iterator[None]:
 def _compile(target: Path, name: str, text: str) -> None:
     """Put a compiled kernel where MLX looks for it."""
     function = f"mlx::core::cu::custom_kernel_{name}"
-    architecture = device_architecture()
+    architecture = device_of("cuda").name
     suffix = "a" if int(architecture.removeprefix("sm_")) >= 90 else ""
     options = ["--device-as-default-execution-space", f"--gpu-architecture={architecture}{suffix}"]
     options += [f"--include-path={path}" for path in _includes()]
@@ -246,12 +247,6 @@ def _includes() -> list[str]:
     cuda += sorted(_packages().glob("nvidia/cuda_runtime/include"))
     folders = [own, own / "cccl", *cuda, *(path / "cccl" for path in cuda)]
     return [str(path) for path in folders if path.is_dir()]
-
-
-@cache
-def device_architecture() -> str:
-    """As ``sm_90``; empty where there is no NVIDIA GPU."""
-    return str(mx.device_info(mx.gpu)["architecture"]) if mx.cuda.is_available() else ""
 
 
 @cache

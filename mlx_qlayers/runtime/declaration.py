@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from .limits import MAX_THREADS
+from .devices.record import MAX_THREADS
 from .parse import parse
 from .program import Program
 from .source import METAL, SourceError

@@ -13,25 +13,18 @@ import mlx.core as mx
 
 from .backend import BackendError, Mode, Outdated, backend, current, epoch, up_to_date
 from .declaration import Declaration, KernelError, Multiple
+from .devices import device_of
 from .explain import note
 from .health import WORDS, check_report
 from .launch import Bound, Launch, LaunchOptions
 from .launch_checks import checked_launch
-from .limits import CUDA_THREADGROUP_MEMORY, MAX_THREADGROUP_MEMORY, MAX_THREADS
 from .proof import admit
 from .spec import Spec
 from .tracing import record
 from .transformed import is_transformed, without_derivative
-from .windows import share_arrays, sharing
+from .windows import sharing
 
-__all__ = [
-    "CUDA_THREADGROUP_MEMORY",
-    "MAX_THREADGROUP_MEMORY",
-    "MAX_THREADS",
-    "Kernel",
-    "KernelError",
-    "Multiple",
-]
+__all__ = ["Kernel", "KernelError", "Multiple"]
 
 # Launches of direct calls that are kept.
 _KEPT = 512
@@ -132,12 +125,12 @@ class Kernel(Declaration):
         name = backend()
         if name == "ops":
             raise BackendError(f"kernel {self.name} was called, but the ops backend runs none")
-        launch = checked_launch(self, name, inputs, **options)
-        tell = admit(launch, self.folder) if name == "metal" else None
+        launch, device = checked_launch(self, name, inputs, **options), device_of(name)
+        tell = admit(launch, self.folder) if device.needs_proof else None
         if "health" in epoch.debug:
             launch = self._with_health(launch)
         bind: Callable[[Launch], Bound] = import_module(f".{name}", __package__).bind
-        shares = current.get().mode is Mode.INFERENCE and share_arrays()
+        shares = current.get().mode is Mode.INFERENCE and device.launches_views
         run = sharing(launch, bind) if shares else bind(launch)
         if tell is not None:
             run = _told(tell, run)
@@ -181,7 +174,7 @@ def _kept(
         output_dtypes=dtypes,
         **dict(others),
     )
-    return up_to_date(bound if backend() != "host" else _guarded(bound), state[-1])
+    return up_to_date(bound if device_of().gpu else _guarded(bound), state[-1])
 
 
 def _guarded(run: Bound) -> Bound:

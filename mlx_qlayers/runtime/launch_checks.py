@@ -11,14 +11,10 @@ from typing import Any
 import mlx.core as mx
 
 from .declaration import Declaration
+from .devices import device_of
+from .devices.record import most_threads
 from .generated_source import TYPES
 from .launch import Launch, Size, TemplateValue
-from .limits import (
-    CUDA_THREADGROUP_MEMORY,
-    MAX_THREADGROUP_MEMORY,
-    has_few_registers,
-    most_threads,
-)
 from .program import CONSTANT_BELOW, Parameter
 from .spec import Spec
 
@@ -103,8 +99,7 @@ class _Check:
 
     def memory(self, backend: str) -> None:
         used = self._declared(self.kernel.threadgroup_memory)
-        most = CUDA_THREADGROUP_MEMORY if backend == "cuda" else MAX_THREADGROUP_MEMORY
-        if used > most:
+        if used > (most := device_of(backend).threadgroup_memory):
             raise self.error(
                 f"needs {used} bytes of threadgroup memory with {dict(self.values)}, there are "
                 f"{most}"
@@ -112,8 +107,8 @@ class _Check:
 
     def registers(self, backend: str, threads: int) -> None:
         """Where a thread has few, larger threadgroups are refused when they are launched."""
-        held = self._declared(self.kernel.registers) if backend == "metal" else 0
-        if threads > (most := most_threads(held)) and has_few_registers():
+        held = self._declared(self.kernel.registers) if device_of(backend).few_registers else 0
+        if threads > (most := most_threads(held)):
             raise self.error(
                 f"has {threads} threads with {held} words of arrays each with "
                 f"{dict(self.values)}; M1 and M2 have registers for {most}"

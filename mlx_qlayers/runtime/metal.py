@@ -8,8 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from .devices import device_of
 from .launch import Bound, Launch, added_to_graph
-from .limits import has_few_registers
 from .program import CONSTANT_BELOW, Program
 
 _PRODUCTS = "#define BFLOAT_PRODUCTS "
@@ -41,7 +41,7 @@ def widened(text: str) -> str:
 @lru_cache(maxsize=512)
 def _kernel(make: Callable[..., Any], program: Program) -> Callable[..., list[mx.array]]:
     # The GPUs of few registers are those without bfloat: see common/fragment.metal.
-    header = widened(program.header) if has_few_registers() else program.header
+    header = widened(program.header) if device_of("metal").few_registers else program.header
     return make(
         name=program.name,
         input_names=program.input_names,

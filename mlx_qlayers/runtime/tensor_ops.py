@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
+from .devices import device_of
 from .macos import macos_version
 from .source import TENSOR_OPS
 
-# As MLX asks: from here on operations run on matrix units of their own, on phones one later.
-_GENERATION, _OF_PHONES = 17, 18
 # Cooperative inputs and bfloat; packed codes as operands.
 _SYSTEM, _SYSTEM_OF_CODES = (26, 2), (26, 4)
 
@@ -27,11 +25,8 @@ def missing() -> str | None:
     """
     if not mx.metal.is_available():
         return "there is no Apple GPU"
-    name = str(mx.device_info(mx.gpu).get("architecture"))
-    found = re.match(r"applegpu_g(\d+)(p?)", name)
-    least = _OF_PHONES if found and found[2] else _GENERATION
-    if found is None or int(found[1]) < least:
-        return f"the GPU is {name}, and matrix units come with generation {least}"
+    if not (gpu := device_of("metal")).tensor_units:
+        return f"the GPU is {gpu.name}, and matrix units come with the M5"
     if why := _too_old(_SYSTEM):
         return why
     return None if _defines("__HAVE_TENSOR__") else f"Metal's compiler here has no {TENSOR_OPS}"

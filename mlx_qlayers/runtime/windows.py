@@ -18,14 +18,12 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .backend import backend, undone
+from .backend import undone
 from .generated_source import TYPES, shape_words
 from .launch import Bound, Launch
 from .program import Parameter, Program
 from .spec import Spec
 
-# Backends whose launches may share arrays.
-_SHARING = ("cuda",)
 # Bytes to a multiple of which arrays begin: more than any load of a kernel takes at once.
 _ALIGNMENT = 128
 
@@ -80,11 +78,6 @@ class _Layout(NamedTuple):
     wholes: tuple[mx.Dtype, ...]
     outputs: tuple[tuple[int, int, int], ...]
     made: tuple[Spec, ...]
-
-
-def share_arrays() -> bool:
-    """Whether launches on the current backend can."""
-    return backend() in _SHARING
 
 
 # Those of the graph that is being made, if launches may share arrays in it.

@@ -18,6 +18,7 @@ from mlx_qlayers.runtime import Kernel, tensor_ops
 from mlx_qlayers.runtime.launch import Launch
 from mlx_qlayers.runtime.source import METAL
 from tests.gpus import HERE, on_gpus
+from tests.machine import has_gpu
 
 # Where threads run one by one, and what no operation launches.
 ON_CPUS = {"attention_serial", "quantized_gradients_groups", "qvm", "grid_sample_gradient_x_bands"}
@@ -84,9 +85,7 @@ def test_every_kernel_is_launched(
         return original(kernel, *given, **options)
 
     machine(device)
-    monkeypatch.setattr(
-        doctor_checks, "device_architecture", lambda: "sm_90" if device == "cuda" else ""
-    )
+    has_gpu(monkeypatch, "sm_90" if device == "cuda" else "")
     original = Kernel.bind
     monkeypatch.setattr(Kernel, "bind", bind)
     why = None if device == "metal" else "there is no Apple GPU"

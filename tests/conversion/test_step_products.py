@@ -28,8 +28,8 @@ from mlx_qlayers.conversion import (
 )
 from mlx_qlayers.conversion.report import FUSED, LEFT
 from mlx_qlayers.layers.qlinear import QLinear
-from mlx_qlayers.runtime import windows
 from mlx_qlayers.runtime.backend import Mode, mode
+from tests.machine import has_device
 from tests.threads import in_threads
 
 PLAIN = Architecture(2, {}, format=(64, 4, "affine"))
@@ -361,7 +361,7 @@ def test_launches_that_share_arrays(name: str, monkeypatch: pytest.MonkeyPatch) 
             return graph.function(*arrays)
 
     plain, theirs = decoded(pair(name)[1])
-    monkeypatch.setattr(windows, "_SHARING", ("host",))
+    has_device(monkeypatch, "host", launches_views=True)
     monkeypatch.setattr(compiled.Graph, "_transformed", evaluated_only)
     _, again = pair(name)
     weights = [each.weight for each in again.modules() if isinstance(each, QLinear)]

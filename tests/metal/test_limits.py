@@ -65,9 +65,12 @@ from mlx_qlayers.options import (
     Sampling,
     Scores,
 )
-from mlx_qlayers.runtime import Kernel, KernelError, launch_checks, limits
+from mlx_qlayers.runtime import Kernel, KernelError
 from mlx_qlayers.runtime.backend import use_backend
+from mlx_qlayers.runtime.devices import device_of
+from mlx_qlayers.runtime.devices.record import most_threads
 from mlx_qlayers.runtime.spec import Spec
+from tests.machine import has_gpu
 from tests.packed import FORMATS
 
 DTYPES = (mx.float32, mx.bfloat16)
@@ -182,7 +185,7 @@ def test_attention_of_many_queries(device, monkeypatch):
         at.bind(backward._MASK, *per_query, [(1, 2, 40, 70)], init_value=0)
         with monkeypatch.context() as on:
             # No M1 or M2 runs them.
-            on.setattr(launch_checks, "has_few_registers", lambda: False)
+            has_gpu(on, "applegpu_g16s")
             attention_tensor(at)
             tensor_gradients(at, per_query[0], average)
             tensor_mask_gradient(at, per_query[0])
@@ -356,7 +359,7 @@ def test_registers_of_every_launch_are_checked(machine, monkeypatch):
     with use_backend("metal"):
         with pytest.raises(KernelError, match="128 threads with 188 words of arrays each"):
             qmv(specs, fmt, large)
-        monkeypatch.setattr(launch_checks, "has_few_registers", lambda: False)
+        has_gpu(monkeypatch, "applegpu_g16s")
         qmv(specs, fmt, large)
 
 
@@ -365,12 +368,12 @@ def test_registers_of_every_launch_are_checked(machine, monkeypatch):
     [("applegpu_g13g", True), ("applegpu_g14d", True), ("applegpu_g15s", False)],
 )
 def test_generations(architecture, few, monkeypatch):
-    monkeypatch.setattr(mx, "device_info", lambda *_: {"architecture": architecture})
-    assert limits.has_few_registers.__wrapped__() is few
+    has_gpu(monkeypatch, architecture)
+    assert device_of("metal").few_registers is few
 
 
 def test_threads_by_registers():
     """Above 104 registers not more than 384 threads, above 128 none; 16 are not arrays."""
-    assert [limits.most_threads(held) for held in (0, 36, 88, 89, 112, 113)] == [
+    assert [most_threads(held) for held in (0, 36, 88, 89, 112, 113)] == [
         *(1024, 1024, 512, 384, 384, 0)
     ]

@@ -10,11 +10,11 @@ import pytest
 from attention_cases import DTYPES, EXTRAS, MASKS, check, check_compiled, expect, make
 from numerics import assert_accurate, assert_gradient
 
-from mlx_qlayers.ops import attention as ops
 from mlx_qlayers.ops.attention import attention
 from mlx_qlayers.runtime import explain, trace, use_backend
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.runtime.host import checks
+from tests.machine import has_device
 from tests.pairwise import pairwise
 
 # B, H, Hkv, L, S, D, Dv
@@ -175,7 +175,7 @@ def test_launches_that_would_take_long_are_split(kind, monkeypatch):
         return [*outputs, *gradients], Counter(launch.kernel for launch in launches)
 
     whole, once = run()
-    monkeypatch.setattr(ops, "_LONGEST", {"host": 1.0})
+    has_device(monkeypatch, "host", most_operations=1.0)
     split, often = run()
     monkeypatch.undo()
     advance_epoch()

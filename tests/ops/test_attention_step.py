@@ -15,6 +15,7 @@ from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.runtime.host import checks
 from tests import oracles
 from tests.gpus import GPUS
+from tests.machine import has_device
 from tests.numerics import assert_accurate, assert_same_sums, random, round_to, to64
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
@@ -228,7 +229,7 @@ def test_teams_of_a_threadgroup_and_the_last_one_that_adds_up(
     """What a GPU does in one launch, where others' writes are seen; the checked build sees none."""
     config = Step(1, 4, 1, 16, splits, teams=teams)
     monkeypatch.setattr(step, "configure", lambda *_: config)
-    monkeypatch.setattr(step, "_ORDERED", ("cuda", "host") if path == "host" else ("cuda",))
+    has_device(monkeypatch, "host", orders_threadgroups=path == "host")
     advance_epoch()
     arrays, options = make((1, 6, 2, 300, 40, 64, 64, 280, 33, None, Rotation(64)), dtype, path)
     tickets = mx.zeros(8, mx.int32)

@@ -13,9 +13,10 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.ops import gather_qmm as operation
 from mlx_qlayers.ops.gather_qmm import gather_qmm
 from mlx_qlayers.reference import cores
-from mlx_qlayers.runtime import BackendError, launch_checks, metal, tensor_ops, trace
+from mlx_qlayers.runtime import BackendError, metal, tensor_ops, trace
 from mlx_qlayers.runtime.backend import backend, current, epoch
 from tests.experts import check_gathered, gathered64, random_experts
+from tests.machine import has_gpu
 from tests.numerics import (
     EPSILON,
     assert_accurate,
@@ -328,7 +329,7 @@ def test_sorted_rows_on_an_apple_gpu_go_by_what_was_measured(
     machine("metal")
     names = []
     monkeypatch.setattr(metal, "bind", lambda launch: names.append(launch.program.name))
-    monkeypatch.setattr(launch_checks, "has_few_registers", lambda: False)
+    has_gpu(monkeypatch, "applegpu_g16s")
     monkeypatch.setattr(tensor_ops, "missing", lambda: None)
     best = path and Found(path, None, Evidence("measured here", "M5", seconds={path: 41e-6}))
     monkeypatch.setattr(operation, "found", lambda *_: best)

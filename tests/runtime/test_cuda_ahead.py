@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
+from machine import has_gpu
 
 from mlx_qlayers import explain, quantized_matmul, use_backend
 from mlx_qlayers.runtime import backend, cuda_ahead
@@ -44,13 +45,12 @@ def machine(tmp_path, monkeypatch):
 
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setattr(mx.fast, "cuda_kernel", nvrtc.kernel_that(run))
-    monkeypatch.setattr(cuda_ahead, "device_architecture", lambda: "sm_90")
+    has_gpu(monkeypatch, "sm_90")
     monkeypatch.setattr(cuda_ahead, "_folder", lambda: tmp_path)
     monkeypatch.setattr(cuda_ahead, "_library", lambda: "libnvrtc.so")
     monkeypatch.setattr(cuda_ahead, "_includes", lambda: ["/include"])
     monkeypatch.setattr(cuda_ahead, "_jobs", {})
     monkeypatch.setattr(cuda_ahead, "string_hash", lambda text: abs(hash(text)))
-    monkeypatch.setattr("mlx_qlayers.runtime.cuda.device_architecture", lambda: "sm_90")
     monkeypatch.setattr(subprocess, "run", compile_one)
     monkeypatch.setitem(backend.missing, "cuda", lambda: None)
     advance_epoch()

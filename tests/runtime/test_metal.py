@@ -9,11 +9,11 @@ import pytest
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.quantized_matmul.qmm import qmm_config
 from mlx_qlayers.runtime import host
-from mlx_qlayers.runtime import metal as backend
 from mlx_qlayers.runtime.backend import BackendError, use_backend
 from mlx_qlayers.runtime.launch import Launch
 from mlx_qlayers.runtime.program import Program
 from tests.launchers import qmm
+from tests.machine import has_gpu
 from tests.numerics import assert_accurate, assert_same_sums, random, round_to
 from tests.packed import check_product, random_packed
 
@@ -75,7 +75,7 @@ def forwarded(metal):
 
 @pytest.mark.parametrize(("few", "multiplied"), [(True, "float"), (False, "bfloat")])
 def test_parts_of_bfloat_are_widened_before_the_m3(forwarded, monkeypatch, few, multiplied):
-    monkeypatch.setattr(backend, "has_few_registers", lambda: few)
+    has_gpu(monkeypatch, "applegpu_g14s" if few else "applegpu_g15s")
     rng, fmt, dtype = np.random.default_rng(0), Format(64, 4), mx.bfloat16
     packed, x = random_packed(rng, 41, 128, fmt, dtype), random(rng, (37, 128), dtype)
     config = qmm_config("metal", 37, 41, 128, dtype, fmt, True)

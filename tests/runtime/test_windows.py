@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from machine import has_device
 
 from mlx_qlayers.runtime import windows as windows_module
 from mlx_qlayers.runtime.backend import Mode, mode, use_backend
@@ -26,7 +27,7 @@ def layouts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.append(layout)
         return within(launch, layout)
 
-    monkeypatch.setattr(windows_module, "_SHARING", ("host",))
+    has_device(monkeypatch, "host", launches_views=True)
     monkeypatch.setattr(windows_module, "_within", noted)
     return seen
 

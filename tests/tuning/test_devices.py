@@ -20,7 +20,7 @@ from mlx_qlayers.conversion.step_slots import current_step
 from mlx_qlayers.dispatch import entries
 from mlx_qlayers.dispatch.measurements import lookup
 from mlx_qlayers.dispatch.products import QmvProblem
-from mlx_qlayers.runtime import limits, metal, tensor_ops
+from mlx_qlayers.runtime import metal, tensor_ops
 from mlx_qlayers.runtime.backend import advance_epoch, epoch
 from mlx_qlayers.tuning import calibrate as module
 from mlx_qlayers.tuning import evaluator, measuring
@@ -170,12 +170,10 @@ def mac(request, machine, monkeypatch, tmp_path):
     monkeypatch.setattr(time, "monotonic", lambda: mac.now)
     monkeypatch.setattr(time, "perf_counter", lambda: mac.now)
     monkeypatch.setenv("MLX_QLAYERS_CALIBRATE", "1")
-    limits.has_few_registers.cache_clear()
     advance_epoch()
     yield mac
     entries.unsaved.clear()
     monkeypatch.undo()
-    limits.has_few_registers.cache_clear()
     advance_epoch()
 
 

@@ -12,9 +12,10 @@ from struct import pack, unpack
 import mlx.core as mx
 
 from ...options import AttentionCall
-from ...runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
+from ...runtime.devices import device_of
+from ...runtime.devices.record import MAX_THREADGROUP_MEMORY, most_threads
+from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, TemplateValue
-from ...runtime.limits import most_threads
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
 from .layout import rounded
@@ -125,7 +126,7 @@ class Decode:
         min_keys: the fewest keys for which a threadgroup is started.
         max_splits: the most splits that the keys of a head are cut into.
         combine: SIMD groups that add up the splits of a row.
-        resident: threadgroups that a multiprocessor of CUDA's should have registers for; 0 leaves
+        resident: threadgroups that an NVIDIA multiprocessor should have registers for; 0 leaves
             it to the compiler.
     """
 
@@ -182,7 +183,7 @@ def configure(
     """The configuration for a backend; it does not depend on the batch.
 
     Args:
-        device: ``"metal"``, ``"cuda"`` or ``"host"``.
+        device: the name of a backend.
         dtype: of the queries.
         rows: queries of a key head.
         widths: D and Dv.
@@ -190,7 +191,7 @@ def configure(
         keys: rows of a cache.
         measured: the threshold ``attention_decode_splits``.
     """
-    if device == "host":
+    if not device_of(device).gpu:
         # A power of two, so that one kernel serves many shapes, in a stack of 128 KB.
         return Serial(min(1 << (rows - 1).bit_length(), 4096 // max(*widths, 64)))
     kind = "packed" if bits else "plain"
@@ -214,7 +215,7 @@ def _unsplit(
         # The sums of all rows must stay in registers.
         if columns * slice > 256 or memory > MAX_THREADGROUP_MEMORY:
             return False
-        return device == "cuda" or _fits(config, dtype, width, bits)
+        return device_of(device).spills or _fits(config, dtype, width, bits)
 
     of_rows = [spread(columns) for columns in range(min(-(-rows // 8), 8), 1, -1)]
     config = next(filter(fits, of_rows), spread(1))

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...runtime.backend import use_backend
-from ...runtime.cuda_ahead import device_architecture
+from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, TemplateValue
 from ...runtime.spec import Spec
@@ -92,7 +92,7 @@ class Cut:
         if kernel == "backward":
             values |= {"SLICES": self.slices, "KEPT": self.kept}
         widths = {"T": at.q.dtype, "D": at.width, "DV": at.v_width}
-        shared = memory(kernel, values | widths, True) if at.device == "cuda" else 0
+        shared = memory(kernel, values | widths, True) if device_of(at.device).tensor_cores else 0
         return values | {"RESIDENT": self.resident, "SHARED": shared}
 
 
@@ -112,8 +112,8 @@ def cut(kernel: str, at: Launcher) -> Cut | None:
         kernel: ``"forward"``, or ``"backward"``: gradients that are added up by atomics.
         at: the shapes.
     """
-    fits = at.device == "cuda" and at.q.dtype.size == 2 and not at.packing[1]
-    if not fits or device_architecture() != "sm_90":
+    fits = at.q.dtype.size == 2 and not at.packing[1]
+    if not fits or not device_of(at.device).warpgroup_products:
         return None
     scores = at.batch * at.heads * at.queries * at.keys
     size, excluded = (at.keys, False) if kernel == "forward" else (scores, at.deterministic)
@@ -167,7 +167,7 @@ def backward_once(at: Launcher, chosen: Cut) -> Callable[..., list[mx.array]]:
             output_shapes=[norms.shape],
         )
     # Whole tiles, and on the host products need no more than 16 columns.
-    step = 64 if at.device == "cuda" else 16
+    step = 64 if device_of(at.device).tensor_cores else 16
     step = chosen.slices * max(step, 16 * (16 * chosen.simds // chosen.tile))
     width = -(-max(at.width, at.v_width) // step) * step
     of_queries, of_keys = (-(-n // 128) * 128 for n in (at.queries, at.keys))
@@ -241,7 +241,7 @@ def _heads_beside(at: Launcher) -> int:
 
 
 def _declared(kernel: str, values: Mapping[str, Any]) -> int:
-    """Bytes of threadgroup memory that a kernel declares; on CUDA it asks for them instead."""
+    """Bytes of threadgroup memory that a kernel declares, if it does not ask for them instead."""
     return 0 if values["SHARED"] else memory(kernel, values, False)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...runtime.backend import backend
+from ...runtime.devices import device_of
+from ...runtime.devices.record import most_threads
 from ...runtime.kernel import Kernel
-from ...runtime.limits import has_few_registers, most_threads
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
 from .decode import attention_combine
@@ -43,7 +43,7 @@ def _registers(D: int, R: int, heads: int, **_: object) -> int:
 
 def _heads(width: int, turned: int) -> int:
     """Heads that a threadgroup takes: four, or as many as registers suffice for."""
-    few = backend() == "metal" and has_few_registers()
+    few = device_of().few_registers
     fitting = (n for n in (4, 2, 1) if width % (32 * n) == 0)
     return next(
         n for n in fitting if not few or most_threads(_registers(width, turned, n)) >= 32 * n

@@ -10,8 +10,8 @@ from typing import Any
 import mlx.core as mx
 
 from ...runtime.backend import backend
+from ...runtime.devices import device_of
 from ...runtime.launch import TemplateValue
-from ...runtime.limits import operand_bytes
 
 # The largest head that the kernels take, and that of the forward kernel alone, in 16 bits.
 WIDEST, WIDEST_FORWARD = 256, 576
@@ -31,8 +31,8 @@ class Layout:
         ahead: whether the next tile is read from device memory while the last one is used. Where
             GPUs copy beside registers the forward kernel always does, and those of the gradients
             have a second place for each tile.
-        resident: threadgroups that a core should hold at once. On CUDA the compiler then keeps to
-            as many registers; elsewhere it means nothing.
+        resident: threadgroups that a core should hold at once. NVIDIA's compiler then keeps to as
+            many registers; elsewhere it means nothing.
     """
 
     blocks: int = 1
@@ -69,7 +69,7 @@ PARAMETERS = ("BLOCKS", "SIMDS", "SLICES", "TILE", "ALTERNATE", "AHEAD", "RESIDE
 
 
 # By kernel, device family and bytes of an element: the widest head, and the layout up to there.
-# Those of CUDA were measured, those of Apple GPUs follow from the registers and memory needed.
+# With tensor cores they were measured, on Apple GPUs they follow from registers and memory.
 _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
     ("forward", "apple", 2): (
         (96, Layout()),
@@ -83,7 +83,7 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
         (160, Layout(slices=4, simds=8, tile=16)),
         (256, Layout(slices=4, simds=8, tile=16, alternate=True)),
     ),
-    ("forward", "cuda", 2): (
+    ("forward", "tensor cores", 2): (
         (56, Layout(tile=64, ahead=True)),
         (64, Layout(tile=128, resident=3)),
         (120, Layout(ahead=True)),
@@ -95,7 +95,7 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
         (WIDEST_FORWARD, Layout(simds=8, slices=4, tile=16)),
     ),
     # What is unpacked serves twice as many queries: of heads of 128 measured, 7.2 ms, not 7.3.
-    ("packed", "cuda", 2): (
+    ("packed", "tensor cores", 2): (
         (56, Layout(tile=64, ahead=True)),
         (128, Layout(simds=8, tile=64, ahead=True)),
         (184, Layout(simds=8, tile=16, ahead=True)),
@@ -112,7 +112,7 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
         (128, Layout(slices=4, tile=16)),
         (256, Layout(slices=4, tile=16, alternate=True)),
     ),
-    ("queries", "cuda", 2): (
+    ("queries", "tensor cores", 2): (
         (56, Layout(blocks=2, ahead=True)),
         (64, Layout(tile=64, ahead=True, resident=3)),
         (128, Layout(ahead=True)),
@@ -121,7 +121,7 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
         (248, Layout(slices=2, tile=16, ahead=True)),
         (256, Layout(simds=8, slices=2, tile=16, ahead=True)),
     ),
-    ("queries", "cuda", 4): (
+    ("queries", "tensor cores", 4): (
         (64, Layout(slices=2, tile=16)),
         (128, Layout(slices=4, tile=16)),
         (256, Layout(slices=4, tile=16, alternate=True)),
@@ -137,7 +137,7 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
         (160, Layout(simds=4, slices=2, roles=2, tile=16)),
         (256, Layout(simds=6, slices=6, tile=16, alternate=True)),
     ),
-    ("keys", "cuda", 2): (
+    ("keys", "tensor cores", 2): (
         (56, Layout()),
         (64, Layout(tile=64, ahead=True, resident=2)),
         (120, Layout(roles=2)),
@@ -162,11 +162,11 @@ def layout(kernel: str, device: str, dtype: mx.Dtype, width: int) -> Layout:
     Args:
         kernel: ``"forward"``, also with ``"packed"`` keys and values, ``"queries"`` or ``"keys"``
             (their gradients).
-        device: ``"metal"``, ``"cuda"`` or ``"host"``, which takes what Apple GPUs take.
+        device: the name of a backend; ``"host"`` takes what Apple GPUs take.
         dtype: of queries, keys and values.
         width: the larger of the head sizes of keys and values.
     """
-    family = "cuda" if device == "cuda" else "apple"
+    family = "tensor cores" if device_of(device).tensor_cores else "apple"
     if kernel == "packed" and (kernel, family, dtype.size) not in _TABLE:
         kernel = "forward"
     table = _TABLE.get((kernel, family, dtype.size)) or _TABLE[kernel, "any", dtype.size]
@@ -195,7 +195,7 @@ def _rounded_widths(kernel: str, values: Mapping[str, Any]) -> list[int]:
 def registers(kernel: str, values: Mapping[str, Any], device: str | None = None) -> int:
     """32-bit registers that operands, sums and products take in a thread, as :func:`memory`."""
     size, slices, roles = (
-        operand_bytes(values["T"], device),
+        device_of(device).operand_bytes(values["T"]),
         values["SLICES"],
         values.get("ROLES", 1),
     )
@@ -214,7 +214,7 @@ def _together(values: Mapping[str, Any], device: str) -> bool:
     owners = values["SIMDS"] // (slices * values.get("ROLES", 1))
     widths = (values["D"], values["DV"])
     whole = owners % 4 == 0 and all(width % (64 * slices) == 0 for width in widths)
-    return device == "cuda" and values["T"].size == 2 and whole
+    return device_of(device).tensor_cores and values["T"].size == 2 and whole
 
 
 def memory(kernel: str, values: Mapping[str, Any], device: str | None = None) -> int:
@@ -238,8 +238,8 @@ def memory(kernel: str, values: Mapping[str, Any], device: str | None = None) ->
     # Products of 16 rows with a tile that a SIMD group adds up with others.
     products = {"forward": 1, "queries": 2, "keys": 2 // roles}[kernel] * values["BLOCKS"]
     simds = values["SIMDS"]
-    # Where there is nothing to exchange one element stands for it; CUDA's compiler drops it.
-    unused = 0 if device == "cuda" else 8
+    # Where there is nothing to exchange one element stands for it; NVIDIA's compiler drops it.
+    unused = 0 if device_of(device).tensor_cores else 8
     used += unused if slices == 1 else simds * products * tile * 64
     if kernel == "keys":
         used += unused if roles == 1 else simds * values["BLOCKS"] // (slices * roles) * tile * 64

@@ -12,9 +12,10 @@ from typing import Any
 import mlx.core as mx
 
 from ...options import Rotation, StepCall
-from ...runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
+from ...runtime.devices import device_of
+from ...runtime.devices.record import MAX_THREADGROUP_MEMORY, most_threads
+from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
-from ...runtime.limits import most_threads
 from ...runtime.spec import Spec
 from ..rotary.launch import rates, two_floats
 from . import decode
@@ -173,7 +174,7 @@ def configure(
     """The configuration for so many queries of a key head and a cache of so many keys.
 
     Args:
-        device: ``"metal"``, ``"cuda"`` or ``"host"``.
+        device: the name of a backend.
         dtype: of the queries.
         share: queries of a key head.
         size: rows of the cache.
@@ -197,7 +198,7 @@ def configure(
 
 def _unsplit(device: str, dtype: mx.Dtype, share: int, width: int, v_width: int, bits: int) -> Step:
     """The configuration where a threadgroup takes all keys of a head."""
-    slice = 16 if v_width < 96 or (device != "cuda" and v_width <= 128) else 32
+    slice = 16 if v_width < 96 or (v_width <= 128 and not device_of(device).spills) else 32
     slice = 64 if bits else slice
     most = max(1, min(-(-share // 8), 8))
     spread = [Step(columns, -(-v_width // slice), 1, slice) for columns in range(most, 0, -1)]
@@ -210,7 +211,7 @@ def _fits(device: str, config: Step, dtype: mx.Dtype, width: int, v_width: int, 
     memory = _memory(T=dtype, D=width, Dv=v_width, bits=bits, joined=True, **asdict(config))
     if config.columns * config.slice > 128 or memory > MAX_THREADGROUP_MEMORY:
         return False
-    return device == "cuda" or _has_registers(config, dtype, width, bits)
+    return device_of(device).spills or _has_registers(config, dtype, width, bits)
 
 
 @cache  # asked for every token
@@ -283,7 +284,7 @@ def attention_step(
     Args:
         arrays: specs of q, k, v, k_cache, v_cache, k_tail, v_tail, positions, freqs, mask,
             sinks, q_norm, k_norm and maybe tickets, as :class:`StepCall` takes them in turn; D and
-            Dv multiples of 8 up to 256. With tickets, which are for CUDA, it is one launch, if that
+            Dv multiples of 8 up to 256. With tickets, for NVIDIA GPUs, it is one launch, if that
             can be.
         scale: what the products of queries and keys are multiplied by.
         rotation: how queries and keys are turned.

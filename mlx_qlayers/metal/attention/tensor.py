@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, Size
 from ...runtime.spec import Spec
@@ -119,8 +120,8 @@ def _shares(at: Launcher, split: int, others: int = 0) -> dict[str, Any]:
 
 
 def _together(at: Launcher) -> bool:
-    """Whether SIMD groups take the same turns: on CUDA they share what they read."""
-    return at.device == "cuda"
+    """Whether SIMD groups take the same turns: with tensor cores they share what they read."""
+    return device_of(at.device).tensor_cores
 
 
 def attention_tensor(at: Launcher) -> Callable[..., list[mx.array]]:

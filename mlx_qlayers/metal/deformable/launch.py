@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...options import Deformable
+from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
 from ...runtime.spec import Spec
@@ -75,7 +76,7 @@ def heuristic(width: int, points: int, dtype: mx.Dtype, backend: str) -> Deforma
     A GPU reads 16 bytes a thread, four samples at a time; in the gradient neighbouring threads add
     to neighbouring channels. A CPU takes whole heads, and cannot afford atomics.
     """
-    if backend == "host":
+    if not device_of(backend).gpu:
         pack, step = math.gcd(width, 128 // dtype.size), math.gcd(points, 2)
         scatter = math.gcd(width, 16)
         return DeformableConfig(
@@ -83,7 +84,7 @@ def heuristic(width: int, points: int, dtype: mx.Dtype, backend: str) -> Deforma
         )
     pack = math.gcd(width, 16 // dtype.size)
     # M1 and M2 lack the registers for four.
-    steps = (2, 1) if backend == "metal" else (4, 3, 2, 1)
+    steps = (4, 3, 2, 1) if device_of(backend).spills else (2, 1)
     step = next(step for step in steps if points % step == 0)
     lanes, scatter_lanes = lanes_for(width // pack), lanes_for(width)
     return DeformableConfig(pack, dtype.size * pack, lanes, step, 1, scatter_lanes=scatter_lanes)

@@ -12,8 +12,8 @@ import mlx.core as mx
 
 from ...formats import Format
 from ...options import SCORES, Clipped, PackedMatrix, Router
+from ...runtime.devices.record import most_threads
 from ...runtime.kernel import Kernel
-from ...runtime.limits import most_threads
 from ...runtime.spec import Spec
 from ..quantized_matmul.qmv import GATES
 from ..quantized_matmul.qmv_config import packed_template

@@ -10,7 +10,8 @@ import mlx.core as mx
 
 from ...formats import GLOBAL_UNIT, Format
 from ...options import MatmulCall
-from ...runtime.kernel import MAX_THREADS, Kernel
+from ...runtime.devices.record import MAX_THREADS
+from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
 from ..quantized_matmul import qmm_tensor
 from ..quantized_matmul.qmm import QmmConfig, registers, threadgroup_memory

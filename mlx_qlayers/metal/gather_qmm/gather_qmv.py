@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from ...formats import GLOBAL_UNIT, Format
 from ...options import MatmulCall
+from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
 from ..quantized_matmul.qmv_config import QmvConfig, packed_template, registers
@@ -95,14 +96,14 @@ class Columns:
 def configuration(
     device: str, per_pair: int, in_order: bool, transpose: bool, fmt: Format
 ) -> QmvConfig | Columns:
-    """The configuration for ``"metal"``, ``"cuda"`` or ``"host"``.
+    """The configuration on the device of a backend.
 
     Args:
         per_pair: rows of each product.
         in_order: whether products with the same matrix are neighbours.
     """
     single = per_pair == 1 and not in_order
-    if device == "host":
+    if not device_of(device).gpu:
         # A thread is a loop of vector instructions: 16 floats fill the widest registers there are.
         rows, run = 1 if single else 16, fmt.group_size
         if transpose:
@@ -112,7 +113,7 @@ def configuration(
     run = 32 if fmt.bits % 2 else 16
     if transpose:
         rows = 1 if single else 4 if run == 16 else 2
-        wide = device == "metal" and run == 32
+        wide = run == 32 and not device_of(device).spills
         outputs = 2 if wide or (single and fmt.mode == "affine") else 4
         return QmvConfig(rows, outputs, run=run, lanes=32, ways=1, threads=64)
     return Columns(1 if single else 64 // run, run=run, deep=1, wide=4, lanes=32, threads=64)

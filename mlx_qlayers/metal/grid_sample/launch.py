@@ -12,9 +12,10 @@ from typing import Any
 import mlx.core as mx
 
 from ...options import Sampling
+from ...runtime.devices import device_of
+from ...runtime.devices.record import most_threads
 from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
-from ...runtime.limits import most_threads
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
 from ..common.lanes import bind_groups, lanes_for
@@ -166,7 +167,7 @@ def heuristic(
     A GPU reads 16 bytes a thread and lets neighbouring threads take neighbouring channels. A CPU
     takes whole points one after the other, and cannot afford atomics.
     """
-    if backend == "host":
+    if not device_of(backend).gpu:
         pack = math.gcd(channels, 64 // dtype.size)
         cores = os.cpu_count() or 1
         return GridSampleConfig(pack, dtype.size, run=16, scatter="bands", bands=cores, threads=1)
@@ -176,7 +177,7 @@ def heuristic(
     lanes, scatter_lanes = lanes_for(channels // pack), lanes_for(channels)
     # Random points of three channels took 146 us on an H200, not 256, in half 114, not 308; the
     # gradient of the grid of one in float32 109, not 195.
-    few = backend == "cuda" and channels in (1, 3)
+    few = device_of(backend).spills and channels in (1, 3)
     near = few and (channels == 3 or dtype.size == 4)
     threads = 128 if few else 256
     return GridSampleConfig(

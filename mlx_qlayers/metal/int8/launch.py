@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...runtime.backend import backend
+from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound
 from ...runtime.spec import Spec
@@ -110,7 +110,7 @@ def int8_products(
         float32 and bias (N,) or None, that gives (..., N) for each in the dtype of ``x``.
     """
     (*leading, k), m = x.shape, prod(x.shape[:-1])
-    tile_m, tile_n, stages = (128, 256, 4) if backend() == "cuda" else (128, 128, 0)
+    tile_m, tile_n, stages = (128, 256, 4) if device_of().dynamic_memory else (128, 128, 0)
 
     def product_of(n: int, biased: bool) -> tuple[Bound, mx.array]:
         sizes = mx.array([m, n, k], mx.int32)

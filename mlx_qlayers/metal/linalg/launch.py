@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from ...runtime.backend import backend
+from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound
 from ...runtime.spec import Spec
@@ -21,7 +21,7 @@ _TILE_BYTES = 4 * 32 * 36
 _COLUMNS = 128
 # A product's threads, those across a block of rows, and the columns of each. Each value that a
 # thread of a GPU reads from threadgroup memory goes into sums of more than one column.
-_HOST, _GPU, _CUDA = (128, 128, 1), (64, 64, 2), (128, 32, 4)
+_CPU, _GPU, _LARGE = (128, 128, 1), (64, 64, 2), (128, 32, 4)
 # Threadgroups of a product that fill a GPU, and the depth that each should have at least.
 _GROUPS, _DEPTH = 256, 128
 
@@ -146,10 +146,10 @@ def subtract_product(
         upper: leave out what is well below the diagonal.
         parts: share k out among so many; the result is the sum of (parts, batch, n, m).
     """
-    (batch, n, m), name = b.shape, backend()
-    threads, across, each = _HOST if name == "host" else _GPU
-    if name == "cuda" and n > _TILE:
-        threads, across, each = _CUDA
+    (batch, n, m), device = b.shape, device_of()
+    threads, across, each = _GPU if device.gpu else _CPU
+    if device.spills and n > _TILE:
+        threads, across, each = _LARGE
     return _SUBTRACT.bind(
         [b, a, x],
         template={"THREADS": threads, "ACROSS": across, "EACH": each, "UPPER": upper},
@@ -168,7 +168,7 @@ def product(batch: int, n: int, k: int, m: int) -> Callable[[mx.array, mx.array]
     shapes = ((batch, n, m), (batch, n, k), (batch, k, m))
     b, a, x = (Spec(shape, mx.float32) for shape in shapes)
     groups = batch * -(-n // _TILE) * -(-m // _COLUMNS)
-    parts = 1 if backend() == "host" else max(1, min(_GROUPS // groups, k // _DEPTH))
+    parts = 1 if not device_of().gpu else max(1, min(_GROUPS // groups, k // _DEPTH))
     launch = subtract_product(b, a, x, parts=None if parts == 1 else parts)
     zeros = mx.broadcast_to(mx.zeros((1, 1, 1)), b.shape)  # of which one is read
 
@@ -201,7 +201,7 @@ def _factor(w: Spec, first: int) -> Callable[[mx.array, mx.array], tuple[mx.arra
 
 def _solve(a: Spec, b: Spec) -> Bound:
     # SIMD groups of one threadgroup wait for each other's reads of threadgroup memory.
-    threads = _TILE if b.shape[2] <= _TILE or backend() == "cuda" else _COLUMNS
+    threads = _TILE if b.shape[2] <= _TILE or device_of().spills else _COLUMNS
     return _SOLVE.bind(
         [a, b],
         template={"THREADS": threads},

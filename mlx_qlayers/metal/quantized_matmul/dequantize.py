@@ -94,7 +94,7 @@ def dequantize_rows(
     """The launch that unpacks some rows of a matrix, computed in float32 and rounded once.
 
     Args:
-        numbers: spec of (...) int32 or uint32, which rows; off CUDA 8 or more.
+        numbers: spec of (...) int32 or uint32, which rows; on other GPUs than NVIDIA's 8 or more.
         matrix: specs of its arrays; ``bias`` is not looked at.
         fmt: group_size, bits and mode.
         dtype: float32, float16 or bfloat16.

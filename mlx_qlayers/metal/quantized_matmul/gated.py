@@ -22,7 +22,7 @@ _ROWS = Kernel(
 def gated_rows(x: Spec, gate: Gate) -> Callable[[mx.array], mx.array]:
     """The launch that computes ``activation(first) * second``.
 
-    MLX compiles a kernel for that, on CUDA for seconds, which takes twice the time of this one.
+    MLX compiles a kernel for that, on NVIDIA GPUs for seconds, which takes twice as long as this.
 
     Args:
         x: (M, 2 N), both side by side, N a multiple of :data:`RUN`.

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...options import MatmulCall
+from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
 from ...runtime.spec import Spec
@@ -57,7 +58,7 @@ def scales_and_biases_gradient(
     Args:
         call: the product; ``w`` may have leading dimensions.
         dy: (..., N) in the dtype of ``x``, M rows: the gradient of the product.
-        device: ``"metal"``, ``"cuda"`` or ``"host"``.
+        device: the name of a backend.
         chosen: where ``w`` is more than one matrix: rows of ``x`` and rows of ``dy``, by the
             matrix that they met, and where in these lists the rows of each matrix begin; the
             number of all rows comes last. uint32.
@@ -71,7 +72,7 @@ def scales_and_biases_gradient(
     left = dy if transpose else x
     (*leading, rows, _), columns = w.shape, fmt.dims(w)
     shape = mx.array([prod(left.shape[:-1]), rows, columns], mx.int32)
-    if device == "host":
+    if not device_of(device).gpu:
         outputs = max(1, _SUMS // fmt.group_size)
         tiles = -(-rows // outputs)
         kernel, threads = _GROUPS, min(tiles, 8)

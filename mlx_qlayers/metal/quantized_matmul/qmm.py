@@ -9,9 +9,9 @@ import mlx.core as mx
 
 from ...formats import Format
 from ...options import MatmulCall
+from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Size, TemplateValue
-from ...runtime.limits import operand_bytes
 from ...runtime.spec import Spec
 from .qmv_config import packed_template
 
@@ -48,7 +48,7 @@ def registers(
     rows, columns, threads = tile_m // simds_m // 16, tile_n // simds_n // 8, 32 * simds_m * simds_n
     of_x = -(-tile_m * tile_k * T.size // 16 // threads) * 4
     of_w = -(-tile_n * tile_k // run // threads) * (run * bits // 32 + T.size // 2)
-    return 4 * rows * columns + (2 * rows + columns) * operand_bytes(T) + of_x + of_w
+    return 4 * rows * columns + (2 * rows + columns) * device_of().operand_bytes(T) + of_x + of_w
 
 
 QMM = Kernel(
@@ -122,12 +122,12 @@ class QmmConfig:
 def qmm_config(
     device: str, m: int, n: int, k: int, dtype: mx.Dtype, fmt: Format, transpose: bool
 ) -> QmmConfig:
-    """The configuration for ``"metal"``, ``"cuda"`` or ``"host"``."""
+    """The configuration on the device of a backend."""
     run = 32 if fmt.bits % 2 else 16
-    if device == "host":
+    if not device_of(device).gpu:
         # There to check the kernel: one build does for every number of rows.
         return QmmConfig(32, 64, 64, 2, 2, run)
-    if device == "cuda" and dtype != mx.float32:
+    if device_of(device).tensor_cores and dtype != mx.float32:
         return _on_tensor_cores(m, n, k, fmt)
     tile_m = next(size for size in (16, 32, 64) if size >= min(m, 64))
     tile_k = 64 if run == 32 or tile_m == 16 else 32

@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import ClassVar
 
 from ...formats import Format
-from ...runtime.backend import backend
-from ...runtime.limits import CUDA_THREADGROUP_MEMORY, cuda_shared_memory
+from ...runtime.devices import device_of
 
 MAX_SKINNY_ROWS = 128
 # Operands of 8 rows that the kernel is compiled for: each takes its time.
@@ -31,7 +30,7 @@ class SkinnyConfig:
         shares: such groups of them, which share K.
         stages: windows of x in threadgroup memory, 1 or 2. With 2 one is filled while the other is
             multiplied; with 0 ``deep`` windows of x stay there.
-        resident: threadgroups that a core should have registers for at once, on CUDA.
+        resident: threadgroups that a core should have registers for at once, on NVIDIA GPUs.
         turns: windows in the text of the kernel's loop, 1 or 2: with 2 no words are moved, but GPUs
             hold only so much text where they read instructions from. Where x stays, so many are
             under way.
@@ -73,12 +72,12 @@ class SkinnyConfig:
     @property
     def runs(self) -> bool:
         """Whether this machine's GPU has so much shared memory."""
-        return self.shared <= cuda_shared_memory() - _DECLARED
+        return self.shared <= _dynamic_memory()
 
     @property
     def shared(self) -> int:
-        """Bytes of dynamic shared memory, on CUDA."""
-        stays = self.stages == 0 and backend() == "cuda"
+        """Bytes of dynamic shared memory, on NVIDIA GPUs."""
+        stays = self.stages == 0 and device_of().dynamic_memory > 0
         return _memory(**asdict(self)) if stays else 0
 
     def threadgroups(self, sizes: tuple[int, ...], gated: bool) -> int:
@@ -94,10 +93,10 @@ class SkinnyConfig:
 def skinny_config(
     device: str, rows: int, n: int, k: int, fmt: Format, single: bool = False
 ) -> SkinnyConfig:
-    """The configuration for ``"metal"``, ``"cuda"`` or ``"host"``, in half precision.
+    """The configuration on a backend's device, in half precision.
 
     Args:
-        device: where it runs.
+        device: the name of the backend.
         rows: of x, 9 to 128.
         n: columns of the result, of all matrices.
         k: columns of x.
@@ -106,7 +105,7 @@ def skinny_config(
     """
     fragments = next((f for f in _FRAGMENTS if 8 * f >= rows), _FRAGMENTS[-1])
     odd = fmt.bits % 2 == 1
-    if device != "cuda":
+    if not device_of(device).tensor_cores:
         # M1 and M2 have registers for so many sums.
         return SkinnyConfig(min(fragments, 6 if odd else 8), 32 if odd else 16, 1, 4, 1, 1)
     if (stays := _staying(rows, n, k, fmt, single)) is not None:
@@ -156,7 +155,7 @@ def _staying(rows: int, n: int, k: int, fmt: Format, single: bool) -> SkinnyConf
     """
     fragments, run = -(-rows // 8), 32 if fmt.bits < 8 else 16
     windows, of_window = -(-k // (4 * run)), 64 * run * fragments
-    most = (cuda_shared_memory() - _DECLARED) // of_window
+    most = _dynamic_memory() // of_window
     parts = -(-windows // max(most, 1))
     if parts > 1:
         parts = max(parts, -(-6 * _PROCESSORS // -(-n // 16)))
@@ -176,7 +175,11 @@ def _staying(rows: int, n: int, k: int, fmt: Format, single: bool) -> SkinnyConf
 
 
 def _fits(config: SkinnyConfig) -> bool:
-    return skinny_memory(**asdict(config)) <= CUDA_THREADGROUP_MEMORY
+    return skinny_memory(**asdict(config)) <= device_of("cuda").threadgroup_memory
+
+
+def _dynamic_memory() -> int:
+    return device_of("cuda").dynamic_memory - _DECLARED
 
 
 def skinny_memory(*, SHARED: int = 0, fragments: int, **told: int) -> int:

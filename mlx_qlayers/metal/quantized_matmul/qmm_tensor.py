@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ...formats import Format
 from ...options import MatmulCall, PackedMatrix
-from ...runtime.backend import backend
+from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
 from .qmm import sum_of_parts
@@ -39,9 +39,9 @@ class TensorConfig:
         simds_n: SIMD groups along the columns, 32 each.
         ragged: whether ``tile_k`` does not divide the depth.
         parts: threadgroups that share the depth; above 1 a second launch adds their sums.
-        resident: on CUDA, threadgroups that a multiprocessor must have registers for.
+        resident: on NVIDIA GPUs, threadgroups that a multiprocessor must have registers for.
         staged: whether the matrix is unpacked once for a threadgroup, into its memory, or by each
-            SIMD group, into an operand in registers; on CUDA it is the latter.
+            SIMD group, into an operand in registers; with tensor cores it is the latter.
     """
 
     rows: int
@@ -108,9 +108,9 @@ def tensor_config(
 ) -> TensorConfig:
     """The configuration for so many rows, of a matrix or of all experts' share of them.
 
-    ``device`` is ``"cuda"`` or another one, by default the backend.
+    ``device`` is the name of a backend, by default the current one.
     """
-    if (device or backend()) == "cuda":
+    if device_of(device).tensor_cores:
         # The best of bench_tensor.py on an H200, of 64 rows and more in half precision.
         return TensorConfig(128 if m > 64 else 64, 64, 1, 4, bool(k % 64), 1, 2)
     # A destination of 64 x 32, or a gate's two of half of that, leave room in 128 words.
@@ -303,7 +303,7 @@ def qmm_tensor(
     values = packed_template(fmt, x.dtype, matrix.scales.dtype) | asdict(config)
     values |= {"transposed": transpose, "gate": GATES.index(gate)}
     values |= {"O": mx.float32 if parts > 1 else x.dtype, "RESIDENT": values.get("resident", 1)}
-    # On CUDA SIMD groups that have the same rows of x read them together.
+    # With tensor cores SIMD groups that have the same rows of x read them together.
     values["TOGETHER"] = values.get("simds_m") == 1 and not values["ragged"]
     if isinstance(config, CodesConfig):
         if why := why_no_codes(call):

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, TypeVar
 import mlx.core as mx
 
 from ...formats import MODES, Format
-from ...runtime.kernel import MAX_THREADGROUP_MEMORY
+from ...runtime.devices import device_of
+from ...runtime.devices.record import MAX_THREADGROUP_MEMORY, most_threads
 from ...runtime.launch import TemplateValue
-from ...runtime.limits import has_few_registers, most_threads
 
 MAX_QMV_ROWS = 16
 # Threads of a threadgroup on the matrix units of M1 and M2.
@@ -68,8 +68,8 @@ class QmvPersistentConfig:
         tiles: tiles of 16 rows of the matrix that a threadgroup computes.
         simds: SIMD groups of a threadgroup, which share K.
         ahead: runs that a lane has under way for each row, 1, 2 or 4.
-        occupancy: SIMD groups that a core should have registers for at once, on CUDA; 0 leaves that
-            to the compiler.
+        occupancy: SIMD groups that an NVIDIA multiprocessor should have registers for at once; 0
+            leaves that to the compiler.
     """
 
     fragments: int
@@ -139,22 +139,23 @@ Units = TypeVar("Units", bound=QmvPersistentConfig)
 def qmv_config(
     device: str, rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Format, kind: str = ""
 ) -> QmvConfig | QmvPersistentConfig:
-    """The configuration for ``"metal"``, ``"cuda"`` or ``"host"``, of 1 to 16 rows.
+    """The configuration on a backend's device, of 1 to 16 rows.
 
     ``n`` counts the outputs of all matrices, and ``kind`` says what the launch does besides, for
     what was tuned: ``norm-3``, ``norm-gate``, ...
     """
-    if device == "host":
+    at = device_of(device)
+    if not at.gpu:
         # A thread is a loop of vector instructions: 16 floats fill the widest registers there are.
         # Its loops over rows are not unrolled, so that one kernel does for all but the single row.
         rows = 1 if rows == 1 else MAX_QMV_ROWS
         return QmvConfig(rows, outputs=4, run=fmt.group_size, lanes=1, ways=16, threads=8)
     # Apple's matrix units multiply no faster than its other units: an estimate.
-    if dtype != mx.float32 and (device == "cuda" or rows > 3):
-        if device == "cuda" and (stays := _persistent(rows, n, k, fmt, kind)):
+    if dtype != mx.float32 and (at.tensor_cores or rows > 3):
+        if at.tensor_cores and (stays := _persistent(rows, n, k, fmt, kind)):
             return stays
         config = matrix_config(device, rows, n, k, fmt, "norm" in kind)
-        smaller = config if device == "cuda" else _within_registers(config, dtype, fmt)
+        smaller = config if at.spills else _within_registers(config, dtype, fmt)
         if smaller is not None:
             return smaller
     return any_units(device, rows, fmt)
@@ -162,10 +163,11 @@ def qmv_config(
 
 def any_units(device: str, rows: int, fmt: Format) -> QmvConfig:
     """For every GPU and dtype: sums and unpacked weights stay in registers."""
-    longer = device == "metal" and rows == 1 and fmt.group_size > 16
+    at = device_of(device)
+    longer = at.gpu and not at.spills and rows == 1 and fmt.group_size > 16
     run = 32 if fmt.bits % 2 or longer else 16
     rows = next(n for n in (1, 2, 4, 8, MAX_QMV_ROWS) if n >= rows)
-    outputs = 4 if rows * run <= (64 if device == "cuda" or run == 16 else 32) else 2
+    outputs = 4 if rows * run <= (64 if at.spills or run == 16 else 32) else 2
     return QmvConfig(rows, outputs, run, lanes=32, ways=1, threads=64)
 
 
@@ -176,7 +178,7 @@ def _within_registers(
 
     There at most 256 threads: larger threadgroups are near what compilers leave room for.
     """
-    few = has_few_registers()
+    few = device_of("metal").few_registers
     told: dict[str, Any] = {**packed_template(fmt, dtype, dtype), "normed": True}
     sizes = product((config.tiles, 2), (config.simds, 8), (config.ahead, 1))
     for tiles, simds, ahead in sizes:
@@ -217,7 +219,8 @@ def matrix_config(
         # end with a code; on Apple's GPUs further, since a product of two operands costs twice as
         # much there. Those of a normed x take twice the registers.
         whole = max(group // 4, {2: 16, 4: 8, 6: 16, 8: 4}.get(bits, 32))
-        least = group // 4 if device == "metal" else whole
+        at = device_of(device)
+        least = whole if at.tensor_cores or not at.gpu else group // 4
         run = max(whole, min(group, 64 if not normed else 16 if small else 32))
         most = 384 if bits == 6 else 256
         while run > least and (run * bits > most or 4 * run // group * rows > 8):

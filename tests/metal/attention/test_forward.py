@@ -23,8 +23,8 @@ from mlx_qlayers.metal.attention.layout import Layout, layout, memory, registers
 from mlx_qlayers.ops.attention import attention
 from mlx_qlayers.runtime import BackendError, trace, use_backend
 from mlx_qlayers.runtime.backend import advance_epoch
+from mlx_qlayers.runtime.devices import device_of
 from mlx_qlayers.runtime.host import checks
-from mlx_qlayers.runtime.launch_checks import CUDA_THREADGROUP_MEMORY, MAX_THREADGROUP_MEMORY
 from tests.gpus import on_gpus
 
 # B, H, Hkv, L, S: every length and number of heads of the issue.
@@ -37,7 +37,7 @@ SHAPES = [
     (2, 8, 8, 7, 1),
 ]
 # Bytes that a threadgroup may have.
-MEMORY = {"metal": MAX_THREADGROUP_MEMORY, "cuda": CUDA_THREADGROUP_MEMORY}
+MEMORY = {name: device_of(name).threadgroup_memory for name in ("metal", "cuda")}
 ALL = {"window": 9, "softcap": 30.0, "sinks": True}
 DEVICES, KINDS = ("metal", "cuda"), ("none", "causal")
 KERNELS = ("forward", "queries", "keys")

@@ -1,0 +1,86 @@
+"""What is asked of a device that kernels run on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+import mlx.core as mx
+
+# What every Apple GPU of MLX's offers a threadgroup; kernels are declared within it.
+MAX_THREADS = 1024
+MAX_THREADGROUP_MEMORY = 32 * 1024
+
+# On M1 and M2: the largest threadgroup, by the 32-bit registers of a thread. A pipeline with 105
+# to 128 was seen to take 384 threads; the other steps are Mesa's (agx_occupancy).
+_THREADS = {52: 1024, 56: 896, 64: 832, 68: 768, 72: 704, 80: 640, 92: 576, 104: 512, 128: 384}
+# What a thread needs beside its arrays: addresses, counters, operands on their way. Compiled for
+# an NVIDIA GPU with 128 registers, qmv does not spill with arrays of 112 words and does with 136.
+_OTHERS = 16
+
+
+def most_threads(words: int) -> int:
+    """The largest threadgroup of M1 and M2, by the 32-bit words of a thread's arrays; 0 for none.
+
+    Source: Mesa's AGX compiler; what Macs report for pipelines of MLX (mlx#2205, mlx#3885).
+
+    Example:
+        >>> most_threads(16), most_threads(88), most_threads(112), most_threads(113)
+        (1024, 512, 384, 0)
+    """
+    steps = (most for limit, most in _THREADS.items() if words + _OTHERS <= limit)
+    return next(steps, 0)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that kernels run on, as launch checks, rules and heuristics ask for it.
+
+    Attributes:
+        backend: the name of the backend that runs kernels there.
+        name: its architecture, as ``applegpu_g16s`` or ``sm_90``; "" where no such device is here.
+        gpu: whether it is a GPU: launches are nodes of a graph, and threads run side by side.
+        measured: whether kernels were measured on such devices, so that there are rules. Else
+            ``auto`` keeps to stock operators until something was measured on this machine.
+        needs_proof: whether ``auto`` only launches what was proven in this installation.
+        threadgroup_memory: bytes that a kernel may declare.
+        dynamic_memory: bytes that it may ask for in their place.
+        most_operations: of one launch, where a longer one would hold up the screen.
+        few_registers: whether threadgroups that are too large for their threads' registers are
+            refused, as on M1 and M2. Their matrix products widen bfloat, too.
+        spills: whether configurations may take more registers than M1 and M2 have.
+        tensor_cores: whether products of SIMD-group matrices run on units that multiply faster
+            than the others.
+        tensor_units: whether such units are there for Metal 4's tensor operations alone.
+        warpgroup_products: whether four SIMD groups multiply at once, from shared memory.
+        stock_is_tf32: whether MLX rounds float32 to TF32 in its own products.
+        stock_is_cudnn: whether MLX's attention is cuDNN's.
+        stock_needs_alignment: whether MLX's products misread views into the middle of a buffer.
+        stock_compiles: whether MLX compiles its own kernels when they are first asked for.
+        orders_threadgroups: whether a threadgroup sees what others wrote in the same launch.
+        launches_views: whether launches take and give parts of larger arrays.
+    """
+
+    backend: str
+    name: str = ""
+    gpu: bool = True
+    measured: bool = True
+    needs_proof: bool = False
+    threadgroup_memory: int = MAX_THREADGROUP_MEMORY
+    dynamic_memory: int = 0
+    most_operations: float = inf
+    few_registers: bool = False
+    spills: bool = False
+    tensor_cores: bool = False
+    tensor_units: bool = False
+    warpgroup_products: bool = False
+    stock_is_tf32: bool = False
+    stock_is_cudnn: bool = False
+    stock_needs_alignment: bool = False
+    stock_compiles: bool = False
+    orders_threadgroups: bool = False
+    launches_views: bool = False
+
+    def operand_bytes(self, dtype: mx.Dtype) -> int:
+        """Bytes of an element that is an operand of a matrix product."""
+        return 4 if self.few_registers and dtype == mx.bfloat16 else dtype.size
