@@ -80,6 +80,13 @@ def entry(**changes: Any) -> Callable[[Path], None]:
     return header(lambda entries: _change(entries["model.norm.weight"], changes))
 
 
+def merge_special(path: Path) -> None:
+    """Let the tokenizer merge a special token with another, on which its library panics."""
+    document = json.loads((path / "tokenizer.json").read_text())
+    document["model"]["merges"][3][0] = "<|endoftext|>"
+    (path / "tokenizer.json").write_text(json.dumps(document))
+
+
 def rename_shard(path: Path) -> None:
     """As if the only shard of a sharded model had not been downloaded."""
     index = json.loads((path / INDEX).read_text())

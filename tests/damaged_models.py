@@ -17,6 +17,7 @@ from damage import (
     header_of,
     index_of,
     link,
+    merge_special,
     only_torch,
     pipe,
     quantization,
@@ -272,6 +273,12 @@ CASES = [
         write("tokenizer.json", '{"model": {"type": "Magic"}}'),
         ValueError,
         ("the tokenizer cannot be read",),
+    ),
+    Case(
+        "tokenizer that merges a special token",
+        merge_special,
+        ValueError,
+        ("the tokenizer cannot be read", "PanicException"),
     ),
     Case(
         "tokenizer_config.json not JSON",

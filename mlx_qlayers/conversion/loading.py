@@ -259,8 +259,9 @@ def _blame(path: str | os.PathLike[str], what: str) -> Iterator[None]:
     """Name the model in an error of mlx-lm, which may be of any type and speak of none."""
     try:
         yield
-    except (OSError, MemoryError):
+    except (OSError, MemoryError, KeyboardInterrupt, GeneratorExit):
         raise
-    except (Exception, SystemExit) as error:  # olmo's file exits where its package is missing
+    # olmo's file exits where its package is missing; a panic of a tokenizer is no Exception.
+    except BaseException as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(printable(f"{path}: {what}: {kind}{error}")) from error
