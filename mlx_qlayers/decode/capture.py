@@ -212,9 +212,11 @@ class _Solver:
             return one
         if isinstance(one, bool) or not isinstance(one, int | float):
             raise Differs("its code depends on the batch size or position")
-        for (first, second), name in self.pairs.items():
-            if first != second and other - one == second - first:
-                return Size(one - first, ((name, 1),))
+        # Of several that go on by as much, the nearest: rings wrap around at other times.
+        alike = [pair for pair in self.pairs if 0 != pair[1] - pair[0] == other - one]
+        if alike:
+            pair = min(alike, key=lambda pair: abs(one - pair[0]))
+            return Size(one - pair[0], ((self.pairs[pair], 1),))
         for (first, second), name in self.pairs.items():
             if first != second and one - other == second - first:
                 return Size(one + first, ((name, -1),))

@@ -18,7 +18,8 @@ from .emit import Program
 from .graph import Graph
 from .rules import fused
 from .snapshot import Snapshot
-from .tailed import Tailed, released
+from .tailed import Tailed
+from .tails import released
 from .twin import leaves
 
 # Sequences and tokens of each at most: for more, the products are those of a prompt.
@@ -140,7 +141,7 @@ class Steps:
         last = self.progress.get(own[0])
         key: Any = asked
         try:
-            if last is not None and last.asked == asked and last.left and last.now.holds(own):
+            if last is not None and last.asked == asked and last.left > 0 and last.now.holds(own):
                 return self._tails(last.now.step, tokens, own, last)
             released(own)
             some = [facts(c, tokens.shape[1]) for c in own]
@@ -163,9 +164,13 @@ class Steps:
             self.steps[key] = [found, *self.steps.get(key, ())][:_KEPT]
         own = [*leaves(caches)]
         if where() and (tailed := self._tailed(found, batch, some)) is not None:
-            left = (most - at[name] for name, (_, most) in found.limits.items())
+            left = (most - at[name] + 1 for name, (_, most) in found.limits.items())
             asked = tokens.shape, tokens.dtype, where()
-            return self._tails(tailed, tokens, own, _Last(asked, min(left, default=_KEPT), None))
+            try:
+                last = _Last(asked, min(left, default=_KEPT), None)
+                return self._tails(tailed, tokens, own, last)
+            except Unsupported as error:  # as long as these caches hold what they do
+                self.stopped["tails", key] = str(error)
         program: Program = self._program(found, batch)
         outputs = program.run({"tokens": tokens, **arrays_of(own)}, at)
         logits: mx.array = outputs.pop("logits")

@@ -65,49 +65,34 @@ def _attention_step(node: Node, values: Mapping[str, int]) -> Callable[..., Any]
 
 
 def _position(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
-    (more,), dtype = node.arg, node.dtype
+    (entries, more), shape, dtype = node.arg, node.shape, node.dtype
 
     def position(at: mx.array) -> mx.array:
-        entry = at[2:3].reshape(()).astype(dtype)
+        entry = at[entries[0] : entries[-1] + 1]
+        entry = (entry.sum() if len(entries) > 1 else entry).reshape(shape).astype(dtype)
         return entry + more if more else entry
 
     return position
 
 
-def _ring_mask(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
-    """Which rows of a full ring and its tail a token sees: those in order that are not gone."""
-    size, keep = node.arg
+def _shown(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
+    """Which rows of a cache and its tail tokens see."""
+    window, keep, size, padded = node.arg
 
-    def seen(at: mx.array, ring: mx.array, tail: mx.array) -> mx.array:
-        row, start, held = mx.arange(ring.shape[2] + tail.shape[2]), at[0], at[1]
-        age = mx.where(row < start, size - keep - _order(row, at, node) + held, held - row + start)
-        return ((age < size - keep) | (row < keep))[None, None, None]
-
-    return seen
-
-
-def _order(row: mx.array, at: mx.array, node: Node) -> mx.array:
-    """Which row of the tail overwrites one of the ring's."""
-    size, keep = node.arg
-    return (row - at[at.size - 1] + at[1]) % (size - keep)
-
-
-def _ring_shown(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
-    """A ring with its tail in it, as the cache shows it."""
-    _, keep = node.arg
-
-    def shown(ring: mx.array, tail: mx.array, at: mx.array) -> mx.array:
-        row = mx.arange(ring.shape[2])
-        order = _order(row, at, node)
-        new = ((order <= at[1]) & (row >= keep))[:, None]
-        return mx.where(new, mx.take(tail, mx.minimum(order, tail.shape[2] - 1), axis=2), ring)
+    def shown(at: mx.array, buffer: mx.array, tail: mx.array) -> Any:
+        row, start, held = mx.arange(buffer.shape[2] + tail.shape[2]), at[0], at[1]
+        # How many tokens came since that of a row.
+        age = held + start - row
+        if size:  # rows of the tail overwrite those of a ring in turn
+            order = (row - at[at.size - 1] + held) % (size - keep)
+            age = mx.where(row < start, size - keep - order + held, age)
+        behind = ((age < window - keep) | (row < keep))[None, None, None] if window else None
+        if not padded:
+            return behind
+        own = age <= at[2 : 2 + len(buffer), None, None, None]
+        return own if behind is None else own & behind
 
     return shown
-
-
-def _padding_mask(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
-    """Which rows of a cache hold tokens of each sequence, and no padding ahead of them."""
-    return lambda padding, keys: mx.arange(keys.shape[2]) >= padding[:, None, None, None]
 
 
 OPERATIONS: dict[str, Maker] = {
@@ -122,13 +107,11 @@ OPERATIONS: dict[str, Maker] = {
     "GatedDelta": mixtures.delta,
     "Gelu": lambda node, values: nn.gelu,
     "GeluApprox": lambda node, values: nn.gelu_approx,
-    "PaddingMask": _padding_mask,
     "Position": _position,
     "Heads": mixtures.heads,
     "Latent": mixtures.latent,
-    "RingMask": _ring_mask,
-    "RingShown": _ring_shown,
     "Products": _products,
+    "Shown": _shown,
     "Unpacked": _unpacked,
     "Silu": lambda node, values: nn.silu,
 }

@@ -1,44 +1,30 @@
 """A step as one compiled function, whose attention takes tails, for caches that grow by tokens.
 
-The caches' buffers are only read meanwhile: see :mod:`.cache_tail`. Where a step leaves off, the
-next one with the same caches goes on, as long as nobody looked at them or changed them.
+The caches' buffers are only read meanwhile: see :mod:`.tails`. Where a step leaves off, the next
+one with the same caches goes on, as long as nobody looked at them or changed them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..ops.attention_step import MIN_TICKETS
 from ..runtime.backend import Mode, mode
-from ..runtime.windows import halves, joined
-from .cache_tail import (
-    Tail,
-    following,
-    given_by,
-    held_by,
-    kind_of,
-    one_token,
-    positions,
-    positions_of,
-    tail_of,
-    watch,
-    watched_kind,
-    with_tickets,
-)
-from .cache_tail import arrays_of as arrays_in
-from .caches import arrays_of, changes, put
+from ..runtime.windows import halves, joined, windows
+from .caches import arrays_of, put
 from .capture import Captured, Unsupported
 from .emit import Program
-from .ring_tail import RingTail, kept, ring_positions, ring_tail
 from .rules import fused
 from .rules.steps import Tails
+from .tails import Tail, one_token, positions_of, tail_of, watch
 
-_COUNTS = ("offset", "_idx")
-# Of a batch, by sequences.
-_OF_BATCH = ("offset", "left_padding")
-_NAMES = ("cache.{}.keys", "cache.{}.values", "tail.{}.keys", "tail.{}.values", "tickets.{}")
+_NAMES = ("keys", "values")
+# Steps that go on without a look at caches, where there are no tails.
+_ROOM = 256
 
 
 class Tailed:
@@ -50,119 +36,123 @@ class Tailed:
         keys: of the caches, what the capture is for.
 
     Attributes:
-        plain: the numbers of the caches that have a tail together.
-        rings: those of rotating caches, which have one each.
+        groups: the numbers of caches that hold as many tokens and have a tail together.
+        counts: of each group what its caches count.
 
     Raises:
         Unsupported: something else than attention depends on positions.
     """
 
     def __init__(self, captured: Captured, batch: int, keys: Sequence[tuple[Any, ...]]) -> None:
-        graph = fused(captured.graph, Tails(keys, captured.names))
-        self.captured, self.batch = captured, batch
-        tailed = {int(name.split(".")[1]) for name in graph.outputs if name.startswith("tail.")}
-        self.rings = sorted(i for i in tailed if keys[i][0] == "RotatingKVCache")
-        self.plain = sorted(tailed - {*self.rings})
-        self.tailed = [*self.plain, *self.rings]
+        tails = Tails(keys, captured.names)
+        graph = fused(captured.graph, tails)
         self.program = Program(graph, batch, captured.weights)
         if self.program.dynamic:
             raise Unsupported("its code computes with positions")
-        self.given = [name for _, name in self.program.inputs]
-        self.results = [name for name in graph.outputs if name != "logits"]
-        self.tails = [f"tail.{i}.{name}" for i in self.plain for name in ("keys", "values")]
+        groups: dict[int, list[int]] = {}
+        for number in sorted({int(n.split(".")[1]) for n in graph.outputs if n[:5] == "tail."}):
+            groups.setdefault(tails.first(number), []).append(number)
+        self.groups = [*groups.values()]
+        counts = self._counted(captured, tails)
+        self.counts = [counts[first] for first in groups]
+        # What goes in and out by turns, and what stays.
+        self.at = [f"at.{first}" for first in groups]
+        self.tails = [f"tail.{i}.{n}" for i in chain(*self.groups) for n in _NAMES]
+        self.states = [n for n in graph.outputs if n != "logits" and n[:5] != "tail."]
+        moving = {"tokens", *self.at, *self.tails, *self.states}
+        self.fixed = [name for _, name in self.program.inputs if name not in moving]
+        self.places = _places(self.states)
+        # Attention takes at most one of a key head and 8 of its queries.
+        steps = (node.src[3] for node in graph.nodes() if node.op == "AttentionStep")
+        self.tickets = max((8 * batch * node.shape[1] for node in steps if node), default=0)
         self.compiled = mx.compile(self._run)
 
-    def _run(self, at: mx.array | None, given: Any, arrays: dict[str, mx.array]) -> list[Any]:
-        """Logits, positions of the next token, tails, and what changed besides."""
-        per, arrays = len(given) // max(1, len(self.plain)), {**arrays}
-        if at is not None:
-            arrays |= {name: at for name in self.given if name.startswith("at.")}
-        for i, number in enumerate(self.plain):
-            keys, values, *tails, tickets = given[per * i : per * i + per]
-            if len(tails) == 1:
-                tails = [*halves(tails[0])]
-            names = (name.format(number) for name in _NAMES)
-            arrays |= zip(names, (keys, values, *tails, tickets), strict=True)
-        with mode(Mode.INFERENCE):
-            made = self.program.run(arrays, {})
-        tails = [made.pop(name) for name in self.tails]
-        if per == 4:
-            tails = [joined(*tails[i : i + 2]) for i in range(0, len(tails), 2)]
-        later = at if at is None else at + one_token(at.size)
-        return [made.pop("logits"), later, tails, made]
+    def _counted(self, captured: Captured, tails: Tails) -> dict[int, list[str]]:
+        """By the numbers of caches what a token adds one to."""
+        found: dict[int, list[str]] = {number: [] for number in chain(*self.groups)}
+        for path, count in captured.counts.items():
+            number, name = int(path.split(".")[1]), path.split(".")[2]
+            if number not in found or count != tails.counter(number, name)._replace(const=1):
+                raise Unsupported("a cache without a tail counts, or in another way")
+            found[number].append(name)
+        return found
+
+    def _run(self, tokens: mx.array, fixed: Any, at: Any, tails: Any, states: Any) -> list[Any]:
+        """Logits; positions of the next token, tails and states."""
+        is_joined = len(tails) < len(self.tails)
+        # What goes out as it came in are arrays of their own.
+        with windows([*fixed, *tails, *states]), mode(Mode.INFERENCE):
+            given = [y for x in tails for y in halves(x)] if is_joined else tails
+            names = ["tokens", *self.fixed, *self.at, *self.tails, *self.states]
+            made = self.program.run(
+                dict(zip(names, [tokens, *fixed, *at, *given, *states], strict=True)), {}
+            )
+            new = [made[name] for name in self.tails]
+            if is_joined:
+                new = [joined(*new[i : i + 2]) for i in range(0, len(new), 2)]
+        later = [each + one_token(each.size) for each in at]
+        return [made["logits"], later, new, [made[name] for name in self.states]]
+
+    def begun(self, own: Sequence[Any]) -> Progress:
+        """What the first step with some caches goes on with.
+
+        Raises:
+            Unsupported: they hold tokens in another way than those of the capture.
+        """
+        arrays, tails = arrays_of(own), list[Tail]()
+        for numbers in self.groups:
+            tails.append(tail_of([own[i] for i in numbers]))
+        count = len({name for name in self.fixed if name.startswith("tickets.")})
+        size = max(MIN_TICKETS, self.tickets)
+        tickets = iter(mx.split(mx.zeros(count * size, mx.int32), count) if count else ())
+        fixed = [next(tickets) if n.startswith("tickets.") else arrays[n] for n in self.fixed]
+        at = [
+            positions_of(tail, own[numbers[0]])
+            for tail, numbers in zip(tails, self.groups, strict=True)
+        ]
+        return Progress(self, tails, at, fixed, [arrays[name] for name in self.states])
 
     def run(self, tokens: mx.array, own: Sequence[Any], last: Progress | None) -> Any:
         """The logits, and what the next step with the same caches goes on with.
 
         Raises:
-            Unsupported: caches hold different numbers of tokens, or are too small.
+            Unsupported: the caches hold tokens in another way than those of the capture.
         """
-        some, held = [own[i] for i in self.plain], [vars(own[i]) for i in self.plain]
-        lengths = {each.get("_idx", each["offset"]) for each in held}
-        if len(lengths) > 1:
-            raise Unsupported("caches hold different numbers of tokens")
-        tail, at, given = None, None, list[Any]()
-        for length in lengths:
-            before = last and last.tail
-            tail = with_tickets(tail_of(before, some, length))
-            goes_on = last is not None and before is not None and tail.start == before.start
-            at = last.at if last is not None and goes_on else _at(tail, length, held)
-            given = given_by(tail, [])
-        others = [None if i in self.tailed else c for i, c in enumerate(own)]
-        rings = {i: ring_tail(last.rings.get(i) if last else None, own[i]) for i in self.rings}
-        arrays = {**arrays_of(others), **self._of_rings(rings, own), "tokens": tokens}
-        for i, each in zip(self.plain, held, strict=True):
-            arrays |= {
-                f"cache.{i}.{n}": each[n] for n in _OF_BATCH if isinstance(each.get(n), mx.array)
-            }
-        logits, later, tails, made = self.compiled(at, given, arrays)
-        new = {i: [made.pop(f"tail.{i}.{name}") for name in ("keys", "values")] for i in rings}
-        known = self.captured.names
-        names = ((i, n) for i in self.tailed for n in _COUNTS if f"{i}.{n}" in known)
-        at_names = {known[f"{i}.{n}"]: vars(own[i])[n] for i, n in names}
-        items = changes(own, made, self.captured.counts, at_names)
-        for i in self.rings:
-            row, size = vars(own[i])["_idx"], vars(own[i])["max_size"]
-            items[i]["_idx"] = (vars(own[i])["keep"] if row == size else row) + 1
-        if tail is not None:
-            tail = following(tail, tails)
-            pairs = zip(tail.held[::2], tail.held[1::2], strict=True)
-            for i, (keys, values) in zip(self.plain, pairs, strict=True):
-                items[i] |= {"keys": keys, "values": values}
-        watch([own[i] for i in self.plain])
+        now, is_first = last or self.begun(own), last is None
+        given = [x for tail in now.tails for x in tail.tails]
+        logits, at, new, states = self.compiled(tokens, now.fixed, now.at, given, now.states)
+        items: list[dict[str, Any]] = [{} for _ in own]
+        tails, start, room = list[Tail](), 0, _ROOM
+        for numbers, names, old in zip(self.groups, self.counts, now.tails, strict=True):
+            some, c = new[start : start + len(old.tails)], vars(own[numbers[0]])
+            tail = old._replace(tails=some, held=old.held + 1, left=old.left - 1)
+            start, room = start + len(some), min(room, tail.left)
+            tails.append(tail)
+            counts = {name: c[name] + 1 for name in names}
+            if "max_size" in c and c["_idx"] == c["max_size"]:  # it begins anew
+                counts["_idx"] = c.get("keep", 0) + 1
+            for i, number in enumerate(numbers):
+                items[number] = {**counts, "keys": (tail, 2 * i), "values": (tail, 2 * i + 1)}
+        for number, name, index, i in self.places:
+            if index is None:
+                items[number][name] = states[i]
+            else:
+                whole = items[number].setdefault(name, [*vars(own[number])[name]])
+                whole[index] = states[i]
+        if is_first:
+            watch([own[i] for numbers in self.groups for i in numbers])
         put(own, items)
-        after = {i: kept(ring, new[i], own[i]) for i, ring in rings.items() if ring is not None}
-        return logits, Progress(self, tail, later, after, held_by(own))
-
-    def _of_rings(
-        self, rings: Mapping[int, RingTail | None], own: Sequence[Any]
-    ) -> dict[str, mx.array]:
-        """What a graph takes of rotating caches."""
-        arrays: dict[str, mx.array] = {}
-        for i, ring in rings.items():
-            if ring is None:
-                raise Unsupported("a rotating cache is tiny")
-            each = (*ring.buffers, *ring.tails, ring.tickets)
-            arrays |= zip((name.format(i) for name in _NAMES), each, strict=True)
-            if f"ring.{i}" in self.given:
-                size, offset = (vars(own[i])[name] for name in ("max_size", "offset"))
-                arrays[f"ring.{i}"] = ring_positions(ring, size, offset, self.batch)
-        return arrays
+        left, kinds = [*map(dict, map(vars, own))], [*map(type, own)]
+        return logits, Progress(self, tails, at, now.fixed, states, room, left, kinds)
 
 
-def _at(tail: Tail, length: int, held: Sequence[dict[str, Any]]) -> mx.array:
-    """Where caches are that have a tail together.
-
-    Raises:
-        Unsupported: sequences of a batch have other positions in some of them.
-    """
-    if "_idx" not in held[0]:
-        return positions(tail.start, length - tail.start, len(arrays_in(tail.buffers[0])[0]))
-    for name in _OF_BATCH:
-        whole = mx.stack([each[name] for each in held])
-        if not (whole == whole[:1]).all().item():
-            raise Unsupported("caches hold different numbers of tokens")
-    return positions_of(tail.start, length - tail.start, held[0]["offset"])
+def _places(states: Sequence[str]) -> list[tuple[int, str, int | None, int]]:
+    """Where arrays of caches are: the cache, the attribute, the place in a list; which array."""
+    found = []
+    for i, path in enumerate(states):
+        _, number, name, *index = path.split(".")
+        found.append((int(number), name, int(index[0]) if index else None, i))
+    return found
 
 
 class Progress(NamedTuple):
@@ -170,30 +160,27 @@ class Progress(NamedTuple):
 
     Attributes:
         step: which goes on.
-        tail: of the caches that have one together.
-        at: the positions of the next token in it.
-        rings: the tails of rotating caches, by their numbers.
-        left: what all caches have.
+        tails: of the groups of caches.
+        at: the positions of the next token in them.
+        fixed: other arrays that it takes, and ``states`` those that it changed.
+        room: for how many tokens.
+        left: what all caches have, and ``kinds`` their classes.
     """
 
     step: Tailed
-    tail: Tail | None
-    at: mx.array | None
-    rings: dict[int, RingTail]
-    left: list[dict[str, Any]]
+    tails: list[Tail]
+    at: list[mx.array]
+    fixed: list[mx.array]
+    states: list[mx.array]
+    room: int = 0
+    left: Sequence[dict[str, Any]] = ()
+    kinds: Sequence[type] = ()
 
     def holds(self, own: Sequence[Any]) -> bool:
-        """Whether the caches are as the step left them, and nobody took keys or values."""
+        """Whether there is room for another token, and the caches are as the step left them."""
+        if not self.room or [*map(type, own)] != self.kinds:
+            return False
         try:  # dicts compare what is not identical, and arrays have no truth value
-            same = [*map(vars, own)] == self.left
+            return [*map(vars, own)] == self.left
         except Exception:
             return False
-        some = [own[i] for i in self.step.tailed]
-        return same and all(type(c) is watched_kind(kind_of(c)) for c in some)
-
-
-def released(own: Sequence[Any]) -> None:
-    """Let caches hold their keys and values by themselves."""
-    for c in own:
-        if "_kind" in vars(type(c)):
-            _ = c.keys

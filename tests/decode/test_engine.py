@@ -217,15 +217,19 @@ def test_steps_that_are_compiled(backend: str, monkeypatch: pytest.MonkeyPatch) 
     assert mx.abs(arrays[1][:, :, :rows] - others[1][:, :, :rows]).max() < 1e-4
 
 
-# Which kinds of caches have tails in the compiled step of a model.
-TAILED = {
-    "qwen2": ("own", "rotating", "padded left", "padded right"),
-    "gemma3_text": ("own",),
-    "gpt_oss": ("own",),
-    "qwen3_moe": ("own", "rotating", "padded left", "padded right"),
-    "qwen3_next": ("own", "rotating", "padded left", "padded right"),
-    "mamba2": ("own", "padded left", "padded right"),
-}
+# Models in whose compiled steps every cache of keys has a tail, of each kind that mlx-lm takes:
+# batches of rings and masks of windows, sinks, keys that layers share, positions of their own.
+TAILED = [
+    "qwen2",
+    "gemma3_text",
+    "gemma4",
+    "gpt_oss",
+    "gpt2",
+    "mamba2",
+    "ministral3",
+    "qwen3_moe",
+    "qwen3_next",
+]
 
 
 @pytest.mark.parametrize("name", TAILED)
@@ -235,13 +239,14 @@ def test_logits_by_tails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stock, model = (build(name, ARCHITECTURES[name]) for _ in range(2))
     mx.disable_compile()
     try:
-        for i, kind in enumerate(TAILED[name]):
+        for i, kind in enumerate(k for k in DECODED if k not in ARCHITECTURES[name].without):
             engine._steps.clear()
             stepped = ByGraph(model)
             with use_backend("ops"):
                 found = logits([stock, stepped], kind, (1, 3)[i % 2], VOCABULARY)
+            bits = BITS if kind == "quantized" else None
             for number, (want, each) in enumerate(zip(*found, strict=True)):
-                assert_same_model(each, want, bits=None, what=f"{name}, {kind}, step {number}")
+                assert_same_model(each, want, bits=bits, what=f"{name}, {kind}, step {number}")
             assert stepped.steps == 3 and engine.stopped(model) is None
     finally:
         mx.enable_compile()

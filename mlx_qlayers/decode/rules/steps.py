@@ -6,21 +6,37 @@ norms of heads go into it, and heads are rows again behind it.
 
 An ``AttentionStep`` node takes queries, keys and values as rows, the buffers, the tails, positions,
 frequencies, mask, sinks, the weights of both norms, and tickets. Its inputs beside those of the
-model's code are ``tail.NUMBER.keys``, ``tail.NUMBER.values``, ``tickets.NUMBER`` and ``at.NAME``,
-where the name is that of the position; its tails are outputs by those names.
+model's code are ``tail.NUMBER.keys``, ``tail.NUMBER.values``, ``at.NUMBER``, where the number is
+that of the first cache that counts alike, and ``tickets.NUMBER`` of each attention in turn; its
+tails are outputs by those names.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ...options import Rotation
-from ..graph import Graph, Node, Pattern, Rule, Size, Spec, number_of, rewrite, under
+from ...options import Rotation, row_words
+from ..graph import (
+    Either,
+    Graph,
+    Node,
+    P,
+    Pattern,
+    Rule,
+    Size,
+    Spec,
+    any_,
+    fits,
+    maybe,
+    number_of,
+    rewrite,
+    under,
+)
+from .masks import shown
 
 
 def keeps_order(node: Node) -> bool:
@@ -48,10 +64,9 @@ def _seen_anew(root: Node) -> Node | None:
         return None
     before = [*views(root)][1:]
     same = next((each for each in before if each.shape == root.shape), None)
-    if same is None and len(before) > 1 and root.op != "Reshape":
-        return Node("Reshape", (before[-1],), (root.shape,), root.outputs)
     if same is None and len(before) > 1:
-        return Node("Reshape", (before[-1],), root.arg, root.outputs)
+        shape = root.arg if root.op == "Reshape" else (root.shape,)
+        return Node("Reshape", (before[-1],), shape, root.outputs)
     return same
 
 
@@ -60,8 +75,16 @@ VIEWS: list[Rule] = [
 ]
 
 
-# Caches whose attention takes a tail, and the count that says where a token is written.
-COUNTERS = {"KVCache": "offset", "BatchKVCache": "_idx", "RotatingKVCache": "_idx"}
+# Caches whose attention takes a tail, and the counts that say where a token is written and what
+# position it has; that of a batch is an array.
+COUNTERS = {
+    "KVCache": ("offset", "offset"),
+    "QuantizedKVCache": ("offset", "offset"),
+    "RotatingKVCache": ("_idx", "offset"),
+    "BatchKVCache": ("_idx", "_idx"),
+    "BatchRotatingKVCache": ("_idx", "_offset"),
+}
+BATCHES = ("BatchKVCache", "BatchRotatingKVCache")
 
 
 class Tails(NamedTuple):
@@ -75,58 +98,147 @@ class Tails(NamedTuple):
     keys: Sequence[tuple[Any, ...]]
     names: Mapping[str, str]
 
+    def first(self, number: int) -> int:
+        """The first of the caches that hold as many tokens and count alike."""
+        return next(i for i in range(number + 1) if self._alike(i) == self._alike(number))
+
+    def _alike(self, number: int) -> Any:
+        (kind, case, *attributes), settings = self.keys[number], ("keep", "max_size", "bits")
+        counts = [
+            self.names.get(f"{number}.{name}") for name in ("_idx", "offset", "_offset", "rows")
+        ]
+        return kind, case, counts, [dict(attributes).get(name) for name in settings]
+
+    def is_of(self, name: str, number: int) -> bool:
+        """Whether an input, by its name, is an array of a cache that counts alike."""
+        where, other, *_ = name.split(".")
+        return where == "cache" and self.first(int(other)) == self.first(number)
+
+    def counter(self, number: int, attribute: str) -> Size:
+        """A count of a cache as it is in the graph."""
+        return Size(0, ((self.names[f"{number}.{attribute}"], 1),))
+
 
 class Written(NamedTuple):
-    """Rows of a cache that attention takes.
+    """Keys or values of a cache that attention takes.
 
     Attributes:
         number: of the cache.
-        offset: the position of the token.
-        buffer: what is written into, and ``new`` the token's row.
-        ring: of a rotating cache its size, the rows that it keeps and whether all rows count.
-        batch: whether sequences have positions and paddings of their own.
+        buffers: what is written into; three of packed ones.
+        new: the token's, (B, Hkv, 1, D).
+        row: where it is written.
+        size: of a ring that goes round, else 0.
     """
 
     number: int
-    offset: Size
-    buffer: Node
+    buffers: tuple[Node, ...]
     new: Node
-    ring: tuple[int, int, bool] | None
-    batch: bool
+    row: Size
+    size: int
 
 
-def written(node: Node, name: str, tails: Tails) -> Written | None:
+def written(nodes: Sequence[Node | None], name: str, tails: Tails) -> Written | None:
     """What keys or values of attention are, if a token was written into a cache."""
-    update = node.src[0] if node.op == "Slice" else node
-    if update is None or update.op != "SliceUpdate":
+    parts = [_part(node, tails) for node in nodes]
+    first = parts[0]
+    if first is None or any(each is None or each[0] != first[0] for each in parts):
         return None
-    buffer, new = update.src
-    if buffer is None or new is None or buffer.op != "Input" or new.shape[2] != 1:
+    (number, row, size, *_), settings = first, dict(tails.keys[first[0]][2:])
+    names, buffers, new = zip(*(each[3:] for each in parts if each is not None), strict=True)
+    packed = "bits" in settings
+    if list(names) != ([f"{name}.{i}" for i in range(3)] if packed else [name]):
         return None
-    where, number, *rest = buffer.arg[0].split(".")
-    if where != "cache" or rest != [name] or new.dtype != buffer.dtype:
+    rows: Node = new[0]
+    if packed:
+        of = rows.src[0] if rows.op == "Item" else None
+        settled = settings["group_size"], settings["bits"], 0, False
+        if of is None or of.op != "Quantize" or of.arg != settled or of.src[0] is None:
+            return None
+        if any(each.src != (of,) or each.arg != (i,) for i, each in enumerate(new)):
+            return None
+        rows = of.src[0]
+    elif rows.dtype != buffers[0].dtype:
         return None
-    kind, case, *others = tails.keys[int(number)]
-    counter = COUNTERS.get(kind)
-    if counter is None or update.arg[1][2] != _count(tails.names, number, counter):
-        return None
-    stop = _count(tails.names, number, counter)._replace(const=1)
-    counted = node.arg[1][2] if node.op == "Slice" else None
-    if counted not in ((None, stop) if case == "fills" else (None,) if case else (stop,)):
-        return None
-    settings, ring = dict(others), None
-    if kind == "RotatingKVCache":
-        ring = settings["max_size"], settings["keep"], case == "full"
-    batch = kind == "BatchKVCache"
-    offset = _count(tails.names, number, "_idx" if batch else "offset")
-    return Written(int(number), offset, buffer, new, ring, batch)
+    return Written(number, buffers, rows, row, size) if rows.shape[2] == 1 else None
 
 
-def _count(names: Mapping[str, str], number: str, attribute: str) -> Size:
-    return Size(0, ((names[f"{number}.{attribute}"], 1),))
+def _part(node: Node | None, tails: Tails) -> tuple[int, Size, int, str, Node, Node] | None:
+    """Of an array of a cache its number, row, and ring; its name, what it was, and what is new."""
+    counted = None
+    if node is not None and node.op == "Slice" and node.src[0] is not None:
+        (start, stop, step), whole = node.arg, node.src[0]
+        counted = stop[2]
+        if any(start) or {*step} != {1} or stop != (*whole.shape[:2], counted, whole.shape[3]):
+            return None
+        node = whole
+    while node is not None and node.op == "Depends":
+        node = node.src[0]
+    if node is None or node.op != "SliceUpdate":
+        return None
+    buffer, new = node.src
+    if buffer is None or new is None or buffer.op != "Input":
+        return None
+    where, number, name = buffer.arg[0].split(".", 2)
+    kind, case, *attributes = tails.keys[int(number)] if where == "cache" else ("", "")
+    if kind not in COUNTERS or case == "empty":
+        return None
+    row, position = (tails.counter(int(number), each) for each in COUNTERS[kind])
+    stop = position._replace(const=1)
+    allowed = {"fills": (None, stop), "full": (None,), "": (stop,)}
+    if (
+        node.arg[1][2] != row
+        or counted not in allowed[case]
+        or (case != "full" and row != position)
+    ):
+        return None
+    size = dict(attributes)["max_size"] if case == "full" else 0
+    return int(number), row, size, name, buffer, new
 
 
-class Heads(NamedTuple):
+class Attended(NamedTuple):
+    """Attention of a token: queries (B, H, 1, D), and arrays of keys and of values."""
+
+    q: Node
+    keys: tuple[Node | None, ...]
+    values: tuple[Node | None, ...]
+    mask: Node | None
+    sinks: Node | None
+    scale: float
+
+
+def _packed(name: str) -> Iterator[Either]:
+    return (maybe("Broadcast", maybe("ExpandDims", any_(f"{name}{i}"))) for i in range(3))
+
+
+_SCORES = P(
+    "QuantizedMatmul",
+    maybe("Reshape", P("Multiply", any_("q"), any_("scale"))),
+    *_packed("k"),
+    arg=lambda size, bits, mode, transposed: transposed,
+)
+_WEIGHTS = P("Softmax", Either((P("Select", any_("mask"), _SCORES, any_()), _SCORES)))
+_PACKED = P("QuantizedMatmul", _WEIGHTS, *_packed("v"), arg=lambda *arg: not arg[3])
+
+
+def attended(node: Node) -> Attended | None:
+    """What a node is, if it is attention of a token."""
+    if node.op == "Attention":
+        q, k, v, mask, sinks = node.src
+        one = q is not None and q.shape[2] == 1
+        return Attended(q, (k,), (v,), mask, sinks, node.arg[0]) if one and q else None
+    found = fits(_PACKED, node) if node.op == "QuantizedMatmul" else None
+    if found is None:
+        return None
+    q, scale = found["q"], number_of(under(found["scale"]))
+    if scale is None:
+        q, scale = found["scale"], number_of(under(found["q"]))
+    if scale is None or len(q.shape) != 4 or q.shape[2] != 1:
+        return None
+    keys, values = (tuple(found[f"{name}{i}"] for i in range(3)) for name in "kv")
+    return Attended(q, keys, values, found.get("mask"), None, scale)
+
+
+class _Heads(NamedTuple):
     """Queries or keys, before what attention does with them."""
 
     rows: Node
@@ -134,23 +246,27 @@ class Heads(NamedTuple):
     norm: Node | None
 
 
-def heads(node: Node, cache: Written) -> Heads:
+def _heads(node: Node, at: Callable[[Node | None], bool]) -> _Heads:
     """What queries or keys (B, H, 1, D) were before a rotary embedding and a norm."""
     rope = norm = None
     own = next((v for v in views(node) if v.op == "RoPE"), None)
-    if own is not None and _is_at(own.src[1], cache) and own.src[0] is not None:
+    if own is not None and own.src[0] is not None and at(own.src[1]):
         rope, node = own, own.src[0]
     found = next((v for v in views(node) if v.op == "RMSNorm"), None)
     if found is not None and found.src[0] is not None and found.shape[-1] == node.shape[-1]:
         norm, node = found, found.src[0]
-    return Heads(node, rope, norm)
+    return _Heads(node, rope, norm)
 
 
-def _is_at(offset: Node | None, cache: Written) -> bool:
-    if offset is not None and cache.batch and offset.op == "Input":
-        name = offset.arg[0]  # those of all caches are the same: whoever runs the graph sees to it
-        return bool(name.startswith("cache.") and name.endswith(".offset"))
-    return offset is not None and offset.op == "Numbers" and offset.arg == (cache.offset,)
+def _is_at(offset: Node | None, number: int, tails: Tails) -> bool:
+    """Whether it is the position of a cache's token."""
+    if offset is None:
+        return False
+    if tails.keys[number][0] not in BATCHES:
+        return offset.op == "Numbers" and offset.arg == (tails.counter(number, "offset"),)
+    name = offset.arg[0] if offset.op == "Input" else ""
+    # Those of caches that count alike are the same: whoever runs the graph sees to it.
+    return name.endswith(".offset") and tails.is_of(name, number)
 
 
 def _rows(node: Node) -> Node:
@@ -177,7 +293,7 @@ class _Turned(NamedTuple):
     epsilon: float
 
 
-def _turned(q: Node, k: Node, cache: Written) -> _Turned:
+def _turned(q: Node, k: Node, at: Callable[[Node | None], bool]) -> _Turned:
     """Queries and keys before the rotary embedding and norms that attention does as well."""
     scale = 1.0
     if q.op == "Multiply":  # by a number, which may as well be part of the scale
@@ -185,7 +301,7 @@ def _turned(q: Node, k: Node, cache: Written) -> _Turned:
         inner = next((s for s in q.src if s and s.shape == q.shape and s.op != "Broadcast"), None)
         if number is not None and inner is not None:
             scale, q = number, inner
-    of_q, of_k = heads(q, cache), heads(k, cache)
+    of_q, of_k = _heads(q, at), _heads(k, at)
     rotation, freqs = Rotation(0), None
     if not _alike(of_q.rope, of_k.rope):
         return _Turned(_rows(q), _rows(k), scale, rotation, None, (None, None), 0.0)
@@ -201,132 +317,83 @@ def _turned(q: Node, k: Node, cache: Written) -> _Turned:
     return _Turned(*rows, scale, rotation, freqs, (one.src[1], other.src[1]), one.arg[0])
 
 
-def _step(attention: Node, keys: Written, values: Written, tails: Tails) -> Node:
-    """The node that takes the place of attention."""
-    q, _, _, mask, sinks = attention.src
-    assert q is not None
-    given = _turned(q, keys.new, keys)
-    (batch, kv_heads, *_), tail = keys.buffer.shape, Size(0, (("tail", 1),))
-    widths = keys.new.shape[3], values.new.shape[3]
-    specs = [Spec((batch, kv_heads, tail, width), attention.dtype) for width in widths]
-
-    def taken(name: str, spec: Spec) -> Node:
-        return Node("Input", (), (name,), (spec,))
-
-    eight, number = Spec((8,), mx.int32), keys.number
-    names = f"tail.{number}.keys", f"tail.{number}.values"
-    of_tail = [taken(*each) for each in zip(names, specs, strict=True)]
-    at = taken(f"at.{keys.offset.terms[0][0]}", eight)
-    if keys.ring is not None:
-        at = taken(f"ring.{_first_alike(keys.number, tails)}", eight)
-        if keys.ring[2]:
-            hidden = Spec((1, 1, 1, tail), mx.bool_)
-            mask = Node("RingMask", (at, keys.buffer, of_tail[0]), keys.ring[:2], (hidden,))
-    if keys.batch and mask is not None:
-        padding = Node("Input", (), (f"cache.{number}.left_padding",), (Spec((batch,), mx.int32),))
-        hidden = Spec((batch, 1, 1, keys.buffer.shape[2]), mx.bool_)
-        mask = Node("PaddingMask", (padding, keys.buffer), (), (hidden,))
-    src = (
-        *(given.q, given.k, _rows(values.new), keys.buffer, values.buffer),
-        *(*of_tail, at),
-        *(given.freqs, mask, sinks, *given.norms),
-        taken(f"tickets.{number}", eight),
-    )
-    out = Spec((batch, 1, attention.shape[1] * widths[1]), attention.dtype)
-    arg = attention.arg[0] * given.scale, given.rotation, given.epsilon, 1, 1
-    return Node("AttentionStep", src, arg, (out, *specs))
-
-
-def _hides_padding(mask: Node) -> bool:
-    """Whether a mask is that of a batch whose sequences begin at different rows, and no more."""
-    mask = under(mask)
-    if mask.op != "LogicalAnd" and (mask.op, mask.arg) != ("BitwiseBinary", (0,)):
-        return False
-    for one, other in (mask.src, mask.src[::-1]):
-        if one is None or other is None or (one.op, other.op) != ("GreaterEqual", "LessEqual"):
-            continue
-        row, rows = (_range(s) for s in one.src)
-        padding, columns = other.src
-        while padding is not None and padding.op in ("Broadcast", "ExpandDims"):
-            padding = padding.src[0]
-        named = padding is not None and padding.op == "Input"
-        named = named and padding.arg[0].endswith(".left_padding")  # type: ignore[union-attr]
-        last = row is not None and rows is not None and rows[0] == 0 and rows[1] == row[1]
-        return bool(named and last and rows == _range(columns))
-    return False
-
-
-def _range(node: Node | None) -> tuple[Any, Any] | None:
-    """The numbers of a range that was broadcast."""
-    while node is not None and node.op in ("Broadcast", "ExpandDims", "AsType"):
-        node = node.src[0]
-    if node is None or node.op != "Arange" or node.arg[2] != 1:
-        return None
-    start, stop, _ = node.arg
-    return start, stop
-
-
-def _first_alike(number: int, tails: Tails) -> int:
-    """The first of the caches that hold as many tokens and count alike."""
-
-    def kind(i: int) -> Any:
-        counts = (tails.names.get(f"{i}.{name}") for name in ("_idx", "offset", "rows"))
-        return tails.keys[i][:2], *counts, dict(tails.keys[i][2:]).get("keep")
-
-    return next(i for i in range(number + 1) if kind(i) == kind(number))
-
-
 def _alike(one: Node | None, other: Node | None) -> bool:
     if one is None or other is None:
         return one is other
     return one.arg == other.arg and one.src[1:] == other.src[1:]
 
 
+def _input(name: str, shape: tuple[Any, ...], dtype: mx.Dtype = mx.int32) -> Node:
+    return Node("Input", (), (name,), (Spec(shape, dtype),))
+
+
+def _step(a: Attended, keys: Written, values: Written, tails: Tails, count: int) -> Node | None:
+    """The node that takes the place of attention; None if nobody knows what its mask shows."""
+    number, settings = keys.number, dict(tails.keys[keys.number][2:])
+    shows = shown(a.mask, keys.row, keys.size, lambda name: tails.is_of(name, number))
+    if shows is None or {a.q.dtype, keys.new.dtype, values.new.dtype} != {keys.buffers[-1].dtype}:
+        return None
+    given = _turned(a.q, keys.new, lambda offset: _is_at(offset, number, tails))
+    (batch, kv_heads, *_), rows = keys.buffers[0].shape, Size(0, (("tail", 1),))
+    specs = []
+    for each in (keys, values):
+        width = row_words(each.buffers) if len(each.buffers) > 1 else each.new.shape[3]
+        specs.append(Spec((batch, kv_heads, rows, width), each.buffers[0].dtype))
+    names = f"tail.{number}.keys", f"tail.{number}.values"
+    of_tail = [_input(name, *spec) for name, spec in zip(names, specs, strict=True)]
+    at, mask, keep = _input(f"at.{tails.first(number)}", (8,)), None, settings.get("keep", 0)
+    window = min([each for each in (shows.window, keys.size) if each], default=0)
+    if keep and shows.window and shows.window < settings["max_size"]:
+        return None
+    if window or shows.padded:
+        hidden = Spec((batch if shows.padded else 1, 1, 1, rows), mx.bool_)
+        settled = window, keep, keys.size, shows.padded
+        mask = Node("Shown", (at, keys.buffers[0], of_tail[0]), settled, (hidden,))
+    src = (
+        *(given.q, given.k, _rows(values.new), *keys.buffers, *values.buffers, *of_tail, at),
+        *(given.freqs, mask, a.sinks, *given.norms, _input(f"tickets.{count}", (8,))),
+    )
+    out = Spec((batch, 1, a.q.shape[1] * values.new.shape[3]), a.q.dtype)
+    parts = len(keys.buffers), len(values.buffers)
+    arg = a.scale * given.scale, given.rotation, given.epsilon, *parts
+    return Node("AttentionStep", src, arg, (out, *specs))
+
+
 def by_steps(graph: Graph, tails: Tails) -> Graph:
     """The graph with attention to caches by tails, where a token is all that comes."""
-    places: dict[Node, Node] = {}
-    outputs = dict(graph.outputs)
-    seen = [node for node in graph.nodes() if node.op == "Attention"]
-    taken = Counter(node.src[1] for node in seen)
-    for node in seen:
-        _, k, v, mask, _ = node.src
-        if k is None or v is None or taken[k] > 1 or node.shape[2] != 1:
+    places, outputs, at = dict[Node, Node](), dict(graph.outputs), dict[str, Any]()
+    for node in graph.nodes():
+        a = attended(node)
+        if a is None:
             continue
-        keys, values = written(k, "keys", tails), written(v, "values", tails)
+        keys, values = written(a.keys, "keys", tails), written(a.values, "values", tails)
         if keys is None or values is None or keys.number != values.number:
             continue
-        if mask is not None and not (keys.batch and _hides_padding(mask)):
+        if (step := _step(a, keys, values, tails, len(places))) is None:
             continue
-        step = _step(node, keys, values, tails)
-        out = step.item(0)
-        places[node] = Node("Reshape", (out,), (node.shape,), node.outputs)
+        places[node] = Node("Reshape", (step.item(0),), (node.shape,), node.outputs)
         for number, (name, each) in enumerate((("keys", keys), ("values", values)), 1):
-            outputs.pop(f"cache.{each.number}.{name}", None)
-            tail = outputs[f"tail.{each.number}.{name}"] = step.item(number)
-            if each.ring is not None:
-                src, arg = (each.buffer, tail, step.src[7]), each.ring[:2]
-                shown = Node("RingShown", src, arg, each.buffer.outputs)
-                outputs[f"cache.{each.number}.{name}"] = shown
-    at = {n.arg[0]: n for step in places.values() for n in _inputs(step) if n.arg[0][:3] == "at."}
-    if any(key[0] == "BatchKVCache" for key in tails.keys):
-        at = {}  # there it is none of one sequence alone
-    positions: list[Rule] = [(Pattern(("Numbers",)), lambda root: _position(root, at))]
+            # Of several attentions to a cache each makes the same tail.
+            outputs.setdefault(f"tail.{each.number}.{name}", step.item(number))
+            for buffer in each.buffers:
+                outputs.pop(buffer.arg[0], None)
+        place = _input(f"at.{tails.first(keys.number)}", (8,))
+        ((row, _),) = keys.row.terms
+        if not keys.size:
+            at[row] = place, (0, 1)
+        if tails.keys[keys.number][0] not in BATCHES:
+            at[tails.names[f"{keys.number}.offset"]] = place, (2,)
+    positions: list[Rule] = [(Pattern(("Numbers", "Arange")), lambda root: _position(root, at))]
     return rewrite(Graph(outputs).replaced(places), [*VIEWS, *positions])
 
 
-def _inputs(view: Node) -> Iterator[Node]:
-    """What the step that a view is of takes from outside."""
-    (item,) = view.src
-    (step,) = item.src if item else (None,)
-    return (s for s in (step.src if step else ()) if s is not None and s.op == "Input")
-
-
-def _position(root: Node, at: dict[str, Node]) -> Node | None:
-    """A position as one of those that attention takes."""
-    if root.shape or not isinstance(root.arg[0], Size):
+def _position(root: Node, at: Mapping[str, tuple[Node, tuple[int, ...]]]) -> Node | None:
+    """A position as one of those that attention takes, or as the sum of two."""
+    size, *others = root.arg
+    if not isinstance(size, Size) or root.shape not in ((), (1,)) or (root.shape and not others):
         return None
-    (size,) = root.arg
     ((name, count), *more) = size.terms
-    if more or count != 1 or f"at.{name}" not in at:
+    if more or count != 1 or name not in at:
         return None
-    return Node("Position", (at[f"at.{name}"],), (size.const,), root.outputs)
+    place, entries = at[name]
+    return Node("Position", (place,), (entries, int(size.const)), root.outputs)

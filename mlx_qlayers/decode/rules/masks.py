@@ -1,0 +1,143 @@
+"""What the masks of a token hide of a cache's rows, as mlx-lm's code computes them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ..graph import Node, Size, number_of
+
+_VIEWS = ("Broadcast", "ExpandDims", "Reshape", "Flatten", "Unflatten", "Squeeze", "AsType")
+# Which of both sides of a comparison is the larger one, and by how much at least.
+_COMPARED = {"GreaterEqual": (0, 0), "Greater": (0, 1), "LessEqual": (1, 0), "Less": (1, 1)}
+# A sum: how often it has the number of the row, the padding of a sequence, 1 and positions.
+_ROW, _PADDING, _ONE = "row", "padding", ""
+
+
+class Shown(NamedTuple):
+    """The rows that a token sees.
+
+    Attributes:
+        window: itself and those right behind it, so many; 0 for all.
+        padded: without those ahead of each sequence of a batch.
+    """
+
+    window: int
+    padded: bool
+
+
+def shown(mask: Node | None, row: Size, size: int, is_own: Callable[[str], bool]) -> Shown | None:
+    """What a mask shows; None if it may be something else.
+
+    Args:
+        mask: none hides nothing.
+        row: where the token is written.
+        size: of a ring that goes round, else 0.
+        is_own: whether an input is one of the cache, by its name.
+    """
+    if mask is None:
+        return Shown(0, False)
+    at = Counter({_ONE: row.const, **dict(row.terms)})
+    mask, rolled = _unrolled(_seen_through(mask), row, size)
+    if rolled or size:  # in the order of its tokens, of which this is the last
+        at = Counter({_ONE: size - 1})
+    found = [_part(each, at, rolled, is_own) for each in _conditions(mask)]
+    if None in found:
+        return None
+    windows = [each.window for each in found if each is not None and each.window]
+    return Shown(min(windows, default=0), any(each is not None and each.padded for each in found))
+
+
+def _conditions(mask: Node) -> list[Node]:
+    """What all has to be true."""
+    mask = _seen_through(mask)
+    if mask.op != "LogicalAnd" and (mask.op, mask.arg) != ("BitwiseBinary", (0,)):
+        return [mask]
+    return [each for s in mask.src if s is not None for each in _conditions(s)]
+
+
+def _unrolled(mask: Node, row: Size, size: int) -> tuple[Node, bool]:
+    """A mask in the order of tokens, and whether it was moved to that of a ring's rows."""
+    parts = [s for s in mask.src if s is not None]
+    items = [each.arg for each in parts if each.op == "Item"]
+    split = parts[0].src[0] if parts else None
+    if mask.op != "Concatenate" or items != [(1,), (0,)] or split is None or not split.src[0]:
+        return mask, False
+    last = split.src[0].shape[-1] - 1 if size == 0 else size - 1
+    fits = split.op == "Split" and split.arg[0] == (_less(last, row),)
+    return (_seen_through(split.src[0]), True) if fits else (mask, False)
+
+
+def _less(last: Any, row: Size) -> Any:
+    return Size(last - row.const, tuple((name, -n) for name, n in row.terms))
+
+
+def _part(
+    node: Node, at: Counter[str], rolled: bool, is_own: Callable[[str], bool]
+) -> Shown | None:
+    """What one comparison shows."""
+    if node.op not in _COMPARED:
+        return None
+    larger, more = _COMPARED[node.op]
+    one, other = (_sum(s, is_own) for s in (node.src[larger], node.src[1 - larger]))
+    if one is None or other is None:
+        return None
+    one.subtract(other)
+    one[_ONE] -= more
+    found = {name: n for name, n in one.items() if n}
+    # The token's row less than, or at, others: what is left besides is a number.
+    before, behind = Counter(at), Counter({_ROW: 1})
+    before.subtract({_ROW: 1})
+    behind.subtract(at)
+    if _without_number(found) == _without_number(before) and one[_ONE] >= at[_ONE]:
+        return Shown(0, False)
+    if _without_number(found) == _without_number(behind):
+        window = one[_ONE] + at[_ONE] + 1
+        return Shown(window, False) if window > 0 else None
+    if found == {_ROW: 1, _PADDING: -1} | ({_ONE: 1} if rolled else {}):
+        return Shown(0, True)
+    return None
+
+
+def _without_number(counts: Any) -> dict[str, int]:
+    return {name: n for name, n in counts.items() if n and name != _ONE}
+
+
+def _sum(node: Node | None, is_own: Callable[[str], bool]) -> Counter[str] | None:
+    """What a node adds up."""
+    if node is None:
+        return None
+    node = _seen_through(node)
+    if node.op == "Input":
+        name = node.arg[0]
+        return Counter({_PADDING: 1}) if name.endswith(".left_padding") and is_own(name) else None
+    if node.op == "Arange" and node.arg[2] == 1:
+        start, stop, _ = node.arg
+        if start == 0 and stop != 1:
+            return Counter({_ROW: 1})
+        return _numbers(start) if _numbers(start, 1) == _numbers(stop) else None
+    if node.op in ("Add", "Subtract"):
+        one, other = (_sum(s, is_own) for s in node.src)
+        if one is not None and other is not None:
+            (one.update if node.op == "Add" else one.subtract)(other)
+            return one
+    if node.op == "Numbers" and not node.shape:
+        return _numbers(node.arg[0])
+    return None if number_of(node) is None else _numbers(number_of(node))
+
+
+def _numbers(value: Any, more: int = 0) -> Counter[str]:
+    value = value if isinstance(value, Size) else Size(value, ())
+    return Counter({_ONE: int(value.const) + more, **dict(value.terms)})
+
+
+def _seen_through(node: Node) -> Node:
+    """What is looked at in another shape."""
+    while node.op in _VIEWS and node.src[0] is not None:
+        if node.op == "AsType" and node.dtype == mx.bool_:
+            break
+        node = node.src[0]
+    return node

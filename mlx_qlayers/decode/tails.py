@@ -1,0 +1,222 @@
+"""Keys and values that came since the buffers of caches were written, beside them.
+
+A kernel cannot write into the buffers of a cache, and to copy them for each token takes longer the
+more they hold. So a token's keys and values go to a small tail, beside which the buffers are only
+read; those of a quantized cache in rows of :func:`~.ops.attention_step.packed_rows`. The tail of a
+ring that goes round holds what overwrites its oldest rows. Whoever asks a cache for its keys or
+values meanwhile gets arrays that MLX computes out of both as soon as somebody evaluates them. They
+may be written into, as ``update_and_fetch`` does: a cache of which they were taken begins anew.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from itertools import repeat
+from math import isqrt
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ..ops.attention_step import MIN_POSITIONS, packed_rows, parts_of_rows
+from ..runtime.backend import backend
+from ..runtime.windows import are_alike, halves, joined, share_arrays
+from .capture import Unsupported
+
+# Rows of a tail at most, as many as a cache grows by; and of all sequences and key heads together.
+_ROWS = 256
+_ALL_ROWS = 8 * _ROWS
+
+Buffer = Any  # an array, or three of packed rows
+
+
+class Tail(NamedTuple):
+    """The keys and values of caches that hold as many tokens.
+
+    Attributes:
+        buffers: of all caches in turn (B, Hkv, S, D) and Dv, of which ``start`` rows count; or
+            packed, scales and biases.
+        tails: (B, Hkv, R, D) and Dv: the rows behind them; or where launches share arrays
+            (2 B, Hkv, R, D), those of both keys and values.
+        start: how many rows of the buffers count.
+        first: which row the first one of the tail takes, and the ones behind it in turn.
+        held: how many tokens are in the tail.
+        left: how many more it has room for.
+        keep: the row that comes behind the last one, of a ring.
+    """
+
+    buffers: list[Buffer]
+    tails: list[mx.array]
+    start: int
+    first: int
+    held: int
+    left: int
+    keep: int
+
+    def merged(self, number: int) -> Buffer:
+        """A buffer with the tail in it."""
+        buffer, is_joined = self.buffers[number], len(self.tails) < len(self.buffers)
+        tail = self.tails[number // 2 if is_joined else number]
+        tail = halves(tail)[number % 2] if is_joined else tail
+        ahead = min(self.held, arrays_of(buffer)[0].shape[2] - self.first)
+        buffer = _written(buffer, tail[:, :, :ahead], self.first)
+        return _written(buffer, tail[:, :, ahead : self.held], self.keep)
+
+
+def tail_of(caches: Sequence[Any]) -> Tail:
+    """A new tail of caches, with room for a token.
+
+    Raises:
+        Unsupported: they do not hold the same tokens, or not as mlx-lm's caches do.
+    """
+    first = vars(caches[0])
+    buffers: list[Buffer] = [vars(c)[name] for c in caches for name in ("keys", "values")]
+    batch, heads, rows, _ = arrays_of(buffers[0])[0].shape
+    size, keep = first.get("max_size", 0), first.get("keep", 0)
+    row = first.get("_idx", first["offset"])
+    length = first.get("_offset", first["offset"]) if size else row
+    if any(arrays_of(each)[0].shape[2] != rows for each in buffers):
+        raise Unsupported("caches have different numbers of rows")
+    if "left_padding" in first:
+        _check_batch(caches, size if first.get("rotated") else row)
+    count = min(tail_rows((batch, heads), rows), rows - keep)
+    goes_round = size > 0 and length >= size - 1
+    if not keep <= row < rows or rows > (size or rows) or not (goes_round or row == length):
+        raise Unsupported("a cache holds its tokens in another way")
+    start = min(length, rows if goes_round else rows - count)
+    held = 0 if goes_round else length - start
+    # Until a ring goes round, and says so, it is another case.
+    left = [count - held, *[size - 1 - length] * (size > 0 and not goes_round)]
+    left += [size - row] * (goes_round and not first.get("rotated", True))
+    tails = [_cut(each, 0 if goes_round else start, count) for each in buffers]
+    both = [*zip(tails[::2], tails[1::2], strict=True)]
+    if share_arrays() and all(are_alike(*each) for each in both):
+        tails = [joined(*each) for each in both]
+    return Tail(buffers, tails, start, row - held, held, min(left), keep)
+
+
+def _check_batch(caches: Sequence[Any], last: int) -> None:
+    """Raise ``Unsupported`` unless sequences see as many tokens as their positions say."""
+    offset, padding = (mx.stack([vars(c)[n] for c in caches]) for n in ("offset", "left_padding"))
+    same = (offset == offset[0]) & (mx.minimum(offset, last) == mx.minimum(last - padding, last))
+    if not same.all().item():
+        raise Unsupported("sequences of a batch have other positions in some caches")
+
+
+def positions_of(tail: Tail, c: Any) -> mx.array:
+    """What :func:`attention_step` takes: rows that count, tokens in the tail, positions of the
+    next ones; and as the last one the row that it takes."""
+    offset, batch = vars(c)["offset"], len(arrays_of(tail.buffers[0])[0])
+    ahead, last = mx.array([tail.start, tail.held]), mx.array([tail.first + tail.held])
+    if isinstance(offset, int):
+        offset = mx.array([offset] * max(MIN_POSITIONS, batch))
+    more = mx.zeros(max(0, MIN_POSITIONS - offset.size), mx.int32)
+    return mx.concatenate([ahead, offset, more, last])
+
+
+@lru_cache(maxsize=64)
+def one_token(size: int) -> mx.array:
+    """What a token adds to so many positions."""
+    return mx.array([0] + [1] * (size - 1))
+
+
+def tail_rows(heads: tuple[int, ...], rows: int) -> int:
+    """How many rows the tail of a cache has, for sequences and key heads, and rows of its buffers.
+
+    A tail is written anew for each token, and buffers once in a tail: R + 4 / 3 * S / R rows are
+    the fewest at the root of 4 / 3 * S, while fewer launches are needed the longer it is. So it is
+    long where that costs little. A 7B model (28 layers, 4 key heads of 128 in half precision)
+    writes, as the checked build counts, 14.9 MB a token and sequence with 256 rows, 3.9 MB with 64
+    (of 8 sequences) and 2.9 MB with 48 (of 32 behind 1,024 keys). On CUDA they are 256, with which
+    all was measured there.
+
+    Example:
+        >>> [tail_rows((batch, 4), 1024) for batch in (1, 2, 8, 32)]
+        [256, 256, 64, 48]
+    """
+    if backend() == "cuda":
+        return min(_ROWS, rows)
+    batch, count = heads
+    fewest = max(_ALL_ROWS // (batch * count), isqrt(4 * rows // 3))
+    return min(_ROWS, rows, -(-fewest // 16) * 16)
+
+
+def arrays_of(buffer: Buffer) -> Sequence[mx.array]:
+    """The array of a buffer, or all three."""
+    return (buffer,) if isinstance(buffer, mx.array) else buffer
+
+
+def _written(buffer: Buffer, rows: mx.array, start: int) -> Buffer:
+    """A buffer with rows of a tail in it."""
+    if not rows.shape[2]:
+        return buffer
+    if isinstance(buffer, mx.array):
+        return mx.slice_update(buffer, rows, mx.array([start]), (2,))
+    pairs = zip(buffer, parts_of_rows(rows, buffer), strict=True)
+    return tuple(mx.slice_update(each, part, mx.array([start]), (2,)) for each, part in pairs)
+
+
+def _cut(buffer: Buffer, start: int, size: int) -> mx.array:
+    """Rows of a buffer as a tail has them."""
+    parts = [array[:, :, start : start + size] for array in arrays_of(buffer)]
+    return parts[0] if isinstance(buffer, mx.array) else packed_rows(parts)
+
+
+def _is_held(x: Any) -> bool:
+    """Whether it is what a cache has in the place of keys or values: a tail, and which buffer."""
+    return isinstance(x, tuple) and isinstance(x[0], Tail)
+
+
+def watch(caches: Sequence[Any]) -> None:
+    """Notice who takes keys or values of caches."""
+    kinds = map(watched_kind, map(kind_of, caches))
+    deque(map(setattr, caches, repeat("__class__"), kinds), maxlen=0)
+
+
+def released(caches: Sequence[Any]) -> None:
+    """Let caches hold their keys and values by themselves."""
+    for c in caches:
+        if "_kind" in vars(type(c)):
+            _ = c.keys
+
+
+def kind_of(cache: Any) -> type:
+    """The class of mlx-lm's that a cache is of."""
+    return vars(type(cache)).get("_kind", type(cache))
+
+
+@cache
+def watched_kind(kind: type) -> type:
+    """The class of caches whose keys and values nobody took since a token; else ``kind``."""
+
+    def alone(cache: Any) -> Any:
+        own = vars(cache)
+        held = {name: own[name] for name in ("keys", "values") if _is_held(own[name])}
+        own.update({name: tail.merged(number) for name, (tail, number) in held.items()})
+        cache.__class__ = kind
+        return cache
+
+    def attribute(name: str) -> property:
+        def put(self: Any, value: Any) -> None:
+            setattr(alone(self), name, value)
+
+        return property(lambda self: getattr(alone(self), name), put)
+
+    def nbytes(self: Any) -> int:
+        own = [vars(self)[name] for name in ("keys", "values")]
+        own = [each[0].buffers[each[1]] if _is_held(each) else each for each in own]
+        return sum(a.nbytes for each in own for a in arrays_of(each))
+
+    body = {
+        "_kind": kind,
+        "keys": attribute("keys"),
+        "values": attribute("values"),
+        "empty": lambda self: False,
+        "nbytes": property(nbytes),
+        "__reduce_ex__": lambda self, protocol: alone(self).__reduce_ex__(protocol),
+        "__doc__": kind.__doc__,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
+    return type(kind.__name__, (kind,), body)
