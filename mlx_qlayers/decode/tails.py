@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..ops.attention_step import MIN_POSITIONS, packed_rows, parts_of_rows
-from ..runtime.backend import backend
-from ..runtime.windows import are_alike, halves, joined, share_arrays
+from ..runtime.devices import device_of
+from ..runtime.windows import are_alike, halves, joined
 from .capture import Unsupported
 
 # Rows of a tail at most, as many as a cache grows by; and of all sequences and key heads together.
@@ -91,7 +91,7 @@ def tail_of(caches: Sequence[Any]) -> Tail:
     left += [size - row] * (goes_round and not first.get("rotated", True))
     tails = [_cut(each, 0 if goes_round else start, count) for each in buffers]
     both = [*zip(tails[::2], tails[1::2], strict=True)]
-    if share_arrays() and all(are_alike(*each) for each in both):
+    if device_of().launches_views and all(are_alike(*each) for each in both):
         tails = [joined(*each) for each in both]
     return Tail(buffers, tails, start, row - held, held, min(left), keep)
 
@@ -128,14 +128,14 @@ def tail_rows(heads: tuple[int, ...], rows: int) -> int:
     the fewest at the root of 4 / 3 * S, while fewer launches are needed the longer it is. So it is
     long where that costs little. A 7B model (28 layers, 4 key heads of 128 in half precision)
     writes, as the checked build counts, 14.9 MB a token and sequence with 256 rows, 3.9 MB with 64
-    (of 8 sequences) and 2.9 MB with 48 (of 32 behind 1,024 keys). On CUDA they are 256, with which
-    all was measured there.
+    (of 8 sequences) and 2.9 MB with 48 (of 32 behind 1,024 keys). On NVIDIA GPUs they are 256,
+    with which all was measured there.
 
     Example:
         >>> [tail_rows((batch, 4), 1024) for batch in (1, 2, 8, 32)]
         [256, 256, 64, 48]
     """
-    if backend() == "cuda":
+    if (device := device_of()).gpu and device.measured:
         return min(_ROWS, rows)
     batch, count = heads
     fewest = max(_ALL_ROWS // (batch * count), isqrt(4 * rows // 3))
