@@ -16,8 +16,8 @@ import mlx.core as mx
 from .capture import Setting, Unsupported
 from .graph import Size
 
-# Positions at which a second capture looks, ahead of the first: further ones where they are alike.
-REACHES = (100_000, 4096, 256, 16, 1)
+# How far ahead of the first a second capture looks at most.
+REACH = 100_000
 _RINGS = ("RotatingKVCache", "BatchRotatingKVCache")
 # By the class of a cache the counts that go on with each token.
 _COUNTERS = {
@@ -198,7 +198,7 @@ def _moved(
         at -= moved["start_position"]
     if case == "fills":
         return moved, at + length
-    return moved, settings["max_size"] if is_ring else each.rows + reach * (2 * len(ways) + 2)
+    return moved, settings["max_size"] if is_ring else each.rows + abs(reach) * (2 * len(ways) + 2)
 
 
 def arrays_of(own: Sequence[Any]) -> dict[str, mx.array]:

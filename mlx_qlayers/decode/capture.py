@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .graph import Graph, Node, Size, Spec, Value
-from .twin import arrays_of, embeddings, leaves, twin
+from .graph import Graph, Node, Size, Spec, Value, resolved
+from .twin import arrays_of, contents, embeddings, leaves, twin
 
 
 class Unsupported(Exception):
@@ -50,89 +51,91 @@ class Captured(NamedTuple):
         counts: by the same names numbers of the caches that the step changed.
         weights: the arrays of the model by their names.
         names: what counts of caches are called in the graph, by the number and the attribute.
-        exact: whether it holds for this batch size alone.
     """
 
     graph: Graph
     counts: dict[str, Any]
     weights: dict[str, mx.array]
     names: dict[str, str]
-    exact: bool
 
 
-class _Trace:
-    """What one run of a model's code gave."""
+class Trace:
+    """What one run of a model's code gave.
+
+    Attributes:
+        unsorted: the largest batch at which mlx-lm leaves rows in their order, if it does so here:
+            it sorts them by experts where 64 or more were chosen.
+
+    Raises:
+        Unsupported: the code cannot be captured; the reason names a line or a primitive.
+    """
 
     def __init__(self, model: Any, caches: Sequence[Any], setting: Setting) -> None:
         self.records: list[dict[str, Any]] = []
         self.model, self.caches, self.own = model, caches, [*leaves(caches)]
-        self.names, self.results = list[str](), list[str]()
-        self.counts: dict[str, Any] = {}
-        self.given: list[mx.array] = []
-        for path, array in arrays_of(model, "model"):
-            self._input(path, array)
-        self.embeddings = embeddings(model, self.names, self.given)
+        self.setting, self.results, self.counts = setting, list[str](), dict[str, Any]()
+        given = dict(arrays_of(model, "model"))
         for i, cache in enumerate(self.own):
             for path, array in arrays_of(cache, f"cache.{i}"):
-                self._input(path, _resized(array, path, setting, i))
+                given[path] = _resized(array, path, setting, i)
+        self.given, self.embeddings = given, embeddings(model, given)
         tokens = mx.zeros((setting.batch, setting.length), mx.int32)
-        mx.export_function(
-            self.records.append, lambda *a: self._run(setting, *a), tokens, *self.given
-        )
+        try:
+            mx.export_function(self.records.append, self._run, tokens, *given.values())
+        except Exception as error:
+            raise Unsupported(stopping_line(error)) from error
+        self.primitives = [each for each in self.records if each["type"] == "primitive"]
+        if any(each["name"] == "RandomBits" for each in self.primitives):
+            raise Unsupported("the model draws random numbers of mlx.random in a call")
+        gathered = (r for r in self.primitives if r["name"] in ("GatherQMM", "GatherMM"))
+        chosen = max((prod(r["inputs"][-1][1]) for r in gathered), default=0)
+        self.unsorted = 63 * setting.batch // chosen if 0 < chosen < 64 else None
 
-    def _input(self, path: str, array: mx.array) -> None:
-        self.names.append(path)
-        self.given.append(array)
-
-    def _run(self, setting: Setting, tokens: mx.array, *arrays: mx.array) -> list[mx.array]:
-        tracers = dict(zip(self.names, arrays, strict=True))
+    def _run(self, tokens: mx.array, *arrays: mx.array) -> list[mx.array]:
+        tracers = dict(zip(self.given, arrays, strict=True))
 
         def swap(path: str, array: mx.array) -> mx.array:
             return tracers[path]
 
-        model = twin(self.model, swap, "model")
         made: dict[int, Any] = {}
+        model = twin(self.model, swap, "model", made)
+        before = [(part, contents(part)) for part in made.values()]
         own = [twin(cache, swap, f"cache.{i}", made) for i, cache in enumerate(self.own)]
-        for (number, name), value in setting.counters.items():
+        for (number, name), value in self.setting.counters.items():
             vars(own[number])[name] = value
         seen = [dict(vars(c)) for c in own]
-        before = _State(model)
         logits = model(tokens, cache=twin([*self.caches], swap, "", made))
         if not isinstance(logits, mx.array):
             raise Unsupported("the model gives more than logits")
-        results = {"logits": logits, **before.changed()}
+        # Written into or not, the object is the same.
+        results = {"logits": logits, **self._own(tracers)}
+        names = {id(tracer): name for name, tracer in tracers.items()}
+        for part, then in before:
+            results |= dict(_replaced(part, then, names))
         for i, (cache, old) in enumerate(zip(own, seen, strict=True)):
             results |= _changes(cache, old, f"cache.{i}", self.counts)
         self.results = [*results]
         return [*results.values()]
 
-
-class _State:
-    """What is in the modules of a model, to see later whether it still is."""
-
-    def __init__(self, model: Any) -> None:
-        named = [("model" if not path else f"model.{path}", m) for path, m in model.named_modules()]
-        self.parts = [(path, part, dict(part), dict(vars(part))) for path, part in named]
-
-    def changed(self) -> dict[str, mx.array]:
-        """By their names the arrays that took the place of others of the same shape and dtype."""
-        found = {}
-        for path, part, items, attributes in self.parts:
-            for now, before in ((part, items), (vars(part), attributes)):
-                for name in now.keys() | before.keys():
-                    new, old = now.get(name), before.get(name)
-                    if new is old:
-                        continue
-                    if _alike(new, old):
-                        found[f"{path}.{name}"] = new
-                    else:
-                        raise Unsupported(f"the model changes {name} of {type(part).__name__}")
-        return found
+    def _own(self, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Those of the model itself."""
+        own = (n for n in arrays if n.startswith("model.") and n not in self.embeddings)
+        return {name: arrays[name] for name in own}
 
 
-def _alike(new: Any, old: Any) -> bool:
-    arrays = isinstance(new, mx.array) and isinstance(old, mx.array)
-    return arrays and (new.shape, new.dtype) == (old.shape, old.dtype)
+def _replaced(
+    part: Any, before: dict[Any, Any], names: dict[int, str]
+) -> Iterator[tuple[str, mx.array]]:
+    """By the names of arrays those that took their place in a part of a model."""
+    now = contents(part)
+    for key in now.keys() | before.keys():
+        new, old = now.get(key), before.get(key)
+        if new is old:
+            continue
+        arrays = isinstance(new, mx.array) and isinstance(old, mx.array)
+        if not arrays or (new.shape, new.dtype) != (old.shape, old.dtype):
+            raise Unsupported(f"the model changes {key} of {type(part).__name__} in a call")
+        yield names[id(old)], new
 
 
 def _changes(
@@ -178,38 +181,46 @@ def capture(model: Any, caches: Sequence[Any], one: Setting, other: Setting) -> 
     Raises:
         Unsupported: the model's code cannot be captured; the reason names a line or a primitive.
     """
-    try:
-        traces = [_Trace(model, caches, setting) for setting in (one, other)]
-    except Exception as error:
-        raise Unsupported(stopping_line(error)) from error
-    return _Solver(one, other).solved(*traces)
+    return solved(*(Trace(model, caches, setting) for setting in (one, other)))
+
+
+def solved(one: Trace, other: Trace) -> Captured:
+    """One graph of two traces.
+
+    Raises:
+        Differs: it would be none of both.
+    """
+    return _Solver(one, other).solved()
 
 
 class _Solver:
     """Makes one graph of two traces."""
 
-    def __init__(self, one: Setting, other: Setting) -> None:
-        self.batches = one.batch, other.batch
-        pairs = {
-            f"{i}.{name}": (v, other.counters[i, name]) for (i, name), v in one.counters.items()
-        }
-        pairs |= {f"{i}.rows": (v, other.rows[i]) for i, v in one.rows.items()}
+    def __init__(self, one: Trace, other: Trace) -> None:
+        self.one, self.other = one, other
+        first, last = one.setting, other.setting
+        self.batches = first.batch, last.batch
+        pairs = {f"{i}.{n}": (v, last.counters[i, n]) for (i, n), v in first.counters.items()}
+        pairs |= {f"{i}.rows": (v, last.rows[i]) for i, v in first.rows.items()}
         # Counters that are the same in both are one.
         self.pairs: dict[tuple[int, int], str] = {}
         self.names = {name: self.pairs.setdefault(pair, name) for name, pair in pairs.items()}
-        self.nodes: dict[str, Node] = {}
+        self.values = {name: value for (value, _), name in self.pairs.items()}
+        self.values["batch"] = first.batch
+        # What the arrays of each trace are, by their names there.
+        self.nodes: tuple[dict[str, Node], dict[str, Node]] = {}, {}
         self.made: dict[Any, Node] = {}
 
     def number(self, one: Any, other: Any) -> Any:
         """A number of both traces, as a size if they differ."""
+        if one == other or one != one:
+            return _frozen(one)
         if type(one) is not type(other):
-            raise Differs("its code takes another branch for another batch size or position")
+            raise Differs(_BRANCH)
         if isinstance(one, list | tuple):
             if len(one) != len(other):
                 raise Differs("its code depends on the batch size or position")
             return tuple(self.number(*pair) for pair in zip(one, other, strict=True))
-        if one == other or one != one:
-            return one
         if isinstance(one, bool) or not isinstance(one, int | float):
             raise Differs("its code depends on the batch size or position")
         # Of several that go on by as much, the nearest: rings wrap around at other times.
@@ -225,58 +236,55 @@ class _Solver:
             return Size(0, (("batch", int(one // first)),))
         raise Differs(f"{one} becomes {other} with another batch size and position")
 
-    def solved(self, one: _Trace, other: _Trace) -> Captured:
+    def solved(self) -> Captured:
         """The graph of both."""
-        if one.results != other.results or len(one.records) != len(other.records):
-            raise Differs("its code takes another branch for another batch size or position")
-        weights: dict[str, mx.array] = dict(zip(one.names, one.given, strict=True))
-        for pair in zip(one.records, other.records, strict=True):
-            record, second = pair
-            kind = record["type"]
-            if kind == "inputs":
-                for name, first, last in zip(
-                    ["tokens", *one.names], record["inputs"], second["inputs"], strict=True
-                ):
-                    self._put(Node("Input", (), (name,), (self._spec(first, last),)), first[0])
-                self._embeddings(
-                    one.embeddings, dict(zip(one.names, record["inputs"][1:], strict=True))
-                )
-            elif kind == "constants":
-                for (name, array), (_, twin_array) in zip(
-                    record["constants"], second["constants"], strict=True
-                ):
-                    self._put(self._constant(array, twin_array), name)
-            elif kind == "primitive":
-                self._primitive(record, second)
-        (results,) = [r["outputs"] for r in one.records if r["type"] == "outputs"]
-        outputs = {
-            name: self.nodes[each[0]] for name, each in zip(one.results, results, strict=True)
-        }
+        one, other = self.one, self.other
+        if one.results != other.results or one.counts.keys() != other.counts.keys():
+            raise Differs(_BRANCH)
+        names = ["tokens", *one.given]
+        for name, first, last in zip(names, *(_of(t, "inputs") for t in (one, other)), strict=True):
+            self._put(Node("Input", (), (name,), (self._spec(first, last),)), [first], [last])
+        self._embeddings(dict(zip(names, _of(one, "inputs"), strict=True)))
+        constants = [_of(t, "constants") for t in (one, other)]
+        if len(constants[0]) != len(constants[1]):
+            raise Differs(_BRANCH)
+        for first, last in zip(*constants, strict=True):
+            self._put(self._constant(first[1], last[1]), [first], [last])
+        self._primitives()
+        made = (self._source(*pair) for pair in zip(*(_of(t, "outputs") for t in (one, other))))
+        outputs = dict(zip(one.results, made, strict=True))
         # An array that goes out as it came in was not changed.
         outputs = {name: node for name, node in outputs.items() if node.arg != (name,)}
-        if one.counts.keys() != other.counts.keys():
-            raise Differs("its caches count otherwise at another position")
         counts = {name: self.number(v, other.counts[name]) for name, v in one.counts.items()}
-        weights = {
-            name: array
-            for name, array in weights.items()
-            if name.startswith("model.") and name not in one.embeddings
-        }
-        exact = self.batches[0] == self.batches[1]
-        return Captured(Graph(outputs), counts, weights, self.names, exact)
+        return Captured(Graph(outputs), counts, one._own(one.given), self.names)
 
-    def _embeddings(self, found: dict[str, Any], ids: dict[str, Any]) -> None:
+    def _embeddings(self, ids: dict[str, Any]) -> None:
         """Let nodes that unpack a matrix take the place of what stands for the unpacked one."""
-        for path, (names, fmt) in found.items():
-            src = tuple(name and self.nodes[ids[name][0]] for name in names)
-            spec = self.nodes[ids[path][0]].outputs
-            self.nodes[ids[path][0]] = Node("Unpacked", src, fmt, spec)
+        ours, others = self.nodes
+        for path, (names, fmt) in self.one.embeddings.items():
+            src = tuple(name and ours[ids[name][0]] for name in names)
+            node = ours[ids[path][0]]
+            made = Node("Unpacked", src, fmt, node.outputs)
+            others |= {name: made for name, each in others.items() if each is node}
+            ours[ids[path][0]] = made
 
-    def _put(self, node: Node, *names: str) -> None:
+    def _put(self, node: Node, one: list[Any], other: list[Any]) -> None:
+        """A node as what gives arrays of both traces."""
         node = self.made.setdefault(node.key(), node)
-        for number, name in enumerate(names):
-            item = node if len(names) == 1 else node.item(number)
-            self.nodes[name] = self.made.setdefault(item.key(), item)
+        for number, pair in enumerate(zip(one, other, strict=True)):
+            item = node if len(one) == 1 else node.item(number)
+            item = self.made.setdefault(item.key(), item)
+            for nodes, each in zip(self.nodes, pair, strict=True):
+                nodes[each[0]] = item
+
+    def _source(self, one: Any, other: Any) -> Node:
+        """What an array is, in both traces."""
+        first, last = (nodes.get(e[0]) for nodes, e in zip(self.nodes, (one, other), strict=True))
+        if first is None or last is None:
+            raise Differs("its code takes what nothing gives")
+        if first is not last and not (last.op == "Broadcast" and last.src[0] is first):
+            raise Differs(_BRANCH)
+        return last
 
     def _spec(self, one: Any, other: Any) -> Spec:
         if one[2] != other[2]:
@@ -292,20 +300,56 @@ class _Solver:
         numbers = self.number(one.flatten().tolist(), other.flatten().tolist())
         return Node("Numbers", (), numbers, (spec,))
 
-    def _primitive(self, one: dict[str, Any], other: dict[str, Any]) -> None:
-        if one["name"] != other["name"]:
-            raise Differs("its code takes another branch for another batch size or position")
-        src = tuple(self.nodes[each[0]] for each in one["inputs"])
-        if any(self.nodes.get(a[0]) is None for a in one["inputs"]):
-            raise Differs(f"{one['name']} takes what nothing gives")
-        outputs = tuple(
-            self._spec(*pair) for pair in zip(one["outputs"], other["outputs"], strict=True)
-        )
-        try:
-            arg = self.number(one["arguments"], other["arguments"])
-        except Differs as error:
-            raise Differs(f"{one['name']}: {error}") from None
-        self._put(Node(one["name"], src, arg, outputs), *(each[0] for each in one["outputs"]))
+    def _primitives(self) -> None:
+        """All primitives of both in turn, but for what one sequence need not be broadcast to."""
+        others = iter(self.other.primitives)
+        for one in self.one.primitives:
+            for other in others:
+                if not self._is_broadcast(one, other):
+                    break
+            else:
+                raise Differs(_BRANCH)
+            if one["name"] != other["name"] or len(one["inputs"]) != len(other["inputs"]):
+                raise Differs(_BRANCH)
+            src = tuple(map(self._source, one["inputs"], other["inputs"]))
+            outputs = tuple(map(self._spec, one["outputs"], other["outputs"]))
+            try:
+                arg = self.number(one["arguments"], other["arguments"])
+            except Differs as error:
+                raise Differs(f"{one['name']}: {error}") from None
+            self._put(Node(one["name"], src, arg, outputs), one["outputs"], other["outputs"])
+        if next(others, None) is not None:
+            raise Differs(_BRANCH)
+
+    def _is_broadcast(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
+        """Whether what comes next in the other trace alone is a broadcast to all sequences."""
+        if other["name"] != "Broadcast" or self.batches[0] != 1:
+            return False
+        (given,), (made,) = other["inputs"], other["outputs"]
+        source = self.nodes[1].get(given[0])
+        if source is None or made[1][0] != self.batches[1]:
+            return False
+        shape = resolved(source.shape, self.values)
+        alike = one["name"] == "Broadcast" and self.nodes[0].get(one["inputs"][0][0]) is source
+        if alike or len(shape) != len(made[1]) or shape[0] != 1:
+            return False
+        spec = self._spec((0, shape, source.dtype), made)
+        node = Node("Broadcast", (source,), (spec.shape,), (spec,))
+        self.nodes[1][made[0]] = self.made.setdefault(node.key(), node)
+        return True
+
+
+_BRANCH = "its code takes another branch for another batch size or position"
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def _of(trace: Trace, kind: str) -> list[Any]:
+    """Inputs, constants or outputs of a trace."""
+    (found,) = [record[kind] for record in trace.records if record["type"] == kind]
+    return [*found]
 
 
 def stopping_line(error: Exception) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from math import isqrt
 from operator import is_
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -12,8 +13,8 @@ import mlx.core as mx
 
 from ..runtime.backend import Mode, current, epoch
 from ..runtime.transformed import is_transformed
-from .caches import REACHES, Facts, arrays_of, changes, facts, put, settings
-from .capture import Captured, Differs, Setting, Unsupported, capture, stopping_line
+from .caches import REACH, Facts, arrays_of, changes, facts, put, settings
+from .capture import Captured, Differs, Setting, Trace, Unsupported, solved, stopping_line
 from .emit import Program
 from .graph import Graph
 from .rules import fused
@@ -24,8 +25,6 @@ from .twin import leaves
 
 # Sequences and tokens of each at most: for more, the products are those of a prompt.
 MAX_BATCH, MAX_LENGTH = 128, 16
-# Those at which a second capture looks, beside the largest.
-_BATCHES = (MAX_BATCH, 31, 15, 7, 3)
 # Captures and programs of one model that are kept.
 _KEPT = 32
 
@@ -122,6 +121,7 @@ class Steps:
         self.items, self.snapshot = dict(model), Snapshot(inside, vars(model))
         self.stopped: dict[Any, str] = {}
         self.steps: dict[Any, list[Step]] = {}
+        self.reaches: dict[Any, int] = {}
         # By the first cache, as long as that lives.
         self.progress: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -160,7 +160,7 @@ class Steps:
         (batch, length), at = tokens.shape, _positions(some)
         found = next((s for s in self.steps.get(key, ()) if s.holds(batch, at)), None)
         if found is None:
-            found = self._captured(caches, some, batch, length)
+            found = self._captured(key, caches, some, batch)
             self.steps[key] = [found, *self.steps.get(key, ())][:_KEPT]
         own = [*leaves(caches)]
         if where() and (tailed := self._tailed(found, batch, some)) is not None:
@@ -201,11 +201,15 @@ class Steps:
                 found.programs[key] = None
         return found.programs[key]
 
-    def _captured(self, caches: Sequence[Any], some: list[Facts], batch: int, length: int) -> Step:
+    def _captured(self, key: Any, caches: Sequence[Any], some: list[Facts], batch: int) -> Step:
         """A step for these caches, and for as many positions and batch sizes as are alike."""
         model: Any = self.model()
         mx.eval(model.parameters())
-        return self._step(*captured(model, caches, some, batch, length))
+        # Where the code takes another branch further on, that is looked for from what did last.
+        reach = self.reaches.get(key, REACH)
+        *found, reach = captured(model, caches, some, batch, key[0], reach)
+        self.reaches[key] = reach if reach == REACH else 4 * max(reach, 1)
+        return self._step(*found)
 
     def _step(self, step: Captured, one: Setting, other: Setting) -> Step:
         outputs = step.graph.outputs
@@ -224,31 +228,32 @@ class Steps:
 
 
 def captured(
-    model: Any, caches: Sequence[Any], some: Sequence[Facts], batch: int, length: int
-) -> tuple[Captured, Setting, Setting]:
-    """A model's step, and the two settings in which its code ran.
+    model: Any,
+    caches: Sequence[Any],
+    some: Sequence[Facts],
+    batch: int,
+    length: int,
+    reach: int = REACH,
+) -> tuple[Captured, Setting, Setting, int]:
+    """A model's step, the two settings in which its code ran, and how far positions went on.
+
+    The code runs twice for most models and positions: for sequences as many as mlx-lm treats alike,
+    far behind. Where it takes another branch there, it runs for nearer ones, or other sequences.
 
     Raises:
         Unsupported: the code cannot be captured; the reason names a line or a primitive.
     """
-    errors: list[Exception] = []
-
-    def tried(other: int, reach: int) -> tuple[Captured, Setting, Setting] | None:
-        one, two = settings(some, batch, length, other, reach)
+    first = Trace(model, caches, settings(some, batch, length, batch, reach)[0])
+    most = min(MAX_BATCH, first.unsorted or MAX_BATCH)
+    tries = [(most, reach), (most, isqrt(reach)), (batch, reach), (most, -1)]
+    for number, (other, way) in enumerate(dict.fromkeys(tries)):
+        two = settings(some, batch, length, other, way)[1]
         try:
-            return capture(model, caches, one, two), one, two
-        except Differs as error:
-            errors.append(error)
-        return None
-
-    if (found := tried(MAX_BATCH, REACHES[0])) is not None:
-        return found
-    reach = next((each for each in REACHES if (found := tried(batch, each))), None)
-    if reach is None or found is None:
-        raise errors[-1]
-    # mlx-lm sorts rows by experts where more than 63 were chosen, by up to 8 of each.
-    wider = (tried(other, reach) for other in _BATCHES if other > batch)
-    return next(filter(None, wider), found)
+            return solved(first, Trace(model, caches, two)), first.setting, two, way
+        except Differs:
+            if number == len({*tries}) - 1:
+                raise
+    raise AssertionError
 
 
 def _alike(some: Sequence[Facts]) -> tuple[int, ...]:

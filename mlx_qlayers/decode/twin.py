@@ -50,7 +50,8 @@ def twin(value: Any, swap: Swap, path: str = "", made: dict[int, Any] | None = N
             new.taken = swap(f"{path}.{ROWS}", new.placeholder())
         return new
     if type(value) in (list, tuple, dict):
-        return _container(value, swap, path, made)
+        made[id(value)] = _container(value, swap, path, made)
+        return made[id(value)]
     if _is_cache(value):
         kind: Any = type(value)
         new = kind.__new__(kind)
@@ -68,6 +69,15 @@ def _container(value: Any, swap: Swap, path: str, made: dict[int, Any]) -> Any:
     if isinstance(value, dict):
         return {key: twin(each, swap, f"{path}.{key}", made) for key, each in value.items()}
     return type(value)([twin(each, swap, f"{path}.{i}", made) for i, each in enumerate(value)])
+
+
+def contents(value: Any) -> dict[Any, Any]:
+    """What is in a twin of a module or of what holds modules."""
+    if isinstance(value, nn.Module):
+        return {**value, **vars(value)}
+    if isinstance(value, list):
+        return dict(enumerate(value))
+    return dict(value) if isinstance(value, dict) else {}
 
 
 def _is_cache(value: Any) -> bool:
@@ -128,17 +138,17 @@ class Embedding(nn.QuantizedEmbedding):
 
 
 def embeddings(
-    model: Any, names: list[str], arrays: list[mx.array]
+    model: Any, arrays: dict[str, mx.array]
 ) -> dict[str, tuple[list[str | None], tuple[int, int, str]]]:
     """By the path of what stands for an unpacked matrix: the names of packed arrays, the format."""
-    known, found = {id(a): name for name, a in zip(names, arrays, strict=True)}, {}
+    known, found = {id(a): name for name, a in arrays.items()}, {}
     for path, module in model.named_modules():
         if stock_class(type(module)) is nn.QuantizedEmbedding:
             parts = (module.get(key) for key in ("weight", "scales", "biases"))
             fmt = module.group_size, module.bits, module.mode
             name = f"model.{path}.{ROWS}" if path else f"model.{ROWS}"
             found[name] = [known.get(id(part)) for part in parts], fmt
-    return {name: each for name, each in found.items() if name in names}
+    return {name: each for name, each in found.items() if name in arrays}
 
 
 class _Exported:
