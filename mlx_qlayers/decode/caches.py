@@ -23,7 +23,7 @@ _RINGS = ("RotatingKVCache", "BatchRotatingKVCache")
 _COUNTERS = {
     "KVCache": ("offset",),
     "QuantizedKVCache": ("offset",),
-    "ChunkedKVCache": ("offset", "start_position"),
+    "ChunkedKVCache": ("offset",),
     "RotatingKVCache": ("_idx", "offset"),
     "BatchKVCache": ("_idx",),
     "BatchRotatingKVCache": ("_idx", "_offset"),
@@ -72,9 +72,15 @@ def facts(c: Any, length: int) -> Facts:
             case = "full"
         else:
             last = own["max_size"] - length - 1
+    names = _COUNTERS[kind]
+    if kind == "ChunkedKVCache":  # where one is full, its start goes on with the tokens
+        if at == own["chunk_size"]:
+            case, names = "full", (*names, "start_position")
+        else:
+            last = own["offset"] + own["chunk_size"] - at - 1
     if not case and at + length == rows:
         case = "fills"
-    counters = {name: own[name] for name in _COUNTERS[kind]}
+    counters = {name: own[name] for name in names}
     return Facts((kind, case, *_kinds(own, counters)), counters, rows, at, last)
 
 
@@ -191,13 +197,11 @@ def _moved(
         after = each.at + 1 < settings["max_size"]
         moved["_idx"] = each.at + 1 if after else max(each.at - 1, settings.get("keep", 0))
         return moved, each.rows
-    at = moved["_idx" if "_idx" in moved else "offset"]
     if "start_position" in moved:
-        start = each.counters["start_position"]
-        moved["start_position"] = start + ways[each.counters["offset"]] // 3
-        at -= moved["start_position"]
+        moved["start_position"] += moved["offset"] - each.counters["offset"]
     if case == "fills":
-        return moved, at + length
+        name = _COUNTERS[kind][0]
+        return moved, each.at + moved[name] - each.counters[name] + length
     return moved, settings["max_size"] if is_ring else each.rows + abs(reach) * (2 * len(ways) + 2)
 
 

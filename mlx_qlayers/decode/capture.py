@@ -133,9 +133,13 @@ def _replaced(
         if new is old:
             continue
         arrays = isinstance(new, mx.array) and isinstance(old, mx.array)
-        if not arrays or (new.shape, new.dtype) != (old.shape, old.dtype):
+        if not arrays or not _alike(new, old):
             raise Unsupported(f"the model changes {key} of {type(part).__name__} in a call")
-        yield names[id(old)], new
+        yield names[id(old)], new  # type: ignore[misc]
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def _changes(
@@ -209,6 +213,8 @@ class _Solver:
         self.values["batch"] = first.batch
         # What the arrays of each trace are, by their names there.
         self.nodes: tuple[dict[str, Node], dict[str, Node]] = {}, {}
+        # MLX makes one constant of equal numbers, which need not be equal in the other trace.
+        self.constants = dict(_of(one, "constants")), dict(_of(other, "constants"))
         self.made: dict[Any, Node] = {}
 
     def number(self, one: Any, other: Any) -> Any:
@@ -245,13 +251,8 @@ class _Solver:
         for name, first, last in zip(names, *(_of(t, "inputs") for t in (one, other)), strict=True):
             self._put(Node("Input", (), (name,), (self._spec(first, last),)), [first], [last])
         self._embeddings(dict(zip(names, _of(one, "inputs"), strict=True)))
-        constants = [_of(t, "constants") for t in (one, other)]
-        if len(constants[0]) != len(constants[1]):
-            raise Differs(_BRANCH)
-        for first, last in zip(*constants, strict=True):
-            self._put(self._constant(first[1], last[1]), [first], [last])
         self._primitives()
-        made = (self._source(*pair) for pair in zip(*(_of(t, "outputs") for t in (one, other))))
+        made = map(self._source, _of(one, "outputs"), _of(other, "outputs"))
         outputs = dict(zip(one.results, made, strict=True))
         # An array that goes out as it came in was not changed.
         outputs = {name: node for name, node in outputs.items() if node.arg != (name,)}
@@ -262,7 +263,7 @@ class _Solver:
         """Let nodes that unpack a matrix take the place of what stands for the unpacked one."""
         ours, others = self.nodes
         for path, (names, fmt) in self.one.embeddings.items():
-            src = tuple(name and ours[ids[name][0]] for name in names)
+            src = tuple(None if name is None else ours[ids[name][0]] for name in names)
             node = ours[ids[path][0]]
             made = Node("Unpacked", src, fmt, node.outputs)
             others |= {name: made for name, each in others.items() if each is node}
@@ -279,7 +280,10 @@ class _Solver:
 
     def _source(self, one: Any, other: Any) -> Node:
         """What an array is, in both traces."""
-        first, last = (nodes.get(e[0]) for nodes, e in zip(self.nodes, (one, other), strict=True))
+        (ours, others), (own, theirs) = self.nodes, self.constants
+        if one[0] in own and other[0] in theirs:
+            return self._constant(own[one[0]], theirs[other[0]])
+        first, last = ours.get(one[0]), others.get(other[0])
         if first is None or last is None:
             raise Differs("its code takes what nothing gives")
         if first is not last and not (last.op == "Broadcast" and last.src[0] is first):
@@ -292,13 +296,19 @@ class _Solver:
         return Spec(self.number(one[1], other[1]), one[2])
 
     def _constant(self, one: mx.array, other: mx.array) -> Node:
+        key = id(one), id(other)
+        if key in self.made:
+            return self.made[key]
         spec = self._spec((0, one.shape, one.dtype), (0, other.shape, other.dtype))
         if one.shape == other.shape and mx.array_equal(one, other, equal_nan=True).item():
-            return Node("Constant", (), (Value(one),), (spec,))
-        if one.size != other.size or one.size > 4096:
-            raise Differs("numbers in its code depend on the batch size")
-        numbers = self.number(one.flatten().tolist(), other.flatten().tolist())
-        return Node("Numbers", (), numbers, (spec,))
+            node = Node("Constant", (), (Value(one),), (spec,))
+        elif one.size != other.size or one.size > 4096:
+            raise Differs("numbers in its code depend on the batch size or position")
+        else:
+            numbers = self.number(one.flatten().tolist(), other.flatten().tolist())
+            node = Node("Numbers", (), numbers, (spec,))
+        self.made[key] = self.made.setdefault(node.key(), node)
+        return self.made[key]
 
     def _primitives(self) -> None:
         """All primitives of both in turn, but for what one sequence need not be broadcast to."""

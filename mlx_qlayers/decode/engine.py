@@ -15,6 +15,7 @@ from ..runtime.backend import Mode, current, epoch
 from ..runtime.transformed import is_transformed
 from .caches import REACH, Facts, arrays_of, changes, facts, put, settings
 from .capture import Captured, Differs, Setting, Trace, Unsupported, solved, stopping_line
+from .effects import Effects
 from .emit import Program
 from .graph import Graph
 from .rules import fused
@@ -48,7 +49,9 @@ def step(model: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None
     if steps is None or not steps.is_of_now():
         if steps is None:
             weakref.finalize(model, _steps.pop, id(model), None).atexit = False
-        steps = _steps[id(model)] = Steps(model)
+        elif steps.is_in_vain():
+            return None
+        steps = _steps[id(model)] = Steps(model, steps)
     return steps.run(tokens, caches)
 
 
@@ -114,21 +117,34 @@ class Steps:
         stopped: why steps with some caches are left to the model, by what these are.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, before: Steps | None = None) -> None:
         self.model = weakref.ref(model)
         # The model itself is not held, with which this is let go.
         inside = [part for part in model.modules() if part is not model]
-        self.items, self.snapshot = dict(model), Snapshot(inside, vars(model))
+        self.items, self.type = dict(model), type(model)
+        self.snapshot = Snapshot(inside, vars(model), self.items, types=[type(model)])
         self.stopped: dict[Any, str] = {}
+        vain = before is not None and before.failed()
+        self.wait: int = min(2 * before.wait + 1, 1000) if before and vain else 0
+        self.waits = self.wait
         self.steps: dict[Any, list[Step]] = {}
         self.reaches: dict[Any, int] = {}
         # By the first cache, as long as that lives.
         self.progress: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
+    def failed(self) -> bool:
+        """Whether nothing was captured."""
+        return bool(self.stopped) and not self.steps
+
+    def is_in_vain(self) -> bool:
+        """Whether a model that changes in its calls is left alone for now."""
+        self.waits -= 1
+        return self.failed() and self.waits >= 0
+
     def is_of_now(self) -> bool:
         """Whether nothing in the model was replaced, or changed in place."""
         model, items = self.model(), self.items
-        if model is None or [*model] != [*items]:
+        if model is None or type(model) is not self.type or [*model] != [*items]:
             return False
         return all(map(is_, model.values(), items.values())) and self.snapshot.holds()
 
@@ -157,7 +173,7 @@ class Steps:
         self, key: Any, tokens: mx.array, caches: Sequence[Any], some: list[Facts]
     ) -> mx.array:
         """A step that goes on from no other."""
-        (batch, length), at = tokens.shape, _positions(some)
+        batch, at = tokens.shape[0], _positions(some)
         found = next((s for s in self.steps.get(key, ()) if s.holds(batch, at)), None)
         if found is None:
             found = self._captured(key, caches, some, batch)
@@ -207,9 +223,24 @@ class Steps:
         mx.eval(model.parameters())
         # Where the code takes another branch further on, that is looked for from what did last.
         reach = self.reaches.get(key, REACH)
-        *found, reach = captured(model, caches, some, batch, key[0], reach)
+        effects, error, found = Effects(model.modules()), None, None
+        try:
+            found = captured(model, caches, some, batch, key[0], reach)
+        except Unsupported as stopped:
+            error = stopped
+        finally:
+            changed = effects.undo()
+            if not self.is_of_now():
+                names = ", ".join(self.snapshot.difference())
+                changed = changed or f"the model changes {names} in a call"
+                self.snapshot.restore()
+        if changed:
+            raise Unsupported(changed) from error
+        if found is None:
+            raise error or Unsupported("nothing was captured")
+        reach = found[3]
         self.reaches[key] = reach if reach == REACH else 4 * max(reach, 1)
-        return self._step(*found)
+        return self._step(*found[:3])
 
     def _step(self, step: Captured, one: Setting, other: Setting) -> Step:
         outputs = step.graph.outputs

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import is_dataclass
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -15,17 +15,20 @@ from ..layers.sharded import LINEARS
 from ..runtime.in_place import Held
 
 _PACKAGE = __name__.partition(".")[0]
+# Whose objects and functions are no part of a model.
+OTHERS = {"mlx", "numpy", _PACKAGE, *sys.stdlib_module_names} - {"__main__"}
 
 
 class Snapshot:
     """What is in modules, to see later whether it still is: by identity, and in place.
 
-    That is to say, in their lists and dictionaries as well, in dataclasses of settings, and in
+    That is to say, in their lists and dictionaries as well, in objects with attributes, and in
     attributes of their classes.
 
     Args:
         parts: the modules.
         others: more dictionaries to look at.
+        types: more classes to look at.
         arrays: more arrays to look at.
 
     Attributes:
@@ -34,7 +37,11 @@ class Snapshot:
     """
 
     def __init__(
-        self, parts: Iterable[nn.Module], *others: dict[str, Any], arrays: Iterable[mx.array] = ()
+        self,
+        parts: Iterable[nn.Module],
+        *others: dict[Any, Any],
+        types: Iterable[type] = (),
+        arrays: Iterable[mx.array] = (),
     ) -> None:
         self.parts = [*parts]
         self.types = [*map(type, self.parts)]
@@ -52,7 +59,7 @@ class Snapshot:
         holding = [each for each in self.contents if any(map(_is_owned, each.values()))]
         self.owners = [*(each.values() for each in holding), *(each for each, _ in self.lists)]
         self.owned = [*chain.from_iterable(self.owners)]
-        self.classes = [*_classes(self.types)]
+        self.classes = [*classes_of([*self.types, *types])]
         self.attributes = [*map(vars, self.classes)]
         self.before_of_classes = [*map(dict, self.attributes)]
         values = chain(self.owned, *(each.values() for each in (*self.before, *self.attributes)))
@@ -136,7 +143,8 @@ def _inside(contents: Iterable[dict[Any, Any]], seen: set[int]) -> Iterator[Any]
 
 
 def _containers(x: Any, seen: set[int]) -> Iterator[Any]:
-    settings = is_dataclass(x) and not isinstance(x, type) and hasattr(x, "__dict__")
+    known = type(x).__module__.partition(".")[0] in OTHERS
+    settings = not known and hasattr(x, "__dict__")
     if isinstance(x, nn.Module) or not (settings or isinstance(x, list | tuple | dict)):
         return
     if id(x) in seen:
@@ -149,7 +157,7 @@ def _containers(x: Any, seen: set[int]) -> Iterator[Any]:
         yield from _containers(each, seen)
 
 
-def _classes(types: Iterable[type]) -> Iterator[type]:
+def classes_of(types: Iterable[type]) -> Iterator[type]:
     """Those classes and their bases whose attributes somebody may change, each once."""
     for cls in dict.fromkeys(chain.from_iterable(each.__mro__ for each in types)):
         package = cls.__module__.partition(".")[0]
