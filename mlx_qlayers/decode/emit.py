@@ -1,34 +1,71 @@
 """A graph as a list of calls, for one batch size.
 
 Numbers that only depend on the batch size are arguments of the calls; what depends on positions is
-made once a step, however many calls take it.
+made once a step, however many calls take it. On a CPU, where calls of Python functions are what a
+step costs, operations of this package are bound at their first call: to the launch itself, for
+arrays of these shapes, as long as the buffers of the caches have as many rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..dispatch import dispatch, planned
+from ..runtime.backend import Mode, backend, mode
+from ..runtime.explain import Row, count
+from ..runtime.launch import Launching
 from .capture import Unsupported
-from .graph import Graph, Node, names_in, resolved
-from .operations import OPERATIONS
+from .graph import Graph, Node, Size, names_in, resolved
+from .operations import OPERATIONS, Dispatched
 from .primitives import Call, call_of
 from .rules.deferred import deferred
+from .rules.serial import serial
 
 # The register of what is left out.
 _NONE = 0
+# Lists of bound calls that are kept, for other numbers of rows.
+_KEPT = 8
+
+
+class _Call(NamedTuple):
+    """A call of a function with registers, whose result goes into another or, in turn, several."""
+
+    function: Callable[..., Any]
+    given: list[int]
+    target: int | slice
+    binds: Dispatched | None = None
+    free: tuple[int, ...] = ()
 
 
 class Instruction(NamedTuple):
-    """A call: registers in, a register out, and those that nobody needs any more."""
+    """A call.
+
+    Attributes:
+        function: what is called.
+        given: takes its arrays out of the registers.
+        more: what a launch takes behind them, all in a list; None for what takes arrays one by one.
+        target: the register or registers of the result.
+        free: those that nobody needs any more.
+    """
 
     function: Callable[..., Any]
     given: Callable[[Sequence[Any]], Sequence[Any]]
-    target: int
+    more: Sequence[Any] | None
+    target: int | slice
     free: tuple[int, ...]
+
+
+class _Bound(NamedTuple):
+    """Instructions, and what those count that are bound to a launch."""
+
+    instructions: list[Instruction]
+    rows: list[Row]
 
 
 class Program:
@@ -38,70 +75,85 @@ class Program:
         graph: what to compute.
         batch: sequences.
         weights: the arrays of the model by their names.
+        binds: whether calls are bound. Who keeps the program answers for it that the context, the
+            epoch and the device are those of its first run.
     """
 
-    def __init__(self, graph: Graph, batch: int, weights: Mapping[str, mx.array]) -> None:
-        self.batch = batch
+    def __init__(
+        self, graph: Graph, batch: int, weights: Mapping[str, mx.array], binds: bool = False
+    ) -> None:
+        self.batch, self.binds = batch, binds
         self.values = {"batch": batch}
         self.start: list[Any] = [None]
         self.inputs: list[tuple[int, str]] = []
         # Registers, and what is put there before a step, of the values of positions.
         self.dynamic: list[tuple[list[int], Callable[..., Any], tuple[Any, ...]]] = []
-        self.instructions: list[Instruction] = []
         self._arguments: dict[Any, list[int]] = {}
         self._of: dict[Node, int] = {}
         graph = deferred(graph, self.values)
+        graph = serial(graph) if binds and backend() == "host" else graph
         self._in_place = _written_in_place(graph)
-        nodes = graph.nodes()
         self._known = {_NONE}
-        calls = [self._folded(node, self._call(node, weights)) for node in nodes]
+        calls = [self._folded(node, self._call(node, weights)) for node in graph.nodes()]
         self.outputs = {name: self._of[node] for name, node in graph.outputs.items()}
-        self._schedule([call for call in calls if call is not None])
+        self.calls = self._scheduled([call for call in calls if call is not None])
+        names = {n for node in graph.nodes() for s in node.outputs for n in names_in(s.shape)}
+        self._rows = itemgetter(*(filter(_is_rows, names) if binds else ()), "batch")
+        self._bound: dict[Any, _Bound] = {}
+        self._resolved = resolver([arg for *_, arg in self.dynamic])
         mx.async_eval([a for a in self.start if isinstance(a, mx.array)])
 
-    def _register(self, value: Any = None) -> int:
-        self.start.append(value)
-        return len(self.start) - 1
+    def _register(self, value: Any = None, count: int = 1) -> int:
+        self.start += [value] * count
+        return len(self.start) - count
 
-    def _call(
-        self, node: Node, weights: Mapping[str, mx.array]
-    ) -> tuple[Callable[..., Any], list[int], int] | None:
-        target = self._of[node] = self._register()
+    def _call(self, node: Node, weights: Mapping[str, mx.array]) -> _Call | None:
+        given = [_NONE if s is None else self._of[s] for s in node.src]
+        if node.op == "Item":  # the registers of what gives several are neighbours
+            self._of[node] = given[0] + node.arg[0]
+            return None
+        if node in self._in_place:
+            # The buffer itself changes.
+            self._of[node] = given[0]
+            rows = self._argument(_slices, node.arg[1:])
+            return _Call(operator.setitem, [given[0], *rows, given[1]], self._register())
+        target: int | slice
+        target = at = self._of[node] = self._register(count=len(node.outputs))
         if node.op == "Input":
             (name,) = node.arg
             if name in weights:
-                self.start[target] = weights[name]
+                self.start[at] = weights[name]
             else:
-                self.inputs.append((target, name))
+                self.inputs.append((at, name))
             return None
         if node.op == "Constant":
-            self.start[target] = node.arg[0].array
+            self.start[at] = node.arg[0].array
             return None
-        given = [_NONE if s is None else self._of[s] for s in node.src]
-        if node.op == "Item":
-            return itemgetter(node.arg[0]), given, target
-        if node in self._in_place:
-            rows = self._argument(_slices, node.arg[1:])
-            return _put, [given[0], *rows, given[1]], target
         function, more = self._function(node)
-        return function, [*given, *more], target
+        if len(node.outputs) > 1 or (isinstance(function, Dispatched) and function.listed):
+            target = slice(at, at + len(node.outputs))
+        if not isinstance(function, Dispatched):
+            return _Call(function, [*given, *more], target)
+        names = {n for s in node.src if s for each in s.outputs for n in names_in(each.shape)}
+        known = all(n in self.values or _is_rows(n) for n in names)
+        call = partial(_dispatched, function)
+        return _Call(call, given, target, function if known and self.binds else None)
 
-    def _folded(self, node: Node, call: Any) -> Any:
+    def _folded(self, node: Node, call: _Call | None) -> _Call | None:
         """A call; None if it has nothing but arrays of the model, and was made now."""
-        target = self._of[node]
+        at = self._of[node]
         if call is None:
-            if self.start[target] is not None:
-                self._known.add(target)
+            if self.start[at] is not None:
+                self._known.add(at)
             return None
-        function, given, _ = call
         # Who changes an array of the model, in place too, gets a program of its own.
-        if node.op == "Unpacked" or not self._known.issuperset(given):
+        if node.op == "Unpacked" or not self._known.issuperset(call.given):
             return call
-        self.start[target] = function(*(self.start[i] for i in given))
-        self._known.add(target)
+        self.start[call.target] = call.function(*(self.start[i] for i in call.given))
+        self._known.update(_registers(call.target))
         return None
 
-    def _function(self, node: Node) -> tuple[Callable[..., Any], list[int]]:
+    def _function(self, node: Node) -> tuple[Any, list[int]]:
         if (make := OPERATIONS.get(node.op)) is not None:
             return make(node, self.values), []
         try:
@@ -124,16 +176,14 @@ class Program:
             self._arguments[key] = registers
         return self._arguments[key]
 
-    def _schedule(self, calls: list[tuple[Callable[..., Any], list[int], int]]) -> None:
-        """Make instructions, each of which lets go of what nobody takes behind it."""
-        last: dict[int, int] = {}
-        for at, (_, given, _) in enumerate(calls):
-            last |= dict.fromkeys(given, at)
-        made = {target for *_, target in calls}
-        kept = {*self.outputs.values()}
-        for at, (function, given, target) in enumerate(calls):
-            free = tuple({i for i in given if last[i] == at and i in made - kept})
-            self.instructions.append(Instruction(function, _getter(given), target, free))
+    def _scheduled(self, calls: list[_Call]) -> list[_Call]:
+        """The calls, each of which lets go of what nobody takes behind it."""
+        last = {i: at for at, call in enumerate(calls) for i in call.given}
+        made = {i for call in calls for i in _registers(call.target)} - {*self.outputs.values()}
+        return [
+            call._replace(free=tuple({i for i in call.given if last[i] == at and i in made}))
+            for at, call in enumerate(calls)
+        ]
 
     def run(self, arrays: Mapping[str, Any], positions: Mapping[str, int]) -> dict[str, mx.array]:
         """Compute a step.
@@ -149,14 +199,54 @@ class Program:
         for register, name in self.inputs:
             registers[register] = arrays[name]
         values = {**self.values, **positions}
-        for targets, more, arg in self.dynamic:
-            for register, value in zip(targets, more(resolved(arg, values)), strict=True):
+        for (targets, more, _), arg in zip(self.dynamic, self._resolved(values), strict=True):
+            for register, value in zip(targets, more(arg), strict=True):
                 registers[register] = value
-        for function, given, target, free in self.instructions:
-            registers[target] = function(*given(registers))
+        rows = self._rows(values)
+        instructions, counted = self._bound.get(rows) or self._instructions(rows)
+        count(tuple(counted))
+        for function, taken, behind, target, free in instructions:
+            if behind is None:
+                registers[target] = function(*taken(registers))
+            else:
+                registers[target] = function([*taken(registers), *behind])
             for each in free:
                 registers[each] = None
+        if len(registers) != len(self.start):
+            raise Unsupported("an operation gives another number of arrays than its node")
         return {name: registers[i] for name, i in self.outputs.items()}
+
+    def _instructions(self, rows: Any) -> _Bound:
+        """The calls where caches have so many rows, which are bound as they are made."""
+        if len(self._bound) >= _KEPT:
+            self._bound.clear()
+        found = self._bound[rows] = _Bound([], [])
+        for at, (function, given, target, binds, free) in enumerate(self.calls):
+            if binds is not None:
+                function = partial(_bind, found, at, self.calls[at])
+            found.instructions.append(Instruction(function, _getter(given), None, target, free))
+        return found
+
+
+def _bind(found: _Bound, at: int, call: _Call, *arrays: Any) -> Any:
+    """Run an operation, and have it called as it was now from the next time on."""
+    assert call.binds is not None
+    operation, static, _ = call.binds
+    with mode(Mode.INFERENCE):
+        made = dispatch(operation, arrays, static)
+        known = planned(operation, arrays, static)
+    if known is not None:
+        run, rows = known
+        given, more = call.given, None  # type: list[int], Sequence[Any] | None
+        if isinstance(run, Launching):
+            given, more, run = [given[i] for i in run.places], [*run.more], run.launch
+        found.rows.extend(rows)
+        found.instructions[at] = Instruction(run, _getter(given), more, call.target, call.free)
+    return made
+
+
+def _dispatched(call: Dispatched, *arrays: Any) -> Any:
+    return dispatch(call.operation, arrays, call.static)
 
 
 class _Any(dict[str, int]):
@@ -166,22 +256,45 @@ class _Any(dict[str, int]):
         return 1
 
 
+def resolver(args: Sequence[Any]) -> Callable[[Mapping[str, int]], Sequence[Any]]:
+    """What gives arguments of nodes with numbers in the place of sizes, from the values of names.
+
+    It is :func:`.graph.resolved` of all of them, in one call.
+    """
+    constants: list[Any] = []
+
+    def text(value: Any) -> str:
+        if isinstance(value, Size):
+            return "+".join([text(value.const), *(f"{n}*at[{name!r}]" for name, n in value.terms)])
+        if isinstance(value, tuple):
+            return "(" + "".join(f"{text(each)}," for each in value) + ")"
+        constants.append(value)
+        return f"constants[{len(constants) - 1}]"
+
+    made: Callable[[Mapping[str, int]], Sequence[Any]]
+    made = eval(f"lambda at: {text(tuple(args))}", {"constants": constants})
+    return made
+
+
 def _slices(arg: tuple[Any, ...]) -> tuple[Any, ...]:
     return (tuple(map(slice, *arg)),)
 
 
-def _put(buffer: mx.array, rows: tuple[slice, ...], update: mx.array) -> mx.array:
-    buffer[rows] = update
-    return buffer
+def _is_rows(name: str) -> bool:
+    return name.endswith(".rows")
 
 
-def _getter(registers: list[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What takes some registers out of all, without a Python frame."""
-    if not registers:
+def _registers(target: int | slice) -> Iterable[int]:
+    return range(target.start, target.stop) if isinstance(target, slice) else (target,)
+
+
+def _getter(keys: Sequence[Any]) -> Callable[[Any], Sequence[Any]]:
+    """What takes some items out of all, without a Python frame."""
+    if not keys:
         return itemgetter(slice(0, 0))
-    if len(registers) == 1:
-        return itemgetter(slice(registers[0], registers[0] + 1))
-    return itemgetter(*registers)
+    if len(keys) == 1:
+        return itemgetter(slice(keys[0], keys[0] + 1))
+    return itemgetter(*keys)
 
 
 def _written_in_place(graph: Graph) -> set[Node]:

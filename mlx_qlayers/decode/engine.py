@@ -203,7 +203,8 @@ class Steps:
     def _program(self, found: Step, batch: int) -> Program:
         key = batch, current.get(), epoch.state, mx.default_device().type
         if key not in found.programs:
-            found.programs[key] = Program(found.graph, batch, found.captured.weights)
+            binds = key[-1] == mx.cpu
+            found.programs[key] = Program(found.graph, batch, found.captured.weights, binds)
         return found.programs[key]
 
     def _tailed(self, found: Step, batch: int, some: Sequence[Facts]) -> Tailed | None:

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..dispatch import dispatch
-from ..ops.attention import attention
+from ..dispatch import Operation
+from ..ops.attention import ATTENTION
+from ..ops.attention_rows import ATTENTION_ROWS
 from ..ops.attention_step import ATTENTION_STEP
-from ..ops.embedding import quantized_rows
+from ..ops.embedding import QUANTIZED_ROWS
 from ..ops.fused_products import FUSED_PRODUCTS
+from ..ops.rotary import ROTARY
 from . import mixtures
 from .graph import Node
 
-# From a node and the numbers that are known to a function of its arrays.
-Maker = Callable[[Node, Mapping[str, int]], Callable[..., Any]]
+# From a node and the numbers that are known to what its arrays are given to.
+Maker = Callable[[Node, Mapping[str, int]], "Callable[..., Any] | Dispatched"]
 
 
-def _embedding(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
-    size, bits, mode = node.arg
+class Dispatched(NamedTuple):
+    """An operation of this package, of the arrays of a node in turn.
 
-    def rows(tokens: mx.array, *packed: Any) -> mx.array:
-        return quantized_rows(tokens, *packed, group_size=size, bits=bits, mode=mode)
+    Attributes:
+        operation: what is dispatched.
+        static: its other arguments.
+        listed: whether it gives a list of arrays, also of one.
+    """
 
-    return rows
+    operation: Operation
+    static: tuple[Any, ...]
+    listed: bool = True
 
 
 def _unpacked(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
@@ -35,33 +42,10 @@ def _unpacked(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
     return partial(mx.dequantize, group_size=size, bits=bits, mode=mode)
 
 
-def _products(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
-    single = len(node.outputs) == 1
-
-    def products(*arrays: Any) -> Any:
-        made = dispatch(FUSED_PRODUCTS, arrays, node.arg)
-        return made[0] if single else made
-
-    return products
-
-
-def _attention(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
+def _attention(node: Node, values: Mapping[str, int]) -> Dispatched:
     scale, causal = node.arg
-
-    def attend(q: mx.array, k: Any, v: Any, mask: Any, sinks: Any) -> mx.array:
-        own = "causal" if causal else mask
-        return attention(q, k, v, scale=scale, mask=own, sinks=sinks)
-
-    return attend
-
-
-def _attention_step(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
-    scale, rotation, epsilon, *parts = node.arg
-
-    def attend(*arrays: Any) -> Any:
-        return dispatch(ATTENTION_STEP, arrays, (scale, rotation, epsilon, *parts))
-
-    return attend
+    rule = "causal" if causal else None
+    return Dispatched(ATTENTION, ((0, 0), scale, rule, None, None, False))
 
 
 def _position(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
@@ -97,12 +81,13 @@ def _shown(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
 
 OPERATIONS: dict[str, Maker] = {
     "Attention": _attention,
-    "AttentionStep": _attention_step,
+    "AttentionRows": lambda node, values: Dispatched(ATTENTION_ROWS, node.arg),
+    "AttentionStep": lambda node, values: Dispatched(ATTENTION_STEP, node.arg),
     "Choices": mixtures.choices,
     "Chosen": mixtures.chosen,
     "Combined": mixtures.combined,
     "Depthwise": mixtures.depthwise,
-    "Embedding": _embedding,
+    "Embedding": lambda node, values: Dispatched(QUANTIZED_ROWS, node.arg, listed=False),
     "Experts": mixtures.experts,
     "GatedDelta": mixtures.delta,
     "Gelu": lambda node, values: nn.gelu,
@@ -110,7 +95,8 @@ OPERATIONS: dict[str, Maker] = {
     "Position": _position,
     "Heads": mixtures.heads,
     "Latent": mixtures.latent,
-    "Products": _products,
+    "Products": lambda node, values: Dispatched(FUSED_PRODUCTS, node.arg),
+    "Rotary": lambda node, values: Dispatched(ROTARY, node.arg),
     "Shown": _shown,
     "Unpacked": _unpacked,
     "Silu": lambda node, values: nn.silu,

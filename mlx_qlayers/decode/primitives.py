@@ -39,6 +39,10 @@ def _as_they_are(arg: tuple[Any, ...]) -> tuple[Any, ...]:
     return arg
 
 
+def _whole(arg: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (arg,)
+
+
 def _in_one(arg: tuple[Any, ...]) -> tuple[Any, ...]:
     return (arg[0],)
 
@@ -66,7 +70,7 @@ def _gather(node: Node) -> Call:
     whole = all(n == (1 if i in axes else source.shape[i]) for i, n in enumerate(sizes))
     if axes != tuple(range(len(axes))) or not whole:
         raise KeyError("Gather")
-    return Call(_rows, lambda shape: (shape,), shaped=True)
+    return Call(_rows, _whole, shaped=True)
 
 
 def _rows(x: mx.array, *rest: Any) -> mx.array:
@@ -151,12 +155,10 @@ def _attention(node: Node) -> Call:
 
 
 def _norm(node: Node) -> Call:
-    (eps,) = node.arg
-    return Call(partial(_rms_norm, eps))
-
-
-def _rms_norm(eps: float, x: mx.array, weight: mx.array | None = None) -> mx.array:
-    return mx.fast.rms_norm(x, weight if weight is not None and weight.ndim else None, eps)
+    weight = node.src[1]
+    if weight is None or weight.shape:
+        return Call(mx.fast.rms_norm, _as_they_are)
+    return Call(lambda x, _, eps: mx.fast.rms_norm(x, None, eps), _as_they_are)
 
 
 def _layer_norm(node: Node) -> Call:
@@ -267,7 +269,7 @@ CALLS: dict[str, Entry] = {
     "Convolution": _convolution,
     "ExpandDims": Call(mx.expand_dims, _in_one),
     "Flatten": Call(mx.flatten, _as_they_are),
-    "Full": Call(mx.broadcast_to, lambda shape: (shape,), shaped=True),
+    "Full": Call(mx.broadcast_to, _whole, shaped=True),
     "Gather": _gather,
     "GatherAxis": lambda node: Call(partial(mx.take_along_axis, axis=node.arg[0])),
     "GatherMM": lambda node: Call(
@@ -278,7 +280,7 @@ CALLS: dict[str, Entry] = {
     "Log": _log,
     "LogSumExp": Call(partial(mx.logsumexp, axis=-1, keepdims=True)),
     "Numbers": lambda node: Call(
-        lambda numbers: mx.array(numbers, node.dtype).reshape(node.shape), lambda arg: (arg,)
+        lambda numbers: mx.array(numbers, node.dtype).reshape(node.shape), _whole
     ),
     "Pad": _pad,
     "Partition": Call(mx.partition, _as_they_are),

@@ -1,7 +1,7 @@
 """From the key of a call to a plan made once: checks, path, configuration, gradient."""
 
 from .choice import KERNELS, Choice, choose
-from .dispatcher import Operation, Plan, dispatch
+from .dispatcher import Operation, Plan, dispatch, planned
 from .gradients import Arrays, Gradient, gradient_of
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "choose",
     "dispatch",
     "gradient_of",
+    "planned",
 ]

@@ -159,6 +159,23 @@ def dispatch(
     return dispatch(operation, arrays, static)
 
 
+def planned(
+    operation: Operation, arrays: tuple[mx.array | None, ...], static: tuple[Hashable, ...] = ()
+) -> tuple[Callable[..., Any], tuple[Row, ...]] | None:
+    """What :func:`dispatch` ran last for arrays of these shapes, and what it counted.
+
+    Returns:
+        A function of such arrays, valid in this context and epoch, and the rows that whoever calls
+        it counts. None where that plan is another's by now, or not kept.
+    """
+    shapes = tuple(None if a is None else a.shape for a in arrays)
+    dtypes = tuple(None if a is None else a.dtype for a in arrays)
+    key, prepared = operation.recent.get(shapes, _NONE)
+    if key is None or key[1:5] != (static, dtypes, current.get(), epoch.state):
+        return None
+    return prepared.run, prepared.rows
+
+
 def _made(operation: Operation, shapes: tuple[Any, ...], key: tuple[Any, ...]) -> _Prepared:
     prepared = _plan(operation, shapes, *key[:-1], str(key[-1]))
     if len(operation.recent) >= MAX_RECENT:

@@ -96,13 +96,13 @@ def attention(
     seen, rule = (mask, None) if isinstance(mask, mx.array) else (None, mask)
     if type(k) is type(v) is mx.array:
         static = (0, 0), scale, rule, window, softcap, deterministic
-        return dispatch(_ATTENTION, (q, k, v, seen, sinks), static)[0]
+        return dispatch(ATTENTION, (q, k, v, seen, sinks), static)[0]
     many = tuple, list
     of_k: Any = k if isinstance(k, many) and k else (k,)
     of_v: Any = v if isinstance(v, many) and v else (v,)
     counts = len(of_k) * (of_k is k), len(of_v) * (of_v is v)
     static = counts, scale, rule, window, softcap, deterministic
-    return dispatch(_ATTENTION, (q, *of_k, *of_v, seen, sinks), static)[0]
+    return dispatch(ATTENTION, (q, *of_k, *of_v, seen, sinks), static)[0]
 
 
 def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
@@ -110,12 +110,12 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
     common = mx.result_type(*call.dtypes)
     if any(dtype != common for dtype in call.dtypes):
         return Plan(None, _with_casts(static, common))
-    decoding = _takes_decode(call)
+    decoding = takes_decode(call)
     many = call.packing[1] > 0 and call.q.shape[2] > FEW_QUERIES
     if many and device_of().gpu:
         # Never stock operators, which would keep all scores in memory.
         return _plan_packed(call, static)
-    choice = _choose_decode(call) if decoding else _choose_forward(call)
+    choice = choose_decode(call) if decoding else _choose_forward(call)
     if 0 in (shape := (*call.q.shape[:3], call.v_width)):
         return Plan(choice, lambda *_: [mx.zeros(shape, common)])
     composed = reference.attention(call)
@@ -153,8 +153,8 @@ def _plan_packed(call: AttentionCall, static: tuple[Any, ...]) -> Plan:
         by, unless, evidence = decided(best, by, why)
     if lacking or unless:
         if large and many:
-            return Plan(None, _in_halves(call, int(heads > 1), _ATTENTION, static))
-        return Plan(None, _unpacked(call, _ATTENTION, ((0, 0), *static[1:])))
+            return Plan(None, _in_halves(call, int(heads > 1), ATTENTION, static))
+        return Plan(None, _unpacked(call, ATTENTION, ((0, 0), *static[1:])))
     gain = threshold("attention_forward_gain", device="host")
     return _by_forward(choose("attention", host_gain=gain, by=by, evidence=evidence), call)
 
@@ -173,7 +173,7 @@ def _with_casts(static: tuple[Any, ...], common: mx.Dtype) -> Run:
     def run(*arrays: mx.array) -> list[mx.array]:
         *parts, mask, sinks = arrays
         cast = [a if a.dtype == mx.uint32 else a.astype(common) for a in parts]
-        return dispatch(_ATTENTION, (*cast, mask, sinks), static)
+        return dispatch(ATTENTION, (*cast, mask, sinks), static)
 
     return run
 
@@ -233,13 +233,13 @@ def _in_turn(call: AttentionCall, static: tuple[Any, ...]) -> Run:
                 else mask[..., first:last, :]
             )
             arrays = q[:, :, first:last], k[:, :, :end], v[:, :, :end], seen, sinks
-            parts += dispatch(_ATTENTION, arrays, static)
+            parts += dispatch(ATTENTION, arrays, static)
         return [mx.concatenate(parts, axis=2)]
 
     return run
 
 
-def _takes_decode(call: AttentionCall) -> bool:
+def takes_decode(call: AttentionCall) -> bool:
     """Whether the kernel of few queries takes these arguments."""
     (*_, queries, width), v_width = call.q.shape, call.v_width
     widths_fit = width % 8 == v_width % 8 == 0 and 0 < max(width, v_width) <= decode.MAX_WIDTH
@@ -249,7 +249,7 @@ def _takes_decode(call: AttentionCall) -> bool:
     return not device_of().few_registers or decode.fits_few_registers(call)
 
 
-def _choose_decode(call: AttentionCall) -> Choice:
+def choose_decode(call: AttentionCall) -> Choice:
     best = found("attention_decode", *decode.question(call))
     by, unless, evidence = decided(best, "few queries", why_not_decode(call))
     if best is None:
@@ -367,6 +367,6 @@ def _in_halves(
     return run
 
 
-_ATTENTION = Operation("attention", _plan)
+ATTENTION = Operation("attention", _plan)
 # Many queries by kernels, without a choice: where their gradient is that of another kernel.
 _FORWARD = Operation("attention", _plan_forward)

@@ -55,7 +55,7 @@ def quantized_rows(
     Source: ``mlx.nn.QuantizedEmbedding``.
     """
     arrays = numbers, w, scales, biases
-    rows: mx.array = dispatch(_ROWS, arrays, (group_size, bits, mode))
+    rows: mx.array = dispatch(QUANTIZED_ROWS, arrays, (group_size, bits, mode))
     return rows
 
 
@@ -84,7 +84,7 @@ def _plan(arrays: Sequence[Any], group_size: int | None, bits: int | None, mode:
     return Plan(choice, run, gradient_of(composed, arrays), composed)
 
 
-_ROWS = Operation("quantized_rows", _plan)
+QUANTIZED_ROWS = Operation("quantized_rows", _plan)
 
 
 def _composed(fmt: Format) -> Callable[..., mx.array]:

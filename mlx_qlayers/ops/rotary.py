@@ -61,7 +61,7 @@ def rotary_embedding(
     Source: ``mx.fast.rope``; arXiv 2104.09864.
     """
     rotation = Rotation(dims, traditional, base, scale)
-    return dispatch(_ROTARY, (q, k, offset, freqs), rotation)
+    return dispatch(ROTARY, (q, k, offset, freqs), rotation)
 
 
 def _plan(arrays: Sequence[Any], *options: Any) -> Plan:
@@ -88,7 +88,7 @@ def _sample(arrays: list[Any], *options: Any) -> list[Any]:
     return [q, k, offset + 5, None if freqs is None else 1 + mx.abs(freqs)]
 
 
-_ROTARY = Operation("rotary_embedding", _plan, compiled=True, sample=_sample)
+ROTARY = Operation("rotary_embedding", _plan, compiled=True, sample=_sample)
 
 
 def _check(q: Any, k: Any, offset: Any, rotation: Rotation, freqs: Any) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import itemgetter
 from typing import Any, Required, TypedDict
 
 import mlx.core as mx
@@ -18,6 +19,26 @@ Size = tuple[int, int, int]
 TemplateValue = bool | int | mx.Dtype
 # A launch bound to a backend: arrays in, arrays out.
 Bound = Callable[[list[mx.array]], list[mx.array]]
+
+
+class Launching:
+    """A launch of some of the arrays that an operation takes.
+
+    Args:
+        launch: what is called with a list of arrays.
+        places: which of the operation's it takes, two or more.
+        more: what it takes behind them each time.
+    """
+
+    __slots__ = ("launch", "more", "places", "taken")
+
+    def __init__(self, launch: Bound, places: Iterable[int], more: Sequence[mx.array] = ()) -> None:
+        self.launch, self.places, self.more = launch, (*places,), (*more,)
+        self.taken = itemgetter(*self.places)
+
+    def __call__(self, *arrays: Any) -> list[mx.array]:
+        """Launch it with the operation's arrays."""
+        return self.launch([*self.taken(arrays), *self.more])
 
 
 class LaunchOptions(TypedDict, total=False):

@@ -35,7 +35,7 @@ def record(q, k, v, mask=None, sinks=None, **options):
 def unless(*arrays, **options):
     """Why ``auto`` leaves the kernels for such a call, or None."""
     checked = record(*arrays, **options)
-    few = ops._takes_decode(checked)
+    few = ops.takes_decode(checked)
     return ops.why_not_decode(checked) if few else ops.why_not_forward(checked)
 
 

@@ -15,7 +15,7 @@ from ...options import AttentionCall
 from ...runtime.devices import device_of
 from ...runtime.devices.record import MAX_THREADGROUP_MEMORY, most_threads
 from ...runtime.kernel import Kernel
-from ...runtime.launch import Bound, TemplateValue
+from ...runtime.launch import Bound, Launching, TemplateValue
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
 from .layout import rounded
@@ -26,7 +26,7 @@ BITS = (4, 8)
 
 _INPUTS = (
     *("q", "k", "k_scales", "k_biases", "v", "v_scales", "v_biases"),
-    *("mask", "sinks", "options"),
+    *("mask", "sinks", "held", "options"),
 )
 _COMMON = (
     *("T", "K", "S", "M", "N", "D", "Dv", "group", "bits"),
@@ -71,19 +71,26 @@ def _registers(
 
 
 @cache
-def _kernel(serial: bool, packed: bool, masked: bool, sinking: bool) -> Kernel:
+def _kernel(
+    serial: bool, packed: bool, masked: bool, sinking: bool, counted: bool = False
+) -> Kernel:
     """A kernel that takes what there is: every array that is passed costs time at each launch."""
-    there = {"mask": masked, "sinks": sinking}
+    there = {"mask": masked, "sinks": sinking, "held": counted}
     there |= dict.fromkeys(("k_scales", "k_biases", "v_scales", "v_biases"), packed)
-    omitted = tuple(name for name in _INPUTS if not there.get(name, True))
+    lacking = tuple(name for name in _INPUTS if not there.get(name, True))
+    omitted = tuple(name for name in lacking if serial or name != "held")
     function = "attention_serial" if serial else "attention_decode"
     own = ("max_rows", "block") if serial else (*_LAYOUT, "P", "split", "RESIDENT")
     return Kernel(
-        function + "_packed" * packed + "_masked" * masked + "_sinks" * sinking,
+        function
+        + "_packed" * packed
+        + "_masked" * masked
+        + "_sinks" * sinking
+        + "_counted" * counted,
         "attention/serial_decode.metal" if serial else "attention/decode.metal",
         function=function,
-        inputs=tuple(name for name in _INPUTS if name not in omitted),
-        omitted=omitted + tuple(f"{name}_strides" for name in omitted),
+        inputs=tuple(name for name in _INPUTS if name not in lacking),
+        omitted=omitted + tuple(f"{name}_strides" for name in omitted if name != "held"),
         outputs=("out",),
         template=(*_COMMON, *own),
         threadgroup_memory=0 if serial else _memory,
@@ -237,16 +244,21 @@ def _fits(config: Decode, dtype: mx.Dtype, width: int, bits: int) -> bool:
     return 32 * config.simds <= most_threads(held)
 
 
-def attention_decode(call: AttentionCall, config: Decode | Serial) -> Callable[..., list[mx.array]]:
+def attention_decode(
+    call: AttentionCall, config: Decode | Serial, counted: bool = False
+) -> Callable[..., list[mx.array]]:
     """Attention in one pass over keys and values: one launch, or two with more splits than one.
 
     Args:
         call: specs of the arrays; D and Dv are multiples of 8 up to 256.
         config: how to spread the work.
+        counted: whether an array (1,) says how many of the keys count, which :class:`Serial` takes
+            without a mask.
 
     Returns:
-        A function of q, the arrays of k, those of v, mask and sinks, which gives one array:
-        (B, H, L, Dv) in the dtype of ``q``. It lies as (B, L, H, Dv), as what follows wants it.
+        A function of q, the arrays of k, those of v, mask and sinks, and of the count of keys,
+        which gives one array: (B, H, L, Dv) in the dtype of ``q``. It lies as (B, L, H, Dv), as
+        what follows wants it.
     """
     q, k, v, scores, mask, sinks = call
     parts, queries = [q, *k, *v], q.shape[2]
@@ -258,29 +270,32 @@ def attention_decode(call: AttentionCall, config: Decode | Serial) -> Callable[.
     mask_shape = (CONSTANT_BELOW, *q.shape[:3], k[0].shape[2])
     others = [] if mask is None else [Spec(mask_shape, mask.dtype)]
     others += [] if sinks is None else [sinks]
+    others += [Spec((1,), mx.int32)] * counted
     options, count = _options(scores.scale, scores.softcap, scores.window), len(parts)
     inputs = [*parts, *others, Spec.of(options)]
-    launch, combine = _launches(inputs, call, config)
+    launch, combine = _launches(inputs, call, config, counted)
+    if mask is sinks is combine is None and queries == 1 and not short:
+        return Launching(launch, [*range(count), *[count + 2] * counted], [options])
 
     def run(*arrays: mx.array) -> list[mx.array]:
         given = list(arrays[:count])
         for i in short:
             given[i] = mx.pad(given[i], [(0, 0)] * 3 + [(0, CONSTANT_BELOW)])
         if mask is not None:
-            given.append(mx.broadcast_to(arrays[-2], mask_shape))
+            given.append(mx.broadcast_to(arrays[count], mask_shape))
         if sinks is not None:
-            given.append(mx.contiguous(arrays[-1]))  # the kernel does not take its stride
-        given.append(options)
+            given.append(mx.contiguous(arrays[count + 1]))  # the kernel does not take its stride
+        given += [*arrays[count + 2 :], options]
         (out,) = launch(given)
         if combine is not None:
-            (out,) = combine([out] if sinks is None else [out, arrays[-1]])
+            (out,) = combine([out] if sinks is None else [out, arrays[count + 1]])
         return [out.swapaxes(1, 2) if queries > 1 else out]
 
     return run
 
 
 def _launches(
-    inputs: list[Spec], call: AttentionCall, config: Decode | Serial
+    inputs: list[Spec], call: AttentionCall, config: Decode | Serial, counted: bool
 ) -> tuple[Bound, Bound | None]:
     """The launch of attention and, if there is more than one split, the one that adds them up."""
     q, k, v, scores, mask, sinks = call
@@ -296,7 +311,8 @@ def _launches(
         *(seen, scores.window is not None, scores.softcap is not None, sinks is not None),
     )
     template = dict(zip(_COMMON, common, strict=True))
-    kernel = _kernel(isinstance(config, Serial), bits > 0, mask is not None, sinks is not None)
+    there = bits > 0, mask is not None, sinks is not None, counted
+    kernel = _kernel(isinstance(config, Serial), *there)
     # One query a head needs no other order of the axes.
     shape = (batch, heads, 1, v_width) if queries == 1 else (batch, queries, heads, v_width)
     if isinstance(config, Serial):

@@ -2,7 +2,8 @@
 //
 // What attention_decode computes, with vector instructions instead of SIMD groups: one thread takes
 // up to `max_rows` rows of one key head, and of `block` keys at a time it makes floats for all of
-// them: keys and values are read once. Grid (Hkv, row blocks, B); no threadgroup memory.
+// them: keys and values are read once. Where `held` is given, so many keys count of those that there
+// are. Grid (Hkv, row blocks, B); no threadgroup memory.
 
 #include "kv_cache.metal"
 #include "score.metal"
@@ -119,10 +120,12 @@ template <
     const device M* mask,
     const constant int64_t* mask_strides,
     const device N* sinks,
+    const constant int* held,
     constant int* options,
     device T* out,
     uint3 position [[thread_position_in_grid]]) {
-  int L = q_shape[2], keys = k_shape[2], heads = k_shape[1], share = q_shape[1] / heads;
+  int L = q_shape[2], keys = held ? held[0] : k_shape[2];
+  int heads = k_shape[1], share = q_shape[1] / heads;
   int head = position.x, first_row = position.y * max_rows, batch = position.z;
   int rows = min(share * L - first_row, max_rows);
   float scale = as_type<float>(options[0]), cap = as_type<float>(options[1]);

@@ -20,7 +20,7 @@ from ...formats import Format
 from ...options import MatmulCall, PackedMatrix
 from ...runtime.backend import backend
 from ...runtime.kernel import Kernel
-from ...runtime.launch import Bound
+from ...runtime.launch import Bound, Launching
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
 from .qmm_skinny import SkinnyConfig, skinny_memory, skinny_registers
@@ -125,8 +125,7 @@ def qmv(
             mx.fast.rms_norm(x, weight, epsilon), None, *others
         )
     launch, shape = _bind(specs, fmt, config, epsilon, gate)
-    given = itemgetter(*(i for i, spec in enumerate(specs) if spec is not None))
-    return lambda *arrays: launch([*given(arrays), *shape])
+    return Launching(launch, (i for i, spec in enumerate(specs) if spec is not None), shape)
 
 
 def single_qmv(call: MatmulCall, config: QmvAnyConfig) -> Callable[..., mx.array]:

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from ...options import Rotation
 from ...runtime.kernel import Kernel
+from ...runtime.launch import Launching
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
 
@@ -53,6 +54,9 @@ def rotary_embedding(
         threadgroup=(min(dims // 2, 64), 1, 1),
         output_shapes=[(batch, heads, length, width), (batch, kv_heads, length, width)],
     )
+
+    if offset.dtype == mx.int32 and not listing:
+        return Launching(launch, (0, 1, 2), (unused, sizes, pairs))
 
     def run(
         q: mx.array, k: mx.array, offset: mx.array, freqs: mx.array | None = None

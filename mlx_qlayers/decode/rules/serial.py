@@ -1,0 +1,90 @@
+"""What suits a processor whose threads run one by one, and whose launches Python makes in turn.
+
+A norm is a launch of its own there. Queries and keys are turned in one launch, and attention takes
+the whole buffers of a cache and how many rows count: its plan is one for all positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from ...options import Rotation
+from ..graph import Graph, Node, Pattern, Rule, Size, Spec, rewrite
+from .steps import VIEWS
+
+
+def serial(graph: Graph) -> Graph:
+    """The graph of a step as the host backend runs it."""
+    places: dict[Node, Node] = {}
+    for node in graph.nodes():
+        if node.op == "Attention":
+            q, k, *_ = node.src
+            new = _update(k)[1]
+            # Keys that several layers share were turned with the queries of the first.
+            places |= {} if new in places else _turned(q, new)
+    counts: dict[Any, Node] = {}
+    by_rows: Rule = Pattern(("Attention",)), lambda root: _by_rows(root, counts)
+    normed: Rule = Pattern(("Products",)), _normed_first
+    return rewrite(graph.replaced(places), [*VIEWS, by_rows, normed])
+
+
+def _normed_first(root: Node) -> Node | None:
+    x, weight, squares, *others = root.src
+    size, bits, mode, epsilon, gate = root.arg
+    if epsilon is None or squares is not None or x is None:
+        return None
+    norm = Node("RMSNorm", (x, weight), (epsilon,), x.outputs[:1])
+    src = norm, None, None, *others
+    return Node(root.op, src, (size, bits, mode, None, gate), root.outputs)
+
+
+def _by_rows(root: Node, counts: dict[Any, Node]) -> Node | None:
+    q, k, v, mask, sinks = root.src
+    (of_k, _), (of_v, _) = _update(k), _update(v)
+    if of_k is None or of_v is None or mask is not None or root.shape[2] != 1:
+        return None
+    (*_, count, _) = k.arg[1]  # type: ignore[union-attr]
+    held = counts.setdefault(count, Node("Numbers", (), ((count,),), (Spec((1,), mx.int32),)))
+    return root.like("AttentionRows", q, of_k, of_v, None, sinks, held, arg=root.arg[:1])
+
+
+def _update(rows: Node | None) -> tuple[Node | None, Node | None]:
+    """Of the first rows of a cache that was written into, the whole, and what was written."""
+    if rows is None or rows.op != "Slice" or rows.src[0] is None:
+        return None, None
+    update, (start, stop, step) = rows.src[0], rows.arg
+    whole = [*stop[:2], update.shape[2], *stop[3:]] == [*update.shape]
+    if update.op != "SliceUpdate" or not whole or {*start} != {0} or {*step} != {1}:
+        return None, None
+    return (update, update.src[1]) if isinstance(stop[2], Size) else (None, None)
+
+
+def _turned(q: Node | None, k: Node | None) -> dict[Node, Node]:
+    """What takes the place of the rotary embeddings of queries and keys, where it is the same."""
+    if (
+        q is None
+        or k is None
+        or q.op != "RoPE"
+        or (k.op, k.arg, k.src[1:]) != (*("RoPE", q.arg, q.src[1:]),)
+    ):
+        return {}
+    dims, traditional, base, scale, _ = q.arg
+    offset, *freqs = q.src[1:]
+    if len(q.shape) != 4 or offset is None or not mx.issubdtype(offset.dtype, mx.integer):
+        return {}
+    rotation = Rotation(dims, traditional, None if freqs else base, scale)
+    src = *(_swapped(s, of) for s, of in ((q.src[0], q), (k.src[0], k))), offset, *(freqs or [None])
+    both = Node("Rotary", src, tuple(rotation), (*q.outputs, *k.outputs))
+    return {q: both.item(0), k: both.item(1)}
+
+
+def _swapped(x: Node | None, rope: Node) -> Node:
+    """Heads (B, H, L, D) as (B, L, H, D), as the products give them."""
+    assert x is not None
+    batch, heads, length, width = rope.shape
+    spec = Spec((batch, length, heads, width), rope.dtype)
+    if x.op == "Transpose" and x.arg[0] == (0, 2, 1, 3) and x.src[0] is not None:
+        return x.src[0]
+    return Node("Transpose", (x,), ((0, 2, 1, 3),), (spec,))

@@ -1,0 +1,43 @@
+"""Attention of a token to the rows of a buffer that count, by one plan for all counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ..dispatch import Operation, Plan
+from ..dispatch.measurements import configure
+from ..metal.attention import decode
+from .attention import attention, choose_decode, takes_decode
+from .attention_checks import checked
+
+__all__ = ["ATTENTION_ROWS"]
+
+
+def _plan(arrays: Sequence[Any], scale: float) -> Plan:
+    """Of q (B, H, 1, D), k (B, Hkv, R, D), v (B, Hkv, R, Dv), None, sinks and held.
+
+    The last is an int32 array (1,): how many of the R rows count. A slice of these rows, as
+    :func:`mlx_qlayers.attention` takes it, is another call with another plan for each count.
+    """
+    *most, held = arrays
+    if held.shape != (1,) or held.dtype != mx.int32:
+        raise ValueError(f"held must be int32 (1,), not {held.dtype} {held.shape}")
+    call = checked(most, (0, 0), scale, None, None, None)
+
+    def composed(q: Any, k: Any, v: Any, mask: None, sinks: Any, held: mx.array) -> list[mx.array]:
+        k, v = (each[:, :, : held.item()] for each in (k, v))
+        return [attention(q, k, v, scale=scale, sinks=sinks)]
+
+    if len({*call.dtypes}) > 1 or not takes_decode(call):
+        return Plan(None, composed)
+    choice = choose_decode(call)
+    if choice.path != "host":  # whose kernel takes a count
+        return Plan(None, composed)
+    config = configure("attention_decode", choice.path, *decode.question(call))
+    return Plan(choice, decode.attention_decode(call, config, counted=True), reference=composed)
+
+
+ATTENTION_ROWS = Operation("attention", _plan)
