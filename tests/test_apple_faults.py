@@ -20,6 +20,7 @@ from typing import NamedTuple
 import apple_gpu
 import pytest
 
+from mlx_qlayers.ops.tensor_choice import CODES, MEMORY, TENSOR
 from mlx_qlayers.runtime.cache_folder import own_folder
 
 ROOT = Path(__file__).parents[1]
@@ -61,8 +62,10 @@ class Run(NamedTuple):
     tried: set[str]
 
 
-def run(folder: Path, *names: str, faults: Mapping[str, str] | None = None) -> Run:
-    """Run scenarios in a process of their own, on that Mac."""
+def run(
+    folder: Path, *names: str, faults: Mapping[str, str] | None = None, fastest: str = ""
+) -> Run:
+    """Run scenarios in a process of their own, on that Mac; of tensors these paths are fastest."""
     log = folder / "launches"
     log.unlink(missing_ok=True)
     cache = folder / "cache"
@@ -77,6 +80,7 @@ def run(folder: Path, *names: str, faults: Mapping[str, str] | None = None) -> R
         apple_gpu.LAUNCHES: str(log),
         apple_gpu.HANGS: str(folder / "hangs"),
         "MLX_QLAYERS_PROOF_SECONDS": "0.1",
+        apple_gpu.FASTEST: fastest,
     }
     command = [sys.executable, str(apple_gpu.FOLDER / "scenarios.py"), *names]
     process = subprocess.Popen(
@@ -84,7 +88,7 @@ def run(folder: Path, *names: str, faults: Mapping[str, str] | None = None) -> R
     )
     out, err = process.communicate(timeout=500)
     assert process.returncode == 0, err[-3000:]
-    warnings = re.findall(r"warning: kernel (\S+) is left for MLX's own operators: (.*)", err)
+    warnings = re.findall(r"warning: kernel (\S+) is left for [^:]*: (.*)", err)
     assert len({*warnings}) == len(warnings)
     launched = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
     own = str(process.pid)
@@ -165,6 +169,50 @@ def test_a_fault_in_every_kernel_of_gradients(kind, tmp_path):
     tried = {name for name in found.tried if name.startswith(OF_GRADIENTS)}
     assert all(re.search(rf"\b{name}\b", named) for name in tried)
     on_page(f"{kind}, gradients", tried)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fastest", "failing", "kind", "instead"),
+    [
+        (
+            "tensor codes",
+            ("attention_tensor .*HANDED=True", "qmm_codes"),
+            "wrong",
+            [MEMORY, TENSOR],
+        ),
+        pytest.param(
+            *("tensor_memory tensor", ("attention_tensor .*HANDED=False", "qmm_tensor")),
+            *("does not compile", [TENSOR, CODES]),
+            marks=pytest.mark.faults,
+        ),
+    ],
+)
+def test_other_tensor_operations_take_the_place_of_those_that_fail(
+    fastest, failing, kind, instead, tmp_path
+):
+    """On an M5: the second way is proven too, and the first one is not tried again."""
+    options = {"faults": dict.fromkeys(failing, kind), "fastest": fastest}
+    first = run(tmp_path, "tensors", **options)
+    as_stock(first)
+    for told, other in zip(first.results, instead, strict=True):
+        assert f"by {other}; not" in told
+    assert {verdict for _, verdict in first.launches} == {"proven"}
+    assert len(first.warned) == 2
+    assert all(SAID[kind] in why for _, why in first.warned)
+    second = run(tmp_path, "tensors", **options)
+    assert second == first._replace(tried=set())
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_stock_takes_the_place_where_all_tensor_operations_fail(tmp_path):
+    """Gradients go through memory where they fail with scores that are handed over."""
+    failing = "attention_tensor_.*HANDED=True", "qmm_"
+    found = run(tmp_path, "tensors", faults=dict.fromkeys(failing, "NaN"), fastest="tensor codes")
+    as_stock(found)
+    launched = {name for name, _ in found.launches}
+    assert launched == {"attention_tensor", "attention_tensor_queries", "attention_tensor_keys"}
 
 
 @pytest.mark.slow

@@ -74,13 +74,13 @@ def _gpu() -> dict[str, str]:
 
 
 def _proofs() -> str:
-    """What was proven on this Mac, and what was left to stock operators for what reason."""
+    """What was proven on this Mac, and what failed for what reason."""
     from ..runtime.proof import stored
 
     found = stored().values()
     failed = {each.kernel: each.why for each in found if each.why}
     right = f"{sum(not each.why for each in found)} launches proven"
-    return "; ".join([right, *(f"{kernel} left to stock: {why}" for kernel, why in failed.items())])
+    return "; ".join([right, *(f"{kernel} failed: {why}" for kernel, why in failed.items())])
 
 
 def _stored() -> str:

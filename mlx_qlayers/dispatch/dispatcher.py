@@ -72,6 +72,8 @@ class Operation:
             ``mx.compile`` traced when the plan was made.
         sample: from a list of random arrays and the static arguments to those that a proof is made
             with, where numbers of any kind would mean nothing.
+        besides: from what launches give, arrays and the static arguments to two lists: of what else
+            than the results is in it, and the same in MLX's operators.
 
     Example:
         >>> from mlx_qlayers.dispatch import Operation, Plan, choose, dispatch
@@ -81,7 +83,7 @@ class Operation:
         6.0
     """
 
-    __slots__ = ("compiled", "name", "plan", "recent", "sample")
+    __slots__ = ("besides", "compiled", "name", "plan", "recent", "sample")
 
     def __init__(
         self,
@@ -89,13 +91,15 @@ class Operation:
         plan: Callable[..., Plan],
         compiled: bool = False,
         sample: Callable[..., list[Any]] | None = None,
+        besides: Callable[..., tuple[list[mx.array], list[mx.array]]] | None = None,
     ) -> None:
-        self.name, self.plan, self.compiled, self.sample = name, plan, compiled, sample
+        self.name, self.plan, self.compiled = name, plan, compiled
+        self.sample, self.besides = sample, besides
         # By shapes, the last plan and the rest of its key: half of what the whole key's hash costs.
         self.recent: dict[Any, tuple[tuple[Any, ...], _Prepared]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.name, self.plan, self.compiled, self.sample)
+        return type(self), (self.name, self.plan, self.compiled, self.sample, self.besides)
 
 
 class _Prepared(NamedTuple):

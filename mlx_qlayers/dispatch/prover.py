@@ -68,25 +68,28 @@ def proven(
     Raises:
         Unproven: a launch failed its proof, or there can be none; it was said.
     """
-    # Kernels of gradients may be bound with the others, and are launched with gradients only.
-    for with_gradients in (gradient, True):
+    tried: set[str] = set()
+    while True:
         try:
             return call()
         except Unproven as found:
-            if found.why is None:
-                _prove(_Job(operation, static, specs, current.get().mode, with_gradients), found)
-    try:
-        return call()
-    except Unproven as found:
-        proof.say(found.kernel, found.why or "")
-        raise
+            if found.why is not None or found.key in tried:
+                proof.say(found.kernel, found.why or "its proof cannot be read")
+                raise
+            tried.add(found.key)
+            _prove(_Job(operation, static, specs, current.get().mode, gradient), found)
 
 
 def plan_of(operation: Any, static: tuple[Any, ...], specs: Sequence[Any]) -> Any:
     """The plan of a call, without kernels where one of them failed its proof."""
 
     def plan() -> Any:
-        return operation.plan(specs, *static)
+        with proof.replacements() as told:
+            made = operation.plan(specs, *static)
+        if not told or made.choice is None:
+            return made
+        reason = f"auto, {'; '.join(told)}"
+        return made._replace(choice=made.choice._replace(reason=reason, evidence="proof"))
 
     try:
         return proven(operation, static, specs, plan, False)
@@ -113,11 +116,10 @@ def _prove(job: _Job, found: Unproven) -> None:
         if proof.find(found.key) is not None:
             return
         try:
-            order = pickle.dumps(job)
-            for _ in range(2):  # a process that has had no work ends
-                told = list(_told(order))
-                if told:
-                    break
+            told = _told(job)
+            if told[-1:] == [""] and not job.gradient and found.key not in dict(told[:-1]):
+                # It is bound with the others, and launched with gradients only.
+                told = _told(job._replace(gradient=True))
         except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
             told, why = [], f"it cannot be proven: {type(error).__name__}: {error}"
     if told:
@@ -136,8 +138,15 @@ def _prove(job: _Job, found: Unproven) -> None:
     proof.record(launches, why, kept)
 
 
-def _told(order: bytes) -> Iterator[Any]:
-    """Each launch of a job, and what is wrong with its results, until its process hangs or ends."""
+def _told(job: _Job) -> list[Any]:
+    """Each launch of a job, and what is wrong with its results unless its process hangs or ends."""
+    order = pickle.dumps(job)
+    # A process that has had no work ends.
+    return list(_lines(order)) or list(_lines(order))
+
+
+def _lines(order: bytes) -> Iterator[Any]:
+    """Likewise, as its process says so."""
     global _prover, _errors
     if _prover is None or _prover.poll() is not None:
         _errors = TemporaryFile()  # noqa: SIM115
@@ -196,8 +205,8 @@ def main() -> None:
             mx.eval(actual)
             terms = max((n for a in arrays if a is not None for n in a.shape), default=1)
             # What is packed has the layout of its dtype.
-            expected = _expected(job, arrays, of, all(map(_is_float, actual)))
-            why = _wrong(actual, expected, terms)
+            expected, besides = _expected(job, arrays, of, actual)
+            why = _wrong(actual, expected, terms) or _wrong(*besides, terms, len(expected))
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
         tell(why)
@@ -235,13 +244,16 @@ def _plan(job: _Job, specs: Sequence[Any]) -> Any:
 
 
 def _expected(
-    job: _Job, arrays: Sequence[Any], of: tuple[int, ...], in_float32: bool
-) -> list[mx.array]:
-    """The results by MLX's operators."""
+    job: _Job, arrays: Sequence[Any], of: tuple[int, ...], actual: list[mx.array]
+) -> tuple[list[mx.array], tuple[list[mx.array], list[mx.array]]]:
+    """The results by MLX's operators; and what there is besides, by launches and by those."""
+    in_float32, besides = all(map(_is_float, actual)), job.operation.besides
     exact = [a.astype(mx.float32) if in_float32 and _is_float(a) else a for a in arrays]
     specs = [a if a is None else Spec.of(a) for a in exact]
     with use_backend("ops"):
-        return _results(job, _plan(job, specs), exact, specs, of)
+        expected = _results(job, _plan(job, specs), exact, specs, of)
+        both = ([], []) if of or besides is None else besides(actual, exact, *job.static)
+    return expected, both
 
 
 def _results(
@@ -350,9 +362,11 @@ def _listed(outputs: Any) -> list[mx.array]:
     return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
 
 
-def _wrong(actual: Sequence[mx.array], expected: Sequence[mx.array], terms: int) -> str:
+def _wrong(
+    actual: Sequence[mx.array], expected: Sequence[mx.array], terms: int, first: int = 0
+) -> str:
     """What is wrong with results; nothing if roundings of sums explain how they differ."""
-    for i, (found, exact) in enumerate(zip(actual, expected, strict=False)):
+    for i, (found, exact) in enumerate(zip(actual, expected, strict=False), first):
         if not _is_float(found):
             # Codes of packed rows may fall to the next step.
             if float((found != exact).astype(mx.float32).mean(-1).max()) > 0.25:

@@ -25,6 +25,7 @@ from ..reference.attention import Run
 from ..runtime.backend import requested
 from ..runtime.devices import device_of
 from ..runtime.program import CONSTANT_BELOW
+from ..runtime.proof import first_proven
 from ..runtime.transformed import is_differentiated
 from .attention_checks import checked
 from .attention_choice import (
@@ -38,12 +39,14 @@ from .attention_choice import (
     why_not_decode,
     why_not_forward,
 )
-from .tensor_choice import MEMORY, PATHS, by_tensors, decided_by
+from .tensor_choice import MEMORY, PATHS, by_tensors, decided_by, in_turn
 
 # Bytes of dense keys and values of one layer that may be made of packed ones.
 _MOST_DENSE = 128 << 20
 # Scores from which an H200 had 1.4 GB of them at a time where queries came in turn.
 _MOST_IN_TURN = 1 << 30
+# The kernel without tensor operations.
+_MANY = "many queries"
 
 
 def attention(
@@ -279,7 +282,7 @@ def _choose_forward(call: AttentionCall) -> Choice:
     evidence = source_of("attention_forward_gain", "attention_forward_widest")
     if not (device_of().measured or lacking):
         best = found("attention_forward", *Launcher(call).question())
-        by, unless, evidence = decided_by(best, "many queries", unless)
+        by, unless, evidence = decided_by(best, _MANY, unless)
     return choose(
         "attention",
         () if lacking else KERNELS,
@@ -319,23 +322,31 @@ def _by_forward(choice: Choice | None, call: AttentionCall) -> Plan:
         if call.k[0].shape[axis] > 1:
             return Plan(choice, _in_halves(call, axis, _FORWARD, call.scores))
     at = Launcher(call)
-    chosen = configure("attention_forward", at.device, *at.question())
     if call.packing[1]:
+        chosen = configure("attention_forward", at.device, *at.question())
         arrays = call.q, *call.k, *call.v, call.mask, call.sinks
         dense = autodiff(_unpacked(call, _FORWARD, call.scores), arrays)
         return Plan(choice, attention_forward(at, chosen), dense)
     best = found("attention_forward", *at.question()) if not device_of(at.device).measured else None
-    tensors = by_tensors(best) and why_no_tensors(at) is None
-    at.handed = best is None or PATHS.get(best.path) != MEMORY
+    kernels = [_MANY]
+    if best is not None and by_tensors(best) and why_no_tensors(at) is None:
+        kernels = in_turn(best, {"kernel": _MANY, **PATHS})
+    return first_proven({kernel: partial(_by_kernel, kernel, choice, call) for kernel in kernels})
+
+
+def _by_kernel(kernel: str, choice: Choice | None, call: AttentionCall) -> Plan:
+    """One of the kernels of many queries, and its gradients."""
+    at, tensors = Launcher(call, kernel != MEMORY), kernel != _MANY
     of_all, of_mask = attention_backward(at, tensors)
     gradients = [Gradient((0, 1, 2) if call.sinks is None else (0, 1, 2, 4), of_all)]
     if call.mask is not None and call.mask.dtype != mx.bool_:
         gradients.append(Gradient((3,), of_mask))
     if tensors:
         return Plan(choice, attention_tensor(at), gradients)
-    best_cut = cut("forward", at)
-    forward = forward_ahead(at, best_cut) if best_cut else attention_forward(at, chosen)
-    return Plan(choice, forward, gradients)
+    if best_cut := cut("forward", at):
+        return Plan(choice, forward_ahead(at, best_cut), gradients)
+    chosen = configure("attention_forward", at.device, *at.question())
+    return Plan(choice, attention_forward(at, chosen), gradients)
 
 
 def _operations(call: AttentionCall) -> float:
@@ -367,6 +378,20 @@ def _in_halves(
     return run
 
 
-ATTENTION = Operation("attention", _plan)
+def _norms(
+    outputs: list[mx.array], arrays: Sequence[Any], *static: Any
+) -> tuple[list[mx.array], list[mx.array]]:
+    """For a proof: the logarithms of the sums of weights, that gradients go by."""
+    if len(outputs) == 1:
+        return [], []
+    (_, norms), call = outputs, checked(arrays, *static)
+    (expected,) = reference.attention(call, reference.log_sums)(*arrays)
+    found = norms[..., :1] + mx.log2(norms[..., 1:])
+    # Of a query that sees no key neither is a number.
+    here = mx.abs(expected) < 1e30
+    return [mx.where(here, found, 0)], [mx.where(here, expected, 0)]
+
+
+ATTENTION = Operation("attention", _plan, besides=_norms)
 # Many queries by kernels, without a choice: where their gradient is that of another kernel.
 _FORWARD = Operation("attention", _plan_forward)

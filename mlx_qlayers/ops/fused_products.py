@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, chain
 from math import prod
 from typing import Any
@@ -21,6 +22,7 @@ from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from ..options import MatmulCall, PackedMatrix
 from ..runtime.backend import backend
 from ..runtime.devices import device_of
+from ..runtime.proof import first_proven
 from ..runtime.spec import Spec
 from .checks import check_floats
 from .quantized_matmul import quantized_matmul
@@ -35,7 +37,7 @@ from .quantized_route import (
     skinny_spread,
     stock_is_better,
 )
-from .tensor_choice import PATHS, by_tensors, takes_tensors, tensor_product
+from .tensor_choice import PATHS, by_tensors, in_turn, takes_tensors, tensor_product
 
 Norm = tuple[mx.array | None, float]
 
@@ -235,10 +237,13 @@ def _by_tensors(
     best = found("qmm", *call.shape, x.dtype, fmt, True)
     if best is None or not by_tensors(best):
         return None
-    kernel = PATHS[best.path]
+    kernel, *others = in_turn(best, PATHS)
     by, evidence = f"{kernel}, {best.evidence}", best.evidence.source
     choice = choose("fused_products", by=by, evidence=evidence)
-    launch = tensor_product(kernel, call, residual, None if gate is None else matrices[1], gate)
+    given = call, residual, None if gate is None else matrices[1], gate
+    launch = first_proven(
+        {each: partial(tensor_product, each, *given) for each in (kernel, *others)}
+    )
 
     def multiply(x: mx.array, residual: mx.array | None, flat: list[Any]) -> list[mx.array]:
         return [launch(x, *flat[:4], residual, *flat[4:])]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -23,15 +23,18 @@ from ..options import MatmulCall, PackedMatrix
 from ..reference.gather_qmm import gather_qmm as reference
 from ..runtime.backend import Context, requested
 from ..runtime.devices import device_of
+from ..runtime.proof import first_proven
 from ..runtime.spec import Spec
 from .checks import check_floats, check_packed
 from .quantized_route import STOCK_COMPILES
-from .tensor_choice import by_tensors, decided_by
+from .tensor_choice import TENSOR, by_tensors, decided_by, in_turn
 
 # x, w, scales, biases, lhs_indices, rhs_indices and global_scale, or their specs.
 _Arrays = Sequence[Any]
 
 _KINDS = ("plain", "transposed")
+# The kernel of rows in order without tensor operations.
+_TILES = "sorted rows"
 
 
 def gather_qmm(
@@ -114,7 +117,7 @@ def _plan(
     unless = empty or _stock_is_better(rows)
     unless = unless or _untested(out, transpose, fmt)
     if sorted_indices and not empty and not device_of().measured:
-        by, unless, evidence = decided_by(_measured(call, rows), "sorted rows", unless, evidence)
+        by, unless, evidence = decided_by(_measured(call, rows), _TILES, unless, evidence)
     choice = choose(
         "gather_qmm",
         () if empty else KERNELS,
@@ -202,10 +205,15 @@ def _launch(path: str, call: MatmulCall, pairs: Pairs, scaled: bool = False) -> 
     (x, (w, *_), transpose, fmt), per_pair = call, call.x.shape[-2]
     rows, matrices = prod(pairs.shape) * per_pair, prod(w.shape[:-2])
     if pairs.in_order and device_of(path).gpu and rows >= matrices:
-        cut: QmmConfig | TensorConfig = gather_qmm_config(rows, matrices, x.dtype, fmt)
-        if not device_of(path).measured and by_tensors(_measured(call, rows)):
-            cut = tensor_config(rows // matrices, x.shape[-1], x.dtype, fmt, transpose)
-        return gather_qmm_sorted(call, pairs, cut, scaled)
+        cuts: dict[str, QmmConfig | TensorConfig] = {
+            TENSOR: tensor_config(rows // matrices, x.shape[-1], x.dtype, fmt, transpose),
+            _TILES: gather_qmm_config(rows, matrices, x.dtype, fmt),
+        }
+        best, kernels = None if device_of(path).measured else _measured(call, rows), [_TILES]
+        if best is not None and by_tensors(best):
+            kernels = in_turn(best, {"tensor": TENSOR, "kernel": _TILES})
+        bind = partial(gather_qmm_sorted, call, pairs, scaled=scaled)
+        return first_proven({each: partial(bind, config=cuts[each]) for each in kernels})
     config = configuration(path, per_pair, pairs.in_order, transpose, fmt)
     return gather_qmv(call, pairs, config, scaled)
 

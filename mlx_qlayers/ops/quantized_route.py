@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -23,8 +24,9 @@ from ..reference import quantized_matmul as reference
 from ..runtime.backend import backend
 from ..runtime.devices import device_of
 from ..runtime.program import CONSTANT_BELOW
+from ..runtime.proof import first_proven
 from ..runtime.spec import Spec
-from .tensor_choice import PATHS, as_it_runs, tensor_product, without_tensors
+from .tensor_choice import PATHS, as_it_runs, in_turn, tensor_product, without_tensors
 
 # Rows from which MLX compiles its own product for NVIDIA GPUs when it is first asked for, for 10 to
 # 50 seconds: no choice that is made by default may wait for that.
@@ -45,10 +47,12 @@ class Route(NamedTuple):
     Attributes:
         choice: the backend of the kernels or ``"ops"``, and why.
         kernel: which of them.
+        others: those that were no slower than the stock operator, where it fails its proof.
     """
 
     choice: Choice
     kernel: str = ""
+    others: Sequence[str] = ()
 
 
 def is_qmv(x: Spec | mx.array) -> bool:
@@ -117,6 +121,7 @@ def route(op: str, call: MatmulCall, single: bool = False) -> Route:
     if w.ndim > 2 or 0 in (rows, *w.shape):
         return Route(choose(op, (), unless="the kernels take one matrix, and nothing empty"))
     kernel, unless, evidence = _by_rule(call)
+    names, others = {"kernel": kernel, **_MEASURED}, list[str]()
     best: Found | None = None
     at = device_of()
     if transpose and (rows <= MAX_QMV_ROWS or not at.gpu):
@@ -126,7 +131,7 @@ def route(op: str, call: MatmulCall, single: bool = False) -> Route:
         best = found("qmm", rows, n, k, x.dtype, fmt, transpose)
     best = as_it_runs(best)
     if best is not None and best.path in _MEASURED:
-        kernel, unless = _MEASURED[best.path], None
+        (kernel, *others), unless = in_turn(best, names), None
         by, evidence = f"{kernel}, {best.evidence}", best.evidence.source
     else:
         if best is not None and kernel == SKINNY and rows <= MAX_QMV_ROWS:
@@ -138,7 +143,9 @@ def route(op: str, call: MatmulCall, single: bool = False) -> Route:
     if single and few and not unless and (unless := _call_is_too_long(call)):
         evidence = source_of("qmv_call")
     times = measured_gain(best, host_gain(rows, fmt, transpose))
-    return Route(choose(op, unless=unless, host_gain=times, by=by, evidence=evidence), kernel)
+    return Route(
+        choose(op, unless=unless, host_gain=times, by=by, evidence=evidence), kernel, others
+    )
 
 
 def _by_rule(call: MatmulCall) -> tuple[str, str | None, str]:
@@ -226,6 +233,13 @@ def product(to: Route, call: MatmulCall) -> Product:
         A function of x, w, scales, biases and bias that gives (..., N); further arguments are not
         looked at.
     """
+    kernels = to.kernel, *to.others
+    return first_proven(
+        {each: partial(_product, to._replace(kernel=each), call) for each in kernels}
+    )
+
+
+def _product(to: Route, call: MatmulCall) -> Product:
     (x, matrix, transpose, fmt), path, kernel = call, to.choice.path, to.kernel
     if path == "ops":
         return by_reference(transpose, fmt)

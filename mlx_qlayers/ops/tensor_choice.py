@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import inf
 from typing import Any
 
 import mlx.core as mx
@@ -26,12 +27,40 @@ PATHS = {"tensor": TENSOR, "codes": CODES, "tensor_memory": MEMORY}
 
 def by_tensors(best: Found | None) -> bool:
     """Whether they were measured to be fastest, and still run here."""
-    if best is None or best.path not in PATHS:
-        return False
-    codes = PATHS[best.path] == CODES
+    return best is not None and best.path in PATHS and _runs(best.path)
+
+
+def _runs(path: str) -> bool:
+    """Whether a path's kernel runs here."""
+    if path not in PATHS:
+        return True
+    codes = PATHS[path] == CODES
     if device_of().tensor_cores:
         return not codes  # the shim runs them
     return (tensor_ops.missing_codes() if codes else tensor_ops.missing()) is None
+
+
+def in_turn(best: Found, kernels: Mapping[str, str]) -> list[str]:
+    """Kernels that a call may go by where those before failed their proof: the one that was
+    fastest, and others that were no slower than the stock operator.
+
+    Args:
+        best: what was measured.
+        kernels: their names by paths.
+
+    Example:
+        >>> from mlx_qlayers.dispatch.thresholds import Evidence
+        >>> seconds = {"tensor": 1.0, "stock": 2.0, "kernel": 1.5, "tensor_memory": 3.0}
+        >>> best = Found("tensor", None, Evidence("measured here", "M5", seconds=seconds))
+        >>> in_turn(best, PATHS | {"kernel": "many queries"})
+        ['tensor operations', 'many queries']
+    """
+    seconds = best.evidence.seconds or {}
+    rest = [p for p in kernels if seconds.get(p, inf) <= seconds.get("stock", 0) and _runs(p)]
+    ranked = sorted(
+        {*rest, best.path} & kernels.keys(), key=lambda p: (p != best.path, seconds.get(p, inf))
+    )
+    return [kernels[path] for path in ranked]
 
 
 def tensor_product(

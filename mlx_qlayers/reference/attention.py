@@ -7,9 +7,10 @@ cores, as every stock operator runs on one; neither changes a bit of a float32 r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial
+from math import log
 from typing import Any
 
 import mlx.core as mx
@@ -25,8 +26,12 @@ _ALL, _HERE = slice(None), nullcontext()
 _MASK_BYTES, _MASKS = 2 << 20, 16
 
 
-def attention(call: AttentionCall) -> Run:
+def attention(call: AttentionCall, instead: Callable[..., mx.array] | None = None) -> Run:
     """:func:`mlx_qlayers.attention` for all arrays of these shapes and dtypes; differentiable.
+
+    Args:
+        call: the specs.
+        instead: :func:`log_sums`, to give those.
 
     Returns:
         A function of q, the arrays of k, those of v, mask and sinks, which gives one array.
@@ -43,8 +48,8 @@ def attention(call: AttentionCall) -> Run:
     shares = _shares(q, k[0], keys - first) if on_cpu else [(_ALL, _ALL)]
     product: Any = mx.fast.scaled_dot_product_attention
     options: dict[str, Any] = {"scale": scale}
-    if softcap is not None or len(k) > 1:
-        product, options["softcap"] = _composed, softcap
+    if softcap is not None or len(k) > 1 or instead:
+        product, options["softcap"] = instead or _composed, softcap
         options["group_size"], options["bits"] = call.packing
 
     def run(*arrays: Any) -> list[mx.array]:
@@ -170,23 +175,43 @@ def _mask(
     return numbers
 
 
+def log_sums(q: mx.array, *caches: Any, **options: Any) -> mx.array:
+    """For each query the logarithm of the sum of its weights: (B, H, L, 1), to base 2."""
+    scores = _scores(q, caches[: len(caches) // 2], **options)
+    return mx.logsumexp(scores, axis=-1, keepdims=True) / log(2)
+
+
 def _composed(
+    q: mx.array, *caches: Any, sinks: mx.array | None, group_size: int, bits: int, **options: Any
+) -> mx.array:
+    """The products, softcap, mask and softmax one after the other; 0 bits are no packing."""
+    packing: Any = {"group_size": group_size, "bits": bits}
+    k, v = caches[: len(caches) // 2], caches[len(caches) // 2 :]
+    weights = mx.softmax(_scores(q, k, sinks=sinks, **packing, **options), axis=-1, precise=True)
+    weights = weights if sinks is None else weights[..., 1:]
+    batch, heads, queries, keys = weights.shape
+    weights = weights.reshape(batch, v[0].shape[1], -1, keys)
+    product: Any = partial(mx.quantized_matmul, transpose=False, **packing)
+    out = product(weights, *v) if bits else weights @ v[0]
+    return out.reshape(batch, heads, queries, -1)
+
+
+def _scores(
     q: mx.array,
-    *caches: Any,
+    k: Sequence[Any],
+    *,
     mask: Any,
     sinks: mx.array | None,
     scale: float,
     softcap: float | None,
-    **packing: int,
+    **packing: Any,
 ) -> mx.array:
-    """The products, softcap, mask and softmax one after the other; 0 bits are no packing."""
-    quantized_matmul: Any = mx.quantized_matmul
-    bits, product = packing["bits"], partial(quantized_matmul, **packing)
-    k, v = caches[: len(caches) // 2], caches[len(caches) // 2 :]
+    """Of all keys, behind that of the sink if there is one."""
     batch, heads, queries, width = q.shape
     # The queries of all heads that share keys are rows of one product.
     rows = (q * scale).reshape(batch, k[0].shape[1], -1, width)
-    scores = product(rows, *k) if bits else rows @ k[0].swapaxes(-1, -2)
+    packed = packing["bits"] > 0
+    scores = mx.quantized_matmul(rows, *k, **packing) if packed else rows @ k[0].swapaxes(-1, -2)
     scores = scores.reshape(batch, heads, queries, -1)
     if softcap is not None:
         scores = softcap * mx.tanh(scores / softcap)
@@ -195,11 +220,7 @@ def _composed(
     if mask is not None:
         hidden = mask.dtype == mx.bool_
         scores = mx.where(mask, scores, mx.finfo(scores.dtype).min) if hidden else scores + mask
-    if sinks is not None:
-        column = mx.broadcast_to(sinks[:, None, None], (batch, heads, queries, 1))
-        scores = mx.concatenate([column, scores], axis=-1)
-    weights = mx.softmax(scores, axis=-1, precise=True)
-    weights = weights if sinks is None else weights[..., 1:]
-    weights = weights.reshape(*rows.shape[:-1], -1)
-    out = product(weights, *v, transpose=False) if bits else weights @ v[0]
-    return out.reshape(batch, heads, queries, -1)
+    if sinks is None:
+        return scores
+    column = mx.broadcast_to(sinks[:, None, None], (batch, heads, queries, 1))
+    return mx.concatenate([column, scores], axis=-1)

@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 
@@ -30,6 +30,7 @@ from .launch import Launch
 from .macos import macos_build
 from .source import METAL
 
+T = TypeVar("T")
 # What a reason says before the names of several kernels, of which one failed.
 TOGETHER = "; launched together: "
 # The names of kernels by the keys of their launches.
@@ -63,6 +64,9 @@ class Unproven(RuntimeError):
 
 
 _trial: ContextVar[Launches | None] = ContextVar("trial", default=None)
+# What was taken in the place of something else; a launch that failed is refused, by trials too.
+_instead: ContextVar[list[str] | None] = ContextVar("instead", default=None)
+_has_another: ContextVar[bool] = ContextVar("has_another", default=False)
 _lock = threading.Lock()
 # By the file that they are stored in, which is another one where the cache's folder is.
 _verdicts: dict[Path, dict[str, Verdict]] = {}
@@ -87,11 +91,53 @@ def admit(launch: Launch, folder: Path | None) -> Callable[[], None] | None:
     if trial is None and (requested() != "auto" or METAL.parent not in (folder or Path()).parents):
         return None
     key, kernel = key_of(launch), launch.program.name
-    if trial is not None:
-        return partial(trial.__setitem__, key, kernel)
-    if (verdict := find(key)) is None or verdict.why:
+    verdict = find(key) if trial is None or _has_another.get() else None
+    if (trial is None and verdict is None) or (verdict is not None and verdict.why):
         raise Unproven(kernel, key, verdict and verdict.why)
-    return None
+    return None if trial is None else partial(trial.__setitem__, key, kernel)
+
+
+def first_proven(variants: Mapping[str, Callable[[], T]]) -> T:
+    """What the first of some functions gives of whose launches none has failed its proof.
+
+    Args:
+        variants: functions of no arguments that bind launches of the same, by what they are called.
+
+    Returns:
+        What it gives; the last one's in any case.
+
+    Raises:
+        Unproven: a launch was not proven yet, or one of the last failed.
+    """
+    names, failed = list(variants), ""
+    for name, following in zip(names, [*names[1:], ""], strict=True):
+        token = _has_another.set(bool(following) or _has_another.get())
+        try:
+            made = variants[name]()
+        except Unproven as found:
+            if found.why is None or not following:
+                raise
+            if _trial.get() is None:
+                say(found.kernel, found.why, following)
+            failed += f"; not {name}, as kernel {found.kernel} gave {found.why}"
+        else:
+            if failed and (told := _instead.get()) is not None:
+                told.append(f"by {name}{failed}")
+            return made
+        finally:
+            _has_another.reset(token)
+    raise ValueError("no variants")
+
+
+@contextmanager
+def replacements() -> Iterator[list[str]]:
+    """Collect what :func:`first_proven` takes in the place of something else, and why not that."""
+    told: list[str] = []
+    token = _instead.set(told)
+    try:
+        yield told
+    finally:
+        _instead.reset(token)
 
 
 @contextmanager
@@ -162,7 +208,7 @@ def record(launches: Mapping[str, str], why: str = "", kept: bool = True) -> Non
         note("proof", "not kept", str(error))
         _unkept.update(found)
     for kernel in dict.fromkeys(verdict.kernel for verdict in found.values()):
-        note(f"kernel {kernel}", "stock" if why else "proven", why or "as its reference")
+        note(f"kernel {kernel}", "failed" if why else "proven", why or "as its reference")
     if why:
         advance_epoch()  # plans were made that count on it
 
@@ -203,12 +249,12 @@ def read(path: Path) -> dict[str, Verdict]:
 _said: set[str] = set()
 
 
-def say(kernel: str, why: str) -> None:
-    """Warn once in a process of a kernel that is left for stock operators, and those beside it."""
+def say(kernel: str, why: str, instead: str = "MLX's own operators") -> None:
+    """Warn once in a process of a kernel that is left for something else, and those beside it."""
     names = {kernel, *filter(None, why.partition(TOGETHER)[2].split(", "))}
     if not names <= _said:
         _said.update(names)
-        text = f"mlx-qlayers: warning: kernel {kernel} is left for MLX's own operators: {why}"
+        text = f"mlx-qlayers: warning: kernel {kernel} is left for {instead}: {why}"
         print(text, file=sys.stderr)
 
 

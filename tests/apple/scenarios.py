@@ -22,6 +22,7 @@ import mlx.optimizers as optim
 from mlx_lm.models import qwen2
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from tensors import tensors  # noqa: F401, a scenario
 
 from mlx_qlayers import convert_model, quantize_model, use_backend
 from mlx_qlayers.commands.doctor_checks import checks, families

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any
+from copy import copy
+from functools import cache, partial
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound
+from ...runtime.proof import first_proven
 from ...runtime.spec import Spec
 from .forward import LOG2E, Launcher, absent
 from .hopper import backward_once, cut
 from .layout import PARAMETERS, memory, registers
 from .tensor import KEYS_INPUTS, QUERIES_INPUTS, tensor_gradients, tensor_mask_gradient
 
+T = TypeVar("T")
 # What lowers the scores of a query that sees no key, as score_tile.metal has it.
 _BLANK = 1e38
 
@@ -72,7 +75,7 @@ def attention_backward(at: Launcher, tensors: bool = False) -> tuple[Compute, Co
     def launches() -> tuple[Bound, Bound]:
         average = (at.batch, at.kv_heads, at.v_width) if at.average else blank.shape
         if tensors:
-            return tensor_gradients(at, per_query[0], Spec(average, mx.float32))
+            return _either(at, tensor_gradients, per_query[0], Spec(average, mx.float32))
         others = out, norms, Spec(rows, mx.float32), Spec(average, mx.float32)
         chosen, of_key = at.layout("keys"), (at.batch, at.keys, at.kv_heads)
         shapes = [(*of_key, at.width), (*of_key, at.v_width)]
@@ -84,7 +87,7 @@ def attention_backward(at: Launcher, tensors: bool = False) -> tuple[Compute, Co
     @cache
     def launch_of_mask() -> Bound:
         if tensors:
-            return tensor_mask_gradient(at, per_query[0])
+            return _either(at, tensor_mask_gradient, per_query[0])
         return at.bind(_MASK, *per_query, [(*rows, at.keys)], init_value=0)
 
     @cache
@@ -120,6 +123,15 @@ def attention_backward(at: Launcher, tensors: bool = False) -> tuple[Compute, Co
         return [gradient.astype(mask.dtype)]
 
     return of_all, of_mask
+
+
+def _either(at: Launcher, bind: Callable[..., T], *others: Any) -> T:
+    """The launches by tensor operations as the forward pass's, or where these failed their proof
+    those of the other kind."""
+    other = copy(at)
+    other.handed = not at.handed
+    kinds = ("handed over", at), ("through memory", other)
+    return first_proven({f"scores {kind}": partial(bind, a, *others) for kind, a in kinds})
 
 
 def _average(at: Launcher, norms: mx.array, d_out: mx.array) -> mx.array:
