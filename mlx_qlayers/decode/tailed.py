@@ -6,23 +6,27 @@ one with the same caches goes on, as long as nobody looked at them or changed th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..ops.attention_step import MIN_TICKETS
-from ..runtime.backend import Mode, mode
-from ..runtime.windows import halves, joined, windows
-from .caches import arrays_of, put
+from ..ops.attention_step import MIN_TICKETS, why_not
+from ..options import StepCall
+from ..runtime.backend import Mode, mode, requested
+from ..runtime.windows import Window, halves, joined, windows
+from .caches import arrays_of as named
+from .caches import put
 from .capture import Captured, Unsupported
 from .emit import Program
 from .rules import fused
 from .rules.steps import Tails
-from .tails import Tail, one_token, positions_of, tail_of, watch
+from .tails import Tail, arrays_of, one_token, positions_of, tail_of, watch
 
 _NAMES = ("keys", "values")
+# With how many rows of a cache it is asked whether there is a kernel.
+_TYPICAL_ROWS = 4096
 # Steps that go on without a look at caches, where there are no tails.
 _ROOM = 256
 
@@ -34,6 +38,7 @@ class Tailed:
         captured: the step.
         batch: sequences.
         keys: of the caches, what the capture is for.
+        weights: where arrays of the model lie.
 
     Attributes:
         groups: the numbers of caches that hold as many tokens and have a tail together.
@@ -43,8 +48,14 @@ class Tailed:
         Unsupported: something else than attention depends on positions.
     """
 
-    def __init__(self, captured: Captured, batch: int, keys: Sequence[tuple[Any, ...]]) -> None:
-        tails = Tails(keys, captured.names)
+    def __init__(
+        self,
+        captured: Captured,
+        batch: int,
+        keys: Sequence[tuple[Any, ...]],
+        weights: Sequence[Window] = (),
+    ) -> None:
+        self.weights, tails = weights, Tails(keys, captured.names)
         graph = fused(captured.graph, tails)
         self.program = Program(graph, batch, captured.weights)
         if self.program.dynamic:
@@ -59,12 +70,16 @@ class Tailed:
         self.at = [f"at.{first}" for first in groups]
         self.tails = [f"tail.{i}.{n}" for i in chain(*self.groups) for n in _NAMES]
         self.states = [n for n in graph.outputs if n != "logits" and n[:5] != "tail."]
-        moving = {"tokens", *self.at, *self.tails, *self.states}
+        self.buffers = [*_buffers(self.groups, keys)]
+        moving = {"tokens", *self.at, *self.tails, *self.states, *self.buffers}
         self.fixed = [name for _, name in self.program.inputs if name not in moving]
         self.places = _places(self.states)
+        calls = [StepCall.of(node.src) for node in graph.nodes() if node.op == "AttentionStep"]
+        if reason := next(filter(None, (_why_not(call, batch) for call in calls)), None):
+            raise Unsupported(reason)
         # Attention takes at most one of a key head and 8 of its queries.
-        steps = (node.src[3] for node in graph.nodes() if node.op == "AttentionStep")
-        self.tickets = max((8 * batch * node.shape[1] for node in steps if node), default=0)
+        heads = max((call.k_cache[0].shape[1] for call in calls), default=0)
+        self.tickets = max(MIN_TICKETS, 8 * batch * heads)
         self.compiled = mx.compile(self._run)
 
     def _counted(self, captured: Captured, tails: Tails) -> dict[int, list[str]]:
@@ -77,16 +92,17 @@ class Tailed:
             found[number].append(name)
         return found
 
-    def _run(self, tokens: mx.array, fixed: Any, at: Any, tails: Any, states: Any) -> list[Any]:
+    def _run(self, tokens: mx.array, *given: Any) -> list[Any]:
         """Logits; positions of the next token, tails and states."""
+        fixed, buffers, at, tails, states = given
+        buffers = [a for some in buffers for buffer in some for a in arrays_of(buffer)]
         is_joined = len(tails) < len(self.tails)
         # What goes out as it came in are arrays of their own.
-        with windows([*fixed, *tails, *states]), mode(Mode.INFERENCE):
-            given = [y for x in tails for y in halves(x)] if is_joined else tails
-            names = ["tokens", *self.fixed, *self.at, *self.tails, *self.states]
-            made = self.program.run(
-                dict(zip(names, [tokens, *fixed, *at, *given, *states], strict=True)), {}
-            )
+        with windows([*fixed, *buffers, *tails, *states], self.weights), mode(Mode.INFERENCE):
+            apart = [y for x in tails for y in halves(x)] if is_joined else tails
+            names = self.fixed, self.buffers, self.at, self.tails, self.states
+            pairs = zip(chain(*names), [*fixed, *buffers, *at, *apart, *states], strict=True)
+            made = self.program.run({"tokens": tokens, **dict(pairs)}, {})
             new = [made[name] for name in self.tails]
             if is_joined:
                 new = [joined(*new[i : i + 2]) for i in range(0, len(new), 2)]
@@ -99,18 +115,14 @@ class Tailed:
         Raises:
             Unsupported: they hold tokens in another way than those of the capture.
         """
-        arrays, tails = arrays_of(own), list[Tail]()
-        for numbers in self.groups:
-            tails.append(tail_of([own[i] for i in numbers]))
-        count = len({name for name in self.fixed if name.startswith("tickets.")})
-        size = max(MIN_TICKETS, self.tickets)
-        tickets = iter(mx.split(mx.zeros(count * size, mx.int32), count) if count else ())
-        fixed = [next(tickets) if n.startswith("tickets.") else arrays[n] for n in self.fixed]
-        at = [
-            positions_of(tail, own[numbers[0]])
-            for tail, numbers in zip(tails, self.groups, strict=True)
-        ]
-        return Progress(self, tails, at, fixed, [arrays[name] for name in self.states])
+        tails = [tail_of([own[i] for i in numbers]) for numbers in self.groups]
+        pairs = zip(tails, self.groups, strict=True)
+        at = [positions_of(tail, own[numbers[0]]) for tail, numbers in pairs]
+        names = [name for name in self.fixed if name.startswith("tickets.")]
+        tickets = mx.split(mx.zeros(len(names) * self.tickets, mx.int32), len(names) or 1)
+        arrays = named(own) | dict(zip(names, tickets, strict=False))
+        fixed, states = ([arrays[name] for name in some] for some in (self.fixed, self.states))
+        return Progress(self, tails, at, fixed, states)
 
     def run(self, tokens: mx.array, own: Sequence[Any], last: Progress | None) -> Any:
         """The logits, and what the next step with the same caches goes on with.
@@ -120,7 +132,10 @@ class Tailed:
         """
         now, is_first = last or self.begun(own), last is None
         given = [x for tail in now.tails for x in tail.tails]
-        logits, at, new, states = self.compiled(tokens, now.fixed, now.at, given, now.states)
+        buffers = [tail.buffers for tail in now.tails]
+        logits, at, new, states = self.compiled(
+            tokens, now.fixed, buffers, now.at, given, now.states
+        )
         items: list[dict[str, Any]] = [{} for _ in own]
         tails, start, room = list[Tail](), 0, _ROOM
         for numbers, names, old in zip(self.groups, self.counts, now.tails, strict=True):
@@ -144,6 +159,23 @@ class Tailed:
         put(own, items)
         left, kinds = [*map(dict, map(vars, own))], [*map(type, own)]
         return logits, Progress(self, tails, at, now.fixed, states, room, left, kinds)
+
+
+def _why_not(call: StepCall, batch: int) -> str | None:
+    """Why attention has no kernel, unless nobody wants one."""
+    if requested() == "ops":
+        return None
+    heads = call.k_cache[0].shape[1]
+    share = call.q.shape[2] // (heads * call.width)
+    shape = batch, heads, _TYPICAL_ROWS, call.width
+    return why_not(call.q.dtype, share, shape, call.v_width, call.packing)
+
+
+def _buffers(groups: Sequence[Sequence[int]], keys: Sequence[Any]) -> Iterator[str]:
+    """The names of the buffers of caches that have tails."""
+    for number in chain(*groups):
+        parts = [".0", ".1", ".2"] if "bits" in dict(keys[number][2:]) else [""]
+        yield from (f"cache.{number}.{name}{part}" for name in _NAMES for part in parts)
 
 
 def _places(states: Sequence[str]) -> list[tuple[int, str, int | None, int]]:

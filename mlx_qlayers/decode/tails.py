@@ -36,7 +36,7 @@ class Tail(NamedTuple):
 
     Attributes:
         buffers: of all caches in turn (B, Hkv, S, D) and Dv, of which ``start`` rows count; or
-            packed, scales and biases.
+            packed, scales and biases. Those that somebody took are None.
         tails: (B, Hkv, R, D) and Dv: the rows behind them; or where launches share arrays
             (2 B, Hkv, R, D), those of both keys and values.
         start: how many rows of the buffers count.
@@ -194,6 +194,8 @@ def watched_kind(kind: type) -> type:
         own = vars(cache)
         held = {name: own[name] for name in ("keys", "values") if _is_held(own[name])}
         own.update({name: tail.merged(number) for name, (tail, number) in held.items()})
+        for tail, number in held.values():  # nobody else has it now, so MLX writes into it
+            tail.buffers[number] = None
         cache.__class__ = kind
         return cache
 

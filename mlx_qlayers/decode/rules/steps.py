@@ -389,8 +389,8 @@ def by_steps(graph: Graph, tails: Tails) -> Graph:
 
 def _position(root: Node, at: Mapping[str, tuple[Node, tuple[int, ...]]]) -> Node | None:
     """A position as one of those that attention takes, or as the sum of two."""
-    size, *others = root.arg
-    if not isinstance(size, Size) or root.shape not in ((), (1,)) or (root.shape and not others):
+    size = root.arg[0]
+    if not isinstance(size, Size) or root.shape not in ((), (1,)):
         return None
     ((name, count), *more) = size.terms
     if more or count != 1 or name not in at:

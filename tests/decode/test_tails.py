@@ -1,0 +1,248 @@
+"""Tails beside the buffers of caches: no copies, and caches that show the truth all the time."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import (
+    BatchKVCache,
+    BatchRotatingKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+from small_qwen import qwen
+
+from mlx_qlayers import use_backend
+from mlx_qlayers.decode import caches, engine, tailed, tails
+
+TOKENS = mx.random.randint(0, 96, (3, 90), key=mx.random.key(1))
+PADDING = [2, 0, 4]
+KINDS = ("plain", "bits", "ring", "kept", "batch", "batch of rings", "mixed")
+
+
+@pytest.fixture(autouse=True)
+def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Steps by tails of four tokens, of which MLX compiles nothing."""
+    monkeypatch.setattr(engine, "where", lambda: "a GPU")
+    monkeypatch.setattr(tails, "_ROWS", 4)
+    mx.disable_compile()
+    with use_backend("ops"):
+        yield
+    mx.enable_compile()
+    engine._steps.clear()
+
+
+def begun(model: nn.Module, kind: str, prompt: int = 5) -> list[Any]:
+    """Caches of one kind behind a prompt."""
+    made: dict[str, Callable[[int], Any]] = {
+        "ring": lambda i: RotatingKVCache(12),
+        "kept": lambda i: RotatingKVCache(12, keep=3),
+        "batch": lambda i: BatchKVCache(PADDING),
+        "batch of rings": lambda i: BatchRotatingKVCache(12, PADDING),
+        "mixed": lambda i: RotatingKVCache(9) if i else KVCache(),
+    }
+    cache = make_prompt_cache(model)
+    cache = [made[kind](i) for i in range(len(cache))] if kind in made else cache
+    model(TOKENS[: sequences(kind), :prompt], cache=cache)
+    return [c.to_quantized(32, 8) for c in cache] if kind == "bits" else cache
+
+
+def sequences(kind: str) -> int:
+    return len(PADDING) if "batch" in kind else 1
+
+
+class Stepped:
+    """A model whose tokens are by tails, or by its own code."""
+
+    def __init__(self, model: nn.Module, kind: str, by_tails: bool, prompt: int = 5) -> None:
+        self.model, self.by_tails, self.at = model, by_tails, prompt
+        self.cache, self.rows = begun(model, kind, prompt), sequences(kind)
+
+    def __call__(self, count: int) -> mx.array:
+        """The logits of so many more tokens."""
+        made = []
+        for i in range(self.at, self.at + count):
+            token = TOKENS[: self.rows, i : i + 1]
+            step = engine.step if self.by_tails else lambda m, t, c: m(t, cache=c)
+            logits = step(self.model, token, self.cache)
+            assert logits is not None, engine.stopped(self.model)
+            made.append(logits)
+        self.at += count
+        return mx.concatenate(made, axis=1)
+
+
+def state(cache: list[Any]) -> list[mx.array]:
+    """What caches say that they hold, quantized ones as numbers."""
+    found = []
+    for c in cache:
+        counts = (c._idx, c._offset) if hasattr(c, "_offset") else ()
+        found += [mx.array(c.offset), *map(mx.array, counts)]
+        for part in c.keys_and_values() if hasattr(c, "keys_and_values") else c.state[:2]:
+            part = part if isinstance(part, mx.array) else mx.dequantize(*part, 32, 8)
+            found.append(part[:, :, : c.size() or c.offset])
+    return found
+
+
+def assert_same(ours: Any, theirs: Any, kind: str, what: object) -> None:
+    # A number may be rounded to the other of two that are packed.
+    atol = 0.1 if kind == "bits" else 1e-4
+    for (_, a), (_, b) in zip(tree_flatten(ours), tree_flatten(theirs), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype, what
+        assert mx.abs(a - b).max() <= atol * max(1.0, mx.abs(b).max().item()), what
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_token_is_by_tails_while_caches_grow_and_go_round(kind: str) -> None:
+    model = qwen()
+    ours, theirs = Stepped(model, kind, True), Stepped(model, kind, False)
+    for count in (1, 6, 1, 20, 13):
+        assert_same(ours(count), theirs(count), kind, ours.at)
+        assert engine.stopped(model) is None
+        held = [vars(c)["keys"] for c in ours.cache]
+        assert all(isinstance(each[0], tails.Tail) for each in held), "a cache has no tail"
+        assert_same(state(copy.deepcopy(ours.cache)), state(theirs.cache), kind, ours.at)
+    assert_same(state(ours.cache), state(theirs.cache), kind, "behind all")
+
+
+LOOKS: dict[str, Callable[[list[Any]], Any]] = {
+    "state": lambda cache: [c.state for c in cache],
+    "one layer": lambda cache: mx.eval(cache[1].values),
+    "pickle": pickle.dumps,
+    "bytes": lambda cache: [c.nbytes for c in cache],
+    "written": lambda cache: [c.keys.__setitem__(..., c.keys * 1.5) for c in cache],
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("kind", ["plain", "kept", "batch of rings"])
+def test_whoever_looks_sees_what_stock_shows(look: str, kind: str) -> None:
+    model = qwen()
+    runs = Stepped(model, kind, True), Stepped(model, kind, False)
+    for count in (1, 2, 5, 9, 2):
+        assert_same(*(run(count) for run in runs), kind, runs[0].at)
+        for run in runs:
+            LOOKS[look](run.cache)
+        assert [c.nbytes for c in runs[0].cache] == [c.nbytes for c in runs[1].cache]
+    assert_same(*(state(run.cache) for run in runs), kind, look)
+
+
+@pytest.mark.parametrize("kind", ["plain", "bits", "ring", "batch", "batch of rings"])
+def test_trimmed_in_the_midst_of_a_tail(kind: str) -> None:
+    model = qwen()
+    runs = Stepped(model, kind, True), Stepped(model, kind, False)
+    for count, cut in ((1, 1), (3, 2), (5, 4), (3, 1), (9, 0)):
+        assert_same(*(run(count) for run in runs), kind, (count, cut))
+        assert cut == 0 or {c.trim(cut) for run in runs for c in run.cache} == {cut}
+    assert_same(*(state(run.cache) for run in runs), kind, "trimmed")
+
+
+def test_batches_that_are_filtered_extended_and_extracted() -> None:
+    model = qwen()
+    for kind in ("batch", "batch of rings"):
+        runs = Stepped(model, kind, True), Stepped(model, kind, False)
+        others = [Stepped(model, kind, run.by_tails, prompt=7) for run in runs]
+        for count, rows in ((9, [0, 2]), (11, [1])):
+            assert_same(*(run(count) for run in runs), kind, rows)
+            assert_same(*(run(count) for run in others), kind, rows)
+            for run in runs:
+                for c in run.cache:
+                    c.filter(mx.array(rows))
+                run.rows = len(rows)
+        for run, other in zip(runs, others, strict=True):
+            for c, more in zip(run.cache, other.cache, strict=True):
+                c.extend(more)
+            run.rows += other.rows
+        tokens = TOKENS[:1, 30:34]
+        for i in range(4):
+            given = mx.broadcast_to(tokens[:, i : i + 1], (4, 1))
+            ours = engine.step(model, given, runs[0].cache)
+            assert_same(ours, model(given, cache=runs[1].cache), kind, "extended")
+        assert engine.stopped(model) is None
+        assert_same(*([c.extract(2).state[:2] for c in run.cache] for run in runs), kind, "out")
+
+
+@pytest.mark.parametrize("kind", ["plain", "bits", "batch of rings"])
+def test_buffers_are_not_copied(kind: str) -> None:
+    """Neither by a token, nor where a tail is full, nor by who looks at caches."""
+    model, rows = qwen(), 1 << 12
+    run = Stepped(model, kind, True)
+    for c in run.cache:
+        c.keys, c.values = _of_rows([c.keys, c.values], rows)
+        if kind == "batch of rings":
+            c.max_size, c._idx, c._offset, c.rotated = rows, 17, rows + 17, True
+            c.offset, c.left_padding = mx.array([rows + 17] * 3), mx.array([-17] * 3)
+        else:
+            c.offset = rows - 100
+    with use_backend("host"):
+        mx.eval(run(1))
+        whole = sum(c.nbytes for c in run.cache)
+        for i in range(10):
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
+            mx.eval(run(1))
+            if i % 5 == 4:
+                mx.eval([c.state[:2] for c in run.cache])
+            assert before > whole and mx.get_peak_memory() - before < 0.1 * whole
+
+
+def _of_rows(part: Any, rows: int) -> Any:
+    """Keys or values with so many rows."""
+    if isinstance(part, mx.array):
+        part = mx.contiguous(mx.repeat(part[:, :, :1], rows, axis=2))
+        mx.eval(part)
+        return part
+    return [_of_rows(each, rows) for each in part]
+
+
+@pytest.mark.parametrize("kind", ["plain", "batch of rings"])
+def test_interrupted_anywhere_all_layers_hold_the_token_or_none(kind: str) -> None:
+    """An exception at every line that runs, as Ctrl-C raises it."""
+    model = qwen()
+    files = {each.__file__ for each in (engine, tailed, tails, caches)}
+    truth = Stepped(model, kind, False)
+    want = truth(12)
+    lines, interrupted, left = 0, True, 0
+
+    def at_line(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal left
+        if event == "line" and frame.f_code.co_filename in files:
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return at_line
+
+    first = Stepped(model, kind, True)
+    first(3)
+    while interrupted:
+        lines += 1
+        run = copy.copy(first)
+        run.cache = copy.deepcopy(first.cache)
+        if lines % 2:  # one that goes on where the last one left off
+            run(1)
+        left, interrupted = lines, False
+        sys.settrace(at_line)
+        try:
+            run(1)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.settrace(None)
+        assert len({length(c) for c in run.cache}) == 1, lines
+        run.at = length(run.cache[0])
+        assert_same(run(2), want[:, run.at - 7 : run.at - 5], kind, lines)
+    assert lines > 40
+
+
+def length(c: Any) -> int:
+    """How many tokens a cache was given."""
+    return int(c._offset if hasattr(c, "_offset") else c.offset)
