@@ -18,6 +18,8 @@ from .graph import Size
 
 # How far ahead of the first a second capture looks at most.
 REACH = 100_000
+# Rows that a long cache grows by at most.
+_MOST_ROWS = 2048
 _RINGS = ("RotatingKVCache", "BatchRotatingKVCache")
 # By the class of a cache the counts that go on with each token.
 _COUNTERS = {
@@ -118,7 +120,8 @@ def _room(c: Any, kind: str, length: int) -> int:
     else:
         at = c._idx if "_idx" in vars(c) else c.offset
     if at + length > _rows(c.keys):
-        more = -(-length // c.step) * c.step
+        # As mlx-lm's, or a quarter: each number of rows takes a compiled step.
+        more = max(-(-length // c.step), min(_rows(c.keys) // 4, _MOST_ROWS) // c.step) * c.step
         c.keys, c.values = (_grown(b, more, at) for b in (c.keys, c.values))
     return at
 

@@ -6,7 +6,6 @@ import copy
 import pickle
 import sys
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any
 
 import mlx.core as mx
