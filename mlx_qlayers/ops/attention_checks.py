@@ -8,12 +8,32 @@ from typing import Any
 import mlx.core as mx
 
 from ..options import AttentionCall, Rotation, Scores, packing
-from .checks import FLOATS, check_floats
+from ..runtime.spec import Spec
+from .signature import Signature
 
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUP_SIZES = (32, 64, 128)
-_LARGEST = mx.finfo(mx.float32).max
 _PACKED = 3  # packed, scales, biases
+
+
+_QUERIES = Signature("q: float (B, H, L, D); D > 0")
+_TAKES = Signature("""
+    q: float (B, H, L, D)
+    k: float (B, Hkv, S, D); S > 0 and Hkv > 0 and H % Hkv == 0
+    v: float (B, Hkv, S, Dv)
+    mask: bool|float to (B, H, L, S) or None
+    sinks: float (H,) or None
+    scale: number
+    window: int >= 1 or None
+    softcap: number > 0 or None
+""")
+_ROTATION = Signature("""
+    dims: int
+    traditional: flag
+    base: number > 0 or None
+    scale: number
+    freqs: any (dims // 2,) or None
+""")
 
 
 def checked(
@@ -38,41 +58,20 @@ def checked(
     """
     q, *parts, of_mask, sinks = arrays
     k, v = tuple(parts[: counts[0] or 1]), tuple(parts[counts[0] or 1 :])
-    check_floats("q", q)
-    if q.ndim != 4:
-        raise ValueError(f"q must be (B, H, L, D), but its shape is {q.shape}")
-    batch, heads, queries, width = q.shape
+    width = _QUERIES.check(q)["D"]
+    of_k, of_v = k[0], v[0]
     if any(counts):
         if not all(counts):
             kinds = ["tuple" if count else "array" for count in counts]
             raise ValueError(f"k and v must both be packed or not, not {' and '.join(kinds)}")
         check_packed("k", k, width)
         check_packed("v", v, None, packing(k, width))
-        k_shape, v_shape = (*k[0].shape[:3], width), v[0].shape
-    else:
-        for name, array in (("k", k[0]), ("v", v[0])):
-            check_floats(name, array)
-            if array.ndim != 4:
-                raise ValueError(f"{name} must be (B, Hkv, S, D), but its shape is {array.shape}")
-        k_shape, v_shape = k[0].shape, v[0].shape
-    if not width:
-        raise ValueError(f"q must have at least one column, but its shape is {q.shape}")
-    if k_shape[0] != batch or k_shape[3] != width:
-        raise ValueError(f"k must be ({batch}, Hkv, S, {width}) for q {q.shape}, not {k_shape}")
-    if k_shape[1] == 0 or heads % k_shape[1]:
-        raise ValueError(f"k must have a number of heads that divides {heads}, not {k_shape[1]}")
-    if k_shape[2] == 0:
-        raise ValueError(f"k must have at least one key, but its shape is {k_shape}")
-    if v_shape[:3] != k_shape[:3]:
-        raise ValueError(f"v must be {k_shape[:3]} and its width, as k, not {v_shape}")
-    _check_mask((batch, heads, queries, k_shape[2]), of_mask, mask)
-    _check_numbers(scale, window, softcap)
-    if sinks is not None:
-        check_floats("sinks", sinks)
-        if sinks.shape != (heads,):
-            raise ValueError(f"sinks must be ({heads},), one a head, not {sinks.shape}")
+        of_k, of_v = Spec((*of_k.shape[:3], width), q.dtype), Spec(of_v.shape, q.dtype)
+    if mask not in (None, "causal"):
+        raise ValueError(f"mask must be None, 'causal' or an mx.array, not {mask!r}")
+    found = _TAKES.check(q, of_k, of_v, of_mask, sinks, scale, window, softcap)
     # A window wider than all keys hides none; kernels and operators count it in 32 bits.
-    window = window and min(window, k_shape[2])
+    window = window and min(window, found["S"])
     cap = softcap and float(softcap)
     scores = Scores(float(scale), mask is not None, window, cap, bool(deterministic))
     return AttentionCall(q, k, v, scores, of_mask, sinks)
@@ -94,8 +93,7 @@ def check_packed(
     """Raise a ``ValueError`` for what is not packed, in rows of ``width`` or as ``wanted``."""
     if not _is_packed(parts):
         raise ValueError(f"{name} must be (packed, scales, biases) of 4 axes as mx.quantize gives")
-    check_floats(f"the scales of {name}", parts[1])
-    check_floats(f"the biases of {name}", parts[2])
+    Signature(f"the scales of {name}: float\nthe biases of {name}: float").check(*parts[1:])
     words, groups = parts[0].shape[-1], parts[1].shape[-1]
     if width is None:
         assert wanted is not None
@@ -112,49 +110,13 @@ def check_packed(
         )
 
 
-def _check_mask(full: tuple[int, ...], array: Any, other: Any) -> None:
-    if array is not None:
-        if array.dtype != mx.bool_ and array.dtype not in FLOATS:
-            raise ValueError(f"mask must be booleans or floating-point numbers, not {array.dtype}")
-        fits = zip(array.shape[::-1], full[::-1], strict=False)
-        if array.ndim > 4 or not all(n in (1, most) for n, most in fits):
-            raise ValueError(f"mask must broadcast to {full}, but its shape is {array.shape}")
-    elif other is not None and other != "causal":
-        raise ValueError(f"mask must be None, 'causal' or an mx.array, not {other!r}")
-
-
-def check_number(name: str, number: object) -> None:
-    """Raise a ``ValueError`` for what is no number, or more than float32 holds."""
-    if not is_finite(number):
-        raise ValueError(f"{name} must be a finite number, not {number!r}")
-
-
 def check_rotation(rotation: Any, freqs: Any, width: int) -> None:
     """Raise a ``ValueError`` for a :class:`Rotation` that does not fit heads of ``width``."""
     if not isinstance(rotation, Rotation):
         raise ValueError(f"rotation must be a Rotation, not {rotation!r}")
-    dims, traditional, base, scale = rotation
+    dims, _, base, _ = rotation
     if type(dims) is not int or dims % 2 or not 0 <= dims <= width:
         raise ValueError(f"dims must be even and at most {width}, not {dims!r}")
-    if not isinstance(traditional, bool):
-        raise ValueError(f"traditional must be True or False, not {traditional!r}")
     if dims and (base is None) == (freqs is None):
         raise ValueError("one of base and freqs must be given")
-    if base is not None and not (is_finite(base) and base > 0):
-        raise ValueError(f"base must be a positive number or None, not {base!r}")
-    check_number("scale", scale)
-    if freqs is not None and freqs.shape != (dims // 2,):
-        raise ValueError(f"freqs must have shape ({dims // 2},), not {freqs.shape}")
-
-
-def is_finite(value: object) -> bool:
-    """Whether a value is a number that float32 holds."""
-    return isinstance(value, (int, float)) and abs(value) <= _LARGEST
-
-
-def _check_numbers(scale: object, window: object, softcap: object) -> None:
-    check_number("scale", scale)
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise ValueError(f"window must be a positive integer or None, not {window!r}")
-    if softcap is not None and not (is_finite(softcap) and softcap > 0):  # type: ignore[operator]
-        raise ValueError(f"softcap must be a positive number or None, not {softcap!r}")
+    _ROTATION.check(*rotation, freqs, dims=dims)

@@ -18,8 +18,8 @@ from ..reference.attention_step import packed_rows, parts_of_rows
 from ..runtime import proof
 from ..runtime.devices import device_of
 from ..runtime.spec import Spec
-from .attention_checks import check_number, check_packed, check_rotation
-from .checks import FLOATS, check_floats
+from .attention_checks import check_packed, check_rotation
+from .signature import Signature
 
 __all__ = [
     "MIN_POSITIONS",
@@ -123,8 +123,7 @@ def _plan(
     call = _checked(arrays)
     q, (batch, kv_heads, size, _) = call.q, call.k_cache[0].shape
     width, v_width, bits = call.width, call.v_width, call.packing[1]
-    check_number("scale", scale)
-    check_number("epsilon", epsilon)
+    _NUMBERS.check(scale, epsilon)
     check_rotation(rotation, call.freqs, width)
     share, shape = q.shape[2] // (kv_heads * width), (batch, kv_heads, size, width)
     choice = _choose(q.dtype, share, shape, v_width, call.packing)
@@ -161,6 +160,7 @@ def _sample(arrays: list[Any], *static: Any) -> list[Any]:
     return [*call[:3], *call.k_cache, *call.v_cache, *tails, positions, freqs, *behind]
 
 
+_NUMBERS = Signature("scale: number\nepsilon: number")
 ATTENTION_STEP = Operation("attention_step", _plan, sample=_sample)
 
 
@@ -219,72 +219,45 @@ def _covers(
     return kernels.fits_few_registers(dtype, share, width, v_width, bits)
 
 
+def _takes(cache: str, k: str, v: str, k_tail: str, v_tail: str) -> Signature:
+    """The arguments, with caches and tails of such a dtype and in rows of so many words."""
+    return Signature(f"""
+        q: float (B, 1, N)
+        k_cache: {cache} (B, Hkv, S, {k}); Hkv * D > 0 and N > 0 and N % (Hkv * D) == 0
+        v_cache: {cache} (B, Hkv, S, {v}); Dv > 0
+        the scales of k_cache: q or None
+        the scales of v_cache: q or None
+        k: q (B, 1, Hkv * D)
+        v: q (B, 1, Hkv * Dv)
+        k_tail: {cache} (B, Hkv, R, {k_tail}); R > 0
+        v_tail: {cache} (B, Hkv, R, {v_tail})
+        positions: int32 (P,); P >= {MIN_POSITIONS} and P >= 2 + B
+        tickets: int32 (T,) or None
+        sinks: float (N // D,) or None
+        q_norm: float (D,) or None
+        k_norm: float (D,) or None
+        mask: bool (1|B, 1|N // D, 1, M) or None; M >= S
+""")
+
+
+_PLAIN, _PACKED = _takes("q", "D", "Dv", "D", "Dv"), _takes("uint32", "Wk", "Wv", "Tk", "Tv")
+
+
 def _checked(arrays: Sequence[Any]) -> StepCall:
     """The arguments by their names, after a check."""
-    q, k, v, *_ = arrays
-    if q.ndim != 3 or q.shape[1] != 1 or q.dtype not in FLOATS:
-        what = f"{q.dtype} {q.shape}"
-        raise ValueError(f"q must be (B, 1, H * D) in a floating-point type, not {what}")
-    call = StepCall.of(arrays)
+    call, takes, known = StepCall.of(arrays), _PLAIN, dict[str, int]()
     (k_cache, *k_groups), (v_cache, *v_groups) = call.k_cache, call.v_cache
-    k_tail, v_tail = call.k_tail, call.v_tail
-    if k_cache.ndim != 4 or k_cache.shape[0] != q.shape[0]:
-        raise ValueError(f"k_cache must be ({q.shape[0]}, Hkv, S, D), not {k_cache.shape}")
-    if v_cache.ndim != 4 or not v_cache.shape[3]:
-        raise ValueError(f"v_cache must be (B, Hkv, S, Dv), not {v_cache.shape}")
-    if k_tail.ndim != 4 or not k_tail.shape[2]:
-        raise ValueError(f"k_tail must be (B, Hkv, R, D), not {k_tail.shape}")
-    batch, kv_heads, size, width = k_cache.shape
-    v_width, rows, kind, tails = v_cache.shape[3], k_tail.shape[2], q.dtype, None
     if k_groups:
-        if k.ndim != 3 or v.ndim != 3 or not kv_heads:
-            raise ValueError(f"k and v must be (B, 1, Hkv * D), not {k.shape} and {v.shape}")
-        width, v_width = call.width, call.v_width
-        check_packed("k_cache", call.k_cache, width)
+        if {call.k.ndim, call.v.ndim} != {3} or k_cache.ndim != 4 or not k_cache.shape[1]:
+            what = f"{call.k.shape} and {call.v.shape}"
+            raise ValueError(f"k and v must be (B, 1, Hkv * D), not {what}")
+        check_packed("k_cache", call.k_cache, call.width)
         check_packed("v_cache", call.v_cache, None, call.packing)
-        kind, tails = mx.uint32, [row_words(each) for each in (call.k_cache, call.v_cache)]
-    if 0 in (kv_heads, width, q.shape[2]) or q.shape[2] % (kv_heads * width):
-        raise ValueError(f"q must have a multiple of {kv_heads} heads of {width}, not {q.shape}")
-    heads = q.shape[2] // width
-    of_k, of_v = tails or (width, v_width)
-    for name, array, shape, dtype in (
-        *(("the scales of k_cache", a, a.shape, q.dtype) for a in k_groups),
-        *(("the scales of v_cache", a, a.shape, q.dtype) for a in v_groups),
-        ("v_cache", v_cache, (batch, kv_heads, size, v_cache.shape[3]), kind),
-        ("k", k, (batch, 1, kv_heads * width), q.dtype),
-        ("v", v, (batch, 1, kv_heads * v_width), q.dtype),
-        ("k_cache", k_cache, k_cache.shape, kind),
-        ("k_tail", k_tail, (batch, kv_heads, rows, of_k), kind),
-        ("v_tail", v_tail, (batch, kv_heads, rows, of_v), kind),
-    ):
-        if array.shape != shape or array.dtype != dtype:
-            raise ValueError(f"{name} must be {dtype} {shape}, not {array.dtype} {array.shape}")
-    _check_rest(call, heads)
+        tails = (row_words(each) for each in (call.k_cache, call.v_cache))
+        takes = _PACKED
+        known = dict(zip(("D", "Dv", "Tk", "Tv"), (call.width, call.v_width, *tails), strict=True))
+    groups = (k_groups or [None])[0], (v_groups or [None])[0]
+    behind = call.positions, call.tickets, call.sinks, call.q_norm, call.k_norm, call.mask
+    given = call.q, k_cache, v_cache, *groups, call.k, call.v, call.k_tail, call.v_tail, *behind
+    takes.check(*given, **known)
     return call
-
-
-def _check_rest(call: StepCall, heads: int) -> None:
-    """Check what comes behind the caches and tails."""
-    (batch, _, size, _), width = call.k_cache[0].shape, call.width
-    positions, mask, tickets = call.positions, call.mask, call.tickets
-    least, kind = max(MIN_POSITIONS, 2 + batch), positions.dtype
-    if positions.ndim != 1 or positions.size < least or kind != mx.int32:
-        what = f"{kind} {positions.shape}"
-        raise ValueError(f"positions must be int32 and {least} or more, not {what}")
-    if tickets is not None and (tickets.dtype != mx.int32 or tickets.ndim != 1):
-        raise ValueError(f"tickets must be int32 and have one axis, not {Spec.of(tickets)}")
-    if call.sinks is not None:
-        check_floats("sinks", call.sinks)
-        if call.sinks.shape != (heads,):
-            raise ValueError(f"sinks must be ({heads},), one a head, not {call.sinks.shape}")
-    for name, weight in (("q_norm", call.q_norm), ("k_norm", call.k_norm)):
-        if weight is not None:
-            check_floats(name, weight)
-            if weight.shape != (width,):
-                raise ValueError(f"{name} must be ({width},), as wide as a key, not {weight.shape}")
-    if mask is None:
-        return
-    broadcast = mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
-    if mask.dtype != mx.bool_ or not broadcast or mask.shape[2] != 1 or mask.shape[3] < size:
-        wanted, what = (batch, heads, 1, size), f"{mask.dtype} {mask.shape}"
-        raise ValueError(f"mask must be bool {wanted}, not {what}")

@@ -10,9 +10,9 @@ import mlx.core as mx
 
 from ..dispatch import Operation, Plan, dispatch
 from ..runtime.devices import device_of
-from .checks import check_floats
 from .deformable_attention import DEFORMABLE_ATTENTION
 from .matmul import matmul
+from .signature import Signature
 
 Pair = int | tuple[int, int]
 # Float32 holds every whole position below.
@@ -75,8 +75,7 @@ def _plan(
 ) -> Plan:
     steps, gaps = _pair("stride", stride), _pair("dilation", dilation)
     margin = _pair("padding", padding, least=0)
-    names = ("x", "offset", "weight", "bias", "mask")
-    _check(dict(zip(names, arrays, strict=True)), steps, gaps, margin)
+    _check(arrays, steps, gaps, margin)
     x, offset, weight, *_ = arrays
     (batch, height, width, channels), (outputs, kh, kw, depth) = x.shape, weight.shape
     _, down, across, _ = offset.shape
@@ -121,6 +120,15 @@ def _plan(
     return Plan(None, run)
 
 
+_PRODUCT = Signature("""
+    x: float (N, H, W, C)
+    weight: x (Cout, kh, kw, D); 0 not in (*shape, C) and C % D == 0 and Cout % (C // D) == 0
+    bias: x (Cout,) or None
+""")
+_SAMPLES = Signature("""
+    offset: float (N, Ho, Wo, F); F > 0 and F % taps == 0 and C % (F // taps) == 0
+    mask: float (N, Ho, Wo, F // 2) or None
+""")
 _DEFORM_CONV2D = Operation("deform_conv2d", _plan, compiled=True)
 
 
@@ -135,40 +143,18 @@ def _pair(name: str, given: Any, least: int = 1) -> tuple[int, int]:
 
 
 def _check(
-    arrays: dict[str, Any],
+    arrays: Sequence[Any],
     stride: tuple[int, int],
     dilation: tuple[int, int],
     padding: tuple[int, int],
 ) -> None:
-    there = {name: array for name, array in arrays.items() if array is not None}
-    x, offset, weight, *_ = arrays.values()
-    for name, array in arrays.items():
-        if name in there or name not in ("bias", "mask"):
-            check_floats(name, array)
-    for name in ("x", "offset", "weight"):
-        if there[name].ndim != 4:
-            raise ValueError(f"{name} must have 4 axes, but its shape is {there[name].shape}")
-    for name in ("weight", "bias"):
-        if name in there and there[name].dtype != x.dtype:
-            raise ValueError(f"{name} must have the dtype of x, {x.dtype}, not {there[name].dtype}")
-    outputs, kh, kw, depth = weight.shape
-    channels = x.shape[3]
-    if 0 in (*weight.shape, channels) or channels % depth or outputs % (channels // depth):
-        raise ValueError(
-            f"weight must be (Cout, kh, kw, C / groups) for x {x.shape}, with groups that divide "
-            f"Cout, but its shape is {weight.shape}"
-        )
-    size = [
+    x, offset, weight, bias, mask = arrays
+    found = _PRODUCT.check(x, weight, bias)
+    extents = (found["H"], found["W"]), (found["kh"], found["kw"])
+    down, across = (
         (n + 2 * p - d * (k - 1) - 1) // s + 1
-        for n, k, s, p, d in zip(x.shape[1:3], (kh, kw), stride, padding, dilation, strict=True)
-    ]
-    if min(size) < 1:
+        for n, k, s, p, d in zip(*extents, stride, padding, dilation, strict=True)
+    )
+    if min(down, across) < 1:
         raise ValueError(f"x {x.shape} is too small for weight {weight.shape}")
-    groups, rest = divmod(offset.shape[3], 2 * kh * kw)
-    if [*offset.shape[:3]] != [x.shape[0], *size] or rest or groups < 1 or channels % groups:
-        wanted = f"({x.shape[0]}, {size[0]}, {size[1]}, {2 * kh * kw} for each group of channels)"
-        raise ValueError(f"offset must be {wanted}, but its shape is {offset.shape}")
-    wanted_shapes = {"bias": (outputs,), "mask": (*offset.shape[:3], offset.shape[3] // 2)}
-    for name, shape in wanted_shapes.items():
-        if name in there and there[name].shape != shape:
-            raise ValueError(f"{name} must be {shape}, but its shape is {there[name].shape}")
+    _SAMPLES.check(offset, mask, **found, Ho=down, Wo=across, taps=2 * found["kh"] * found["kw"])

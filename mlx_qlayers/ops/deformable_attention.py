@@ -14,7 +14,7 @@ from ..dispatch.thresholds import source_of, threshold
 from ..metal.deformable import launch as kernels
 from ..options import Deformable
 from ..reference import deformable_attention as reference
-from .checks import check_floats
+from .signature import Signature
 
 PADDING_MODES = ("zeros", "border")
 
@@ -106,34 +106,24 @@ def _plan(arrays: Sequence[Any], padding_mode: str, pixels: bool, *extents: Any)
 
 
 # Its static arguments: the padding, whether locations count pixels, and the levels' extents.
+_TAKES = Signature(f"""
+    values: float (B, S, H, D)
+    locations: float (B, L, H, levels, P, 2)
+    weights: float (B, L, H, levels, P)
+    padding_mode: {str(PADDING_MODES)[1:-1]}
+""")
 DEFORMABLE_ATTENTION = Operation("deformable_attention", _plan, compiled=True)
 
 
 def _check(values: Any, locations: Any, weights: Any, options: Deformable) -> None:
-    for name, array in (("values", values), ("locations", locations), ("weights", weights)):
-        check_floats(name, array)
-    if values.ndim != 4:
-        raise ValueError(f"values must be (B, S, H, D), but its shape is {values.shape}")
-    check_padding(options.padding_mode)
     shapes = options.shapes
     if not all(type(n) is int and n > 0 for n in chain.from_iterable(shapes)):
         raise ValueError(f"shapes must be positive heights and widths, not {shapes}")
-    batch, total, heads, _ = values.shape
+    _TAKES.check(values, locations, weights, options.padding_mode, levels=len(shapes))
+    total = values.shape[1]
     if (pixels := sum(height * width for height, width in shapes)) != total:
         raise ValueError(f"shapes {shapes} have {pixels} pixels, but values {values.shape} {total}")
-    given = locations.shape
-    if len(given) != 6 or (given[0], *given[2:4], given[5]) != (batch, heads, len(shapes), 2):
-        wanted = f"({batch}, L, {heads}, {len(shapes)}, points, 2)"
-        raise ValueError(
-            f"locations must be {wanted} for values {values.shape} of {len(shapes)} levels, but "
-            f"its shape is {given}"
-        )
-    if weights.shape != given[:-1]:
-        raise ValueError(f"weights must be {given[:-1]}, but its shape is {weights.shape}")
 
 
-def check_padding(padding_mode: object) -> None:
-    """Raise a ValueError unless it is the name of one."""
-    if padding_mode not in PADDING_MODES:
-        modes = " or ".join(PADDING_MODES)
-        raise ValueError(f"padding_mode must be {modes}, not {padding_mode!r}")
+# Raises a ValueError unless it is the name of one.
+check_padding = Signature(f"padding_mode: {str(PADDING_MODES)[1:-1]}").check

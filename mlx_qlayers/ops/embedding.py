@@ -12,7 +12,7 @@ from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize_rows
 from ..options import PackedMatrix
 from ..runtime.devices import device_of
-from .checks import FLOATS
+from .signature import FLOATS, Signature
 
 __all__ = ["quantized_rows"]
 
@@ -64,8 +64,7 @@ def _plan(arrays: Sequence[Any], group_size: int | None, bits: int | None, mode:
     numbers, w, scales, biases = arrays
     if problem := fmt.mismatch(w, scales, biases):
         raise ValueError(problem)
-    if not mx.issubdtype(numbers.dtype, mx.integer):
-        raise ValueError(f"numbers must be integers, not {numbers.dtype}")
+    _TAKES.check(numbers)
     composed = _composed(fmt)
     whole = w.ndim == 2 and 0 not in (*w.shape, *numbers.shape) and numbers.size < 2**16
     covered = whole and numbers.dtype in (mx.int32, mx.uint32)
@@ -84,6 +83,7 @@ def _plan(arrays: Sequence[Any], group_size: int | None, bits: int | None, mode:
     return Plan(choice, run, gradient_of(composed, arrays), composed)
 
 
+_TAKES = Signature("numbers: integer")
 QUANTIZED_ROWS = Operation("quantized_rows", _plan)
 
 

@@ -15,6 +15,7 @@ from ..dispatch import Gradient, Operation, Plan, choose, dispatch
 from ..metal.exp import launch
 from ..reference import exp as reference
 from ..runtime.spec import Spec
+from .signature import Signature
 
 
 def exp(x: mx.array, *, strided: bool = False) -> mx.array:
@@ -41,10 +42,7 @@ def exp(x: mx.array, *, strided: bool = False) -> mx.array:
 
 def _plan(arrays: Sequence[Spec], strided: bool) -> Plan:
     (x,) = arrays
-    if x.dtype not in (mx.float32, mx.float16, mx.bfloat16):
-        raise ValueError(f"x must be float32, float16 or bfloat16, not {x.dtype}")
-    if not isinstance(strided, bool):
-        raise ValueError(f"strided must be True or False, not {strided!r}")
+    _TAKES.check(x, strided)
     # A CPU runs MLX's own operator faster than any launch: there is no gain to give.
     choice = choose("exp", unless=None if x.size else "x is empty")
     if choice.path == "ops" or not x.size:
@@ -62,4 +60,8 @@ def _plan(arrays: Sequence[Spec], strided: bool) -> Plan:
     return Plan(choice, run, (Gradient((0,), gradient),), reference.exp)
 
 
+_TAKES = Signature("""
+    x: float
+    strided: flag
+""")
 _EXP = Operation("exp", _plan)

@@ -19,9 +19,9 @@ from ..reference import experts as reference
 from ..runtime.backend import requested
 from ..runtime.devices import device_of
 from ..runtime.spec import Spec
-from .checks import check_floats
 from .fused_products import normed, with_squares
 from .gather_qmm import gather_qmm
+from .signature import Signature
 
 _FORMAT = Format(64, 4)
 _INDICES = partial(Spec, dtype=mx.uint32)
@@ -145,16 +145,10 @@ def experts_chosen(
 
 def _plan_chosen(arrays: Sequence[Any], router: Router) -> Plan:
     logits, bias, factors = arrays
-    check_floats("logits", logits)
-    experts = logits.shape[-1] if logits.ndim else 0
+    experts = _LOGITS.check(logits, bias, factors)["E"]
     _check_router(router, experts)
     if router.score in ("logits", "sparsemixer") and bias is not None:
         raise ValueError(f'bias goes with scores, not with score "{router.score}"')
-    for name, each in (("bias", bias), ("factors", factors)):
-        if each is not None and each.shape != (experts,):
-            raise ValueError(f"{name} must have shape {(experts,)}, not {each.shape}")
-        if each is not None:
-            check_floats(name, each)
     composed = partial(reference.experts_chosen, router=router)
     few = router.top_k <= _MAX_CHOSEN and router.groups <= _MAX_CHOSEN
     fits = few and logits.size and experts <= _MAX_EXPERTS
@@ -236,14 +230,7 @@ def _plan_combined(arrays: Sequence[Any], fmt: Format) -> Plan:
     fmt, (x, experts, scores, *flat, residual) = Format.checked(*fmt), arrays
     matrix = PackedMatrix(*flat)
     _check(x, experts, [matrix], fmt)
-    check_floats("scores", scores)
-    if x.ndim == experts.ndim or scores.shape != experts.shape:
-        what = f"{x.shape}, {experts.shape} and {scores.shape}"
-        raise ValueError(f"x, experts and scores must be (..., J, K), (..., J) twice, not {what}")
-    wanted = (*experts.shape[:-1], matrix.w.shape[1]), x.dtype
-    if residual is not None and (residual.shape, residual.dtype) != wanted:
-        what = f"{residual.dtype} {residual.shape}"
-        raise ValueError(f"residual must be {wanted[1]} {wanted[0]}, not {what}")
+    _SUMMED.check(experts, x, scores, residual, M=matrix.w.shape[1])
 
     def composed(*arrays: Any) -> list[mx.array]:
         x, experts, scores, *flat, residual = arrays
@@ -283,6 +270,21 @@ def _apart(arrays: list[Any], router: Router) -> list[Any]:
     return [((ranks - logits.shape[-1] // 2) / 32).astype(logits.dtype), *rest]
 
 
+_LOGITS = Signature("""
+    logits: float (..., E)
+    bias: float (E,) or None
+    factors: float (E,) or None
+""")
+_ROWS = Signature("""
+    experts: integer (*N, J)
+    x: float (*N, K) or (*N, J, K)
+""")
+_SUMMED = Signature("""
+    experts: integer (*N, J)
+    x: float (*N, J, K)
+    scores: float (*N, J)
+    residual: x (*N, M) or None
+""")
 _PRODUCTS = Operation("experts_products", _plan_products, sample=with_squares)
 _CHOSEN = Operation("experts_chosen", _plan_chosen, sample=_apart)
 _COMBINED = Operation("experts_combined", _plan_combined)
@@ -312,11 +314,7 @@ def leaves_experts(x: mx.array, experts: mx.array, matrix: PackedMatrix, fmt: Fo
 
 
 def _check(x: Any, experts: Any, matrices: Sequence[PackedMatrix], fmt: Format) -> None:
-    check_floats("x", x)
-    if not experts.ndim or not mx.issubdtype(experts.dtype, mx.integer):
-        raise ValueError(f"experts must be integers (..., J), not {experts.dtype} {experts.shape}")
-    if x.ndim < experts.ndim or x.shape[:-1] not in (experts.shape, experts.shape[:-1]):
-        raise ValueError(f"x of shape {x.shape} does not go with experts of shape {experts.shape}")
+    _ROWS.check(experts, x)
     for w, scales, biases, bias in matrices:
         if w.ndim != 3 or (problem := fmt.mismatch(w, scales, biases)):
             raise ValueError(f"matrices: {problem if w.ndim == 3 else 'must be (E, N, K)'}")

@@ -24,7 +24,6 @@ from ..runtime.backend import backend
 from ..runtime.devices import device_of
 from ..runtime.proof import first_proven
 from ..runtime.spec import Spec
-from .checks import check_floats
 from .quantized_matmul import quantized_matmul
 from .quantized_route import (
     DENSE,
@@ -37,6 +36,7 @@ from .quantized_route import (
     skinny_spread,
     stock_is_better,
 )
+from .signature import Signature
 from .tensor_choice import PATHS, by_tensors, in_turn, takes_tensors, tensor_product
 
 Norm = tuple[mx.array | None, float]
@@ -181,6 +181,12 @@ def with_squares(arrays: list[Any], *static: Any) -> list[Any]:
     return [x, other, None if squares is None else 16 * (1 + mx.abs(squares)), *rest]
 
 
+_TAKES = Signature("""
+    x: float (*R, K)
+    the weight of norm: any (K,) or None
+    tile_squares: float32 (M, T) or None
+""")
+_BIAS, _NEXT = Signature("bias: any (N,) or None"), Signature("next_weight: any (N,) or None")
 FUSED_PRODUCTS = Operation("fused_products", _plan, compiled=True, sample=with_squares)
 
 
@@ -352,9 +358,8 @@ def _check(
     x, weight, tile_squares, residual, next_weight = rows
     if not matrices:
         raise ValueError("matrices must have at least one element")
-    check_floats("x", x)
-    if x.ndim < 1:
-        raise ValueError("x needs at least 1 dimension")
+    tiles = {"M": prod(x.shape[:-1]), "T": -(-x.shape[-1] // 16)} if x.ndim else {}
+    _TAKES.check(x, weight, tile_squares, **tiles)
     for w, scales, biases, bias in matrices:
         if problem := fmt.mismatch(w, scales, biases):
             raise ValueError(f"matrices: {problem}")
@@ -362,12 +367,9 @@ def _check(
             raise ValueError(
                 f"x of shape {x.shape} does not go with a matrix of {fmt.dims(w)} columns"
             )
-        if bias is not None and bias.shape != w.shape[:1]:
-            raise ValueError(f"bias must have shape {w.shape[:1]}, not {bias.shape}")
+        _BIAS.check(bias, N=w.shape[0])
     shapes = [m.w.shape for m in matrices]
     single, n = gate is None and len(matrices) == 1, shapes[0][0]
-    if weight is not None and weight.shape != x.shape[-1:]:
-        raise ValueError(f"norm must have a weight of shape {x.shape[-1:]}, not {weight.shape}")
     if gate is not None and gate not in ACTIVATIONS:
         raise ValueError(f"gate must be one of {', '.join(ACTIVATIONS)}, not {gate!r}")
     if gate is not None and (len(shapes) != 2 or shapes[0] != shapes[1]):
@@ -379,13 +381,6 @@ def _check(
         )
     if tile_squares is not None and (epsilon is None or weight is not None):
         raise ValueError("tile_squares needs a norm without weight")
-    wanted = Spec((prod(x.shape[:-1]), -(-x.shape[-1] // 16)), mx.float32)
-    if tile_squares is not None and Spec.of(tile_squares) != wanted:
-        raise ValueError(
-            f"tile_squares must be float32 {wanted.shape}, "
-            f"not {tile_squares.dtype} {tile_squares.shape}"
-        )
     if next_weight is not None and not single:
         raise ValueError("next_weight needs a single matrix and no gate")
-    if next_weight is not None and next_weight.shape != (n,):
-        raise ValueError(f"next_weight must have shape ({n},), not {next_weight.shape}")
+    _NEXT.check(next_weight, N=n)

@@ -13,8 +13,7 @@ from ..dispatch.thresholds import source_of, threshold
 from ..metal.gated_delta import launch as kernels
 from ..reference import gated_delta as reference
 from ..runtime.backend import backend, requested
-from .attention_checks import is_finite
-from .checks import FLOATS, check_floats
+from .signature import Signature, is_finite
 
 _NOT_ON_METAL = {"metal": "mlx-lm has a kernel of its own on an Apple GPU"}
 
@@ -62,7 +61,7 @@ def gated_delta(
 
 
 def _plan(arrays: Sequence[Any], norms: tuple[float, float, float] | None) -> Plan:
-    _check(*arrays)
+    _TAKES.check(*arrays)
     numbers = norms if isinstance(norms, tuple | list) else ()
     if norms is not None and not (len(numbers) == 3 and all(map(is_finite, numbers))):
         raise ValueError(f"norms must be an epsilon and two factors, finite numbers, not {norms!r}")
@@ -99,31 +98,13 @@ def _sample(arrays: list[Any], *static: Any) -> list[Any]:
     return [q * short, k * short, v, mx.sigmoid(g), mx.sigmoid(beta), *rest]
 
 
+_TAKES = Signature("""
+    q: float (B, L, Hk, Dk)
+    k: q (B, L, Hk, Dk)
+    v: q (B, L, H, Dv); Hk > 0 and H % Hk == 0
+    g: float (B, L, H) or (B, L, H, Dk)
+    beta: float (B, L, H)
+    state: float32 (B, H, Dv, Dk)
+    mask: bool (B, L) or None
+""")
 _GATED_DELTA = Operation("gated_delta", _plan, sample=_sample)
-
-
-def _check(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, mask: Any) -> None:
-    for name, each in (("g", g), ("beta", beta)):
-        check_floats(name, each)
-    if q.ndim != 4 or q.dtype not in FLOATS:
-        raise ValueError(
-            f"q must be (B, L, Hk, Dk) in a floating-point type, not {q.dtype} {q.shape}"
-        )
-    if (k.shape, k.dtype) != (q.shape, q.dtype):
-        raise ValueError(f"k must be as q, {q.dtype} {q.shape}, not {k.dtype} {k.shape}")
-    if v.ndim != 4 or v.shape[:2] != q.shape[:2] or v.dtype != q.dtype:
-        raise ValueError(f"v must go with q, {q.dtype} {q.shape}, but is {v.dtype} {v.shape}")
-    (batch, length, heads, values), (*_, key_heads, width) = v.shape, q.shape
-    if not key_heads or heads % key_heads:
-        raise ValueError(f"the {key_heads} heads of q must divide the {heads} of v")
-    if g.shape not in ((batch, length, heads), (batch, length, heads, width)):
-        raise ValueError(
-            f"g must be {(batch, length, heads)} or have {width} columns, not {g.shape}"
-        )
-    if beta.shape != (batch, length, heads):
-        raise ValueError(f"beta must have shape {(batch, length, heads)}, not {beta.shape}")
-    if (state.shape, state.dtype) != ((batch, heads, values, width), mx.float32):
-        wanted = f"float32 {(batch, heads, values, width)}"
-        raise ValueError(f"state must be {wanted}, not {state.dtype} {state.shape}")
-    if mask is not None and (mask.shape, mask.dtype) != ((batch, length), mx.bool_):
-        raise ValueError(f"mask must be booleans {(batch, length)}, not {mask.dtype} {mask.shape}")

@@ -25,8 +25,8 @@ from ..runtime.backend import Context, requested
 from ..runtime.devices import device_of
 from ..runtime.proof import first_proven
 from ..runtime.spec import Spec
-from .checks import check_floats, check_packed
 from .quantized_route import STOCK_COMPILES
+from .signature import Signature, check_packed
 from .tensor_choice import TENSOR, by_tensors, decided_by, in_turn
 
 # x, w, scales, biases, lhs_indices, rhs_indices and global_scale, or their specs.
@@ -285,19 +285,20 @@ def _rows_by_matrix(
     return x_rows, y_rows, mx.cumsum(counts).astype(mx.uint32)
 
 
+_TAKES = Signature("""
+    x: float (..., M, K)
+    w: uint32 (..., N, W)
+    lhs_indices: integer or None
+    rhs_indices: integer or None
+""")
 _GATHER_QMM = Operation("gather_qmm", _plan, compiled=True)
 
 
 def _check(arrays: _Arrays, transpose: bool, fmt: Format) -> tuple[int, ...]:
     """The leading dimensions of the result."""
     x, w, scales, biases, lhs_indices, rhs_indices, global_scale = arrays
-    check_floats("x", x)
-    if x.ndim < 2 or w.ndim < 2:
-        raise ValueError(f"x and w need at least 2 dimensions, not shapes {x.shape} and {w.shape}")
+    _TAKES.check(x, w, lhs_indices, rhs_indices)
     check_packed(x, w, scales, biases, transpose, fmt)
-    for name, indices in (("lhs_indices", lhs_indices), ("rhs_indices", rhs_indices)):
-        if indices is not None and not mx.issubdtype(indices.dtype, mx.integer):
-            raise ValueError(f"{name} must be integers, not {indices.dtype}")
     if global_scale is not None and (
         problem := fmt.mismatch_of_global(global_scale, prod(w.shape[:-2]))
     ):

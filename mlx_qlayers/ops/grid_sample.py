@@ -14,7 +14,7 @@ from ..dispatch.thresholds import source_of, threshold
 from ..metal.grid_sample import launch as kernels
 from ..options import Sampling
 from ..reference import grid_sample as reference
-from .checks import check_floats
+from .signature import Signature
 
 MODES = ("bilinear", "nearest", "bicubic")
 PADDING_MODES = ("zeros", "border", "reflection")
@@ -106,6 +106,8 @@ def _plan(
     return Plan(choice, kernels.grid_sample(*given), gradients, composed)
 
 
+_TAKES = Signature("x: float (N, H, W, C) or (N, D, H, W, C); 0 not in shape[1:-1]")
+_THETA = Signature("theta: float (N, A, A + 1)")
 _GRID_SAMPLE = Operation("grid_sample", _plan, compiled=True)
 
 
@@ -118,30 +120,22 @@ def _host_gain(mode: str, points: int, channels: int) -> float:
 
 
 def _check(x: Any, grid: Any, options: Sampling) -> None:
-    check_floats("x", x)
-    check_floats("grid", grid)
-    if x.ndim not in (4, 5):
-        raise ValueError(f"x must be (N, H, W, C) or (N, D, H, W, C), but its shape is {x.shape}")
-    if grid.ndim != x.ndim or grid.shape[-1] != x.ndim - 2:
-        wanted = "(N, Ho, Wo, 2)" if x.ndim == 4 else "(N, Do, Ho, Wo, 3)"
-        raise ValueError(f"grid must be {wanted} for x {x.shape}, but its shape is {grid.shape}")
-    if grid.shape[0] != x.shape[0]:
-        raise ValueError(f"grid must have the batch of x, {x.shape[0]}, not {grid.shape[0]}")
-    if 0 in x.shape[1:-1]:
-        raise ValueError(f"x must have at least one pixel, but its shape is {x.shape}")
+    sizes = _TAKES.check(x)
+    _GRIDS[x.ndim].check(grid, **sizes)
     check_modes(options.mode, options.padding_mode)
     if options.mode == "bicubic" and x.ndim == 5:
         raise ValueError(f"mode 'bicubic' is for images only, but x is a volume {x.shape}")
 
 
-def check_modes(mode: object, padding_mode: object) -> None:
-    """Raise a ValueError unless both are names of modes."""
-    for name, given, modes in (
-        ("mode", mode, MODES),
-        ("padding_mode", padding_mode, PADDING_MODES),
-    ):
-        if given not in modes:
-            raise ValueError(f"{name} must be one of {', '.join(modes)}, not {given!r}")
+_GRIDS = {
+    4: Signature("grid: float (N, Ho, Wo, 2)"),
+    5: Signature("grid: float (N, Do, Ho, Wo, 3)"),
+}
+_NAMES = [
+    f"{name}: {str(of)[1:-1]}" for name, of in (("mode", MODES), ("padding_mode", PADDING_MODES))
+]
+# Raises a ValueError unless both are names of modes.
+check_modes = Signature("\n".join(_NAMES)).check
 
 
 def affine_grid(theta: mx.array, size: tuple[int, ...], align_corners: bool = False) -> mx.array:
@@ -167,12 +161,10 @@ def affine_grid(theta: mx.array, size: tuple[int, ...], align_corners: bool = Fa
     Source:
         ``torch.nn.functional.affine_grid``, with channels last.
     """
-    check_floats("theta", theta)
     size = tuple(size)
     if len(size) not in (4, 5) or not all(isinstance(n, int) and n >= 0 for n in size):
         raise ValueError(f"size must be (N, H, W, C) or (N, D, H, W, C), not {size}")
     if 0 in size[1:-1]:
         raise ValueError(f"size must have at least one pixel, not {size}")
-    if theta.shape != (wanted := (size[0], len(size) - 2, len(size) - 1)):
-        raise ValueError(f"theta must be {wanted} for size {size}, but its shape is {theta.shape}")
+    _THETA.check(theta, N=size[0], A=len(size) - 2)
     return reference.affine_grid(theta, size, bool(align_corners))

@@ -15,8 +15,8 @@ from ..reference.int8_matmul import block_of, rotated
 from ..reference.int8_matmul import int8_matmul as reference
 from ..runtime import tensor_ops
 from ..runtime.devices import device_of
-from .checks import check_floats
 from .fused_products import ACTIVATIONS
+from .signature import Signature
 
 
 def int8_matmul(
@@ -107,16 +107,20 @@ def fused_int8(count: int, eps: float | None, gate: Gate | None) -> Callable[...
     return run
 
 
+_TAKES = Signature("""
+    x: float (..., K)
+    other: x (..., K) or None
+    w: int8 (N, K)
+    scales: float32 (N,)
+    bias: x (N,) or None
+""")
+
+
 def _plan(arrays: Sequence[Any], block: int, eps: float | None, gate: Gate | None) -> Plan:
     x, other, *flat = arrays
-    check_floats("x", x)
-    if other is not None and (other.dtype, other.shape[-1:]) != (x.dtype, x.shape[-1:]):
-        raise ValueError(
-            f"other must be {x.dtype} (..., {x.shape[-1]}), not {other.dtype} {other.shape}"
-        )
     matrices = [flat[i : i + 3] for i in range(0, len(flat), 3)]
     for matrix in matrices:
-        _check(x, *matrix)
+        _TAKES.check(x, other, *matrix)
     lacking = _lacking(x, min(w.shape[0] for w, *_ in matrices))
     choice = choose("int8_matmul", () if lacking else KERNELS, unless=lacking)
 
@@ -142,18 +146,6 @@ def _plan(arrays: Sequence[Any], block: int, eps: float | None, gate: Gate | Non
         products = launches(rows, x, [(w.shape[0], bias is not None) for w, _, bias in matrices])
     of = (0,) if other is None else (0, 1)
     return Plan(choice, products, (Gradient(of, of_rows),), composed)
-
-
-def _check(x: Any, w: Any, scales: Any, bias: Any) -> None:
-    if w.dtype != mx.int8 or w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
-        raise ValueError(
-            f"w must be int8 (N, K) with the K of x {x.shape}, not {w.dtype} {w.shape}"
-        )
-    n = w.shape[0]
-    if scales.dtype != mx.float32 or scales.shape != (n,):
-        raise ValueError(f"scales must be float32 ({n},), not {scales.dtype} {scales.shape}")
-    if bias is not None and (bias.shape != (n,) or bias.dtype != x.dtype):
-        raise ValueError(f"bias must be {x.dtype} ({n},), not {bias.dtype} {bias.shape}")
 
 
 def _lacking(x: Any, n: int) -> str | None:

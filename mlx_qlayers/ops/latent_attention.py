@@ -13,7 +13,7 @@ from ..dispatch.thresholds import threshold
 from ..metal.attention import latent as kernels
 from ..reference import latent_attention as reference
 from ..runtime.backend import requested
-from .checks import FLOATS
+from .signature import Signature
 
 
 def latent_attention(
@@ -73,7 +73,7 @@ def _choose(q: Any, r: Any, c: Any) -> Choice:
 
 
 def _plan(arrays: Sequence[Any], scale: float) -> Plan:
-    _check(*arrays)
+    _TAKES.check(*arrays)
     q, r, c, _, _, mask = arrays
     choice = _choose(q, r, c)
     composed = reference.latent_attention(scale)
@@ -88,29 +88,12 @@ def _sample(arrays: list[Any], scale: float) -> list[Any]:
     return [*beside, mx.array(max(0, arrays[2].shape[2] - 3), mx.int32), mask]
 
 
+_TAKES = Signature("""
+    q: float (B, H, 1, D)
+    r: q (B, H, 1, R)
+    c: q (B, 1, S, D)
+    p: q (B, 1, S, R)
+    last: int32 ()
+    mask: bool (1|B, 1, 1, S) or None
+""")
 _LATENT = Operation("latent_attention", _plan, sample=_sample)
-
-
-def _check(q: Any, r: Any, c: Any, p: Any, last: Any, mask: Any) -> None:
-    if q.ndim != 4 or q.shape[2] != 1 or q.dtype not in FLOATS:
-        raise ValueError(
-            f"q must be (B, H, 1, D) in a floating-point type, not {q.dtype} {q.shape}"
-        )
-    if r.ndim != 4 or r.shape[:3] != q.shape[:3]:
-        raise ValueError(f"r must be (B, H, 1, R) as q is {q.shape}, not {r.shape}")
-    batch, rows = q.shape[0], c.shape[2] if c.ndim == 4 else 0
-    for name, each, width in (("c", c, q.shape[3]), ("p", p, r.shape[3])):
-        if each.shape != (batch, 1, rows, width):
-            raise ValueError(f"{name} must be {(batch, 1, 'S', width)}, not {each.shape}")
-    if len({a.dtype for a in (q, r, c, p)}) > 1:
-        raise ValueError(
-            f"q, r, c and p must have one dtype, not {q.dtype}, {r.dtype}, {c.dtype}, {p.dtype}"
-        )
-    if (last.shape, last.dtype) != ((), mx.int32):
-        raise ValueError(f"last must be one int32, not {last.dtype} {last.shape}")
-    if mask is not None and (
-        mask.dtype != mx.bool_ or mask.shape not in ((batch, 1, 1, rows), (1, 1, 1, rows))
-    ):
-        raise ValueError(
-            f"mask must be booleans (B or 1, 1, 1, {rows}), not {mask.dtype} {mask.shape}"
-        )

@@ -17,6 +17,7 @@ from ..runtime.devices import device_of
 from ..runtime.spec import Spec
 from ..runtime.transformed import has_values
 from .matmul import matmul
+from .signature import Signature
 
 # Rows that one launch of a threadgroup factorises. A CPU has no more to gain from a second one.
 _BLOCK, _BLOCK_HOST = 128, 512
@@ -129,7 +130,7 @@ def cholesky_inv(l: mx.array, *, upper: bool = False) -> mx.array:  # noqa: E741
 
     Source: ``mx.linalg.cholesky_inv``.
     """
-    _check_square("l", l)
+    _FACTOR.check(l)
     return cho_solve(l, mx.eye(l.shape[-1]), upper=upper)
 
 
@@ -183,7 +184,7 @@ def subtract_product(b: mx.array, a: mx.array, x: mx.array) -> mx.array:
 
 def _plan_cholesky(arrays: Sequence[Spec], upper: bool) -> Plan:
     (a,) = arrays
-    _check_square("a", a)
+    _SQUARE.check(a)
     flat, choice = _flat(a), _choose("cholesky", a)
     compute: Callable[..., Any] = reference.cholesky
     if choice.path != "ops":
@@ -215,10 +216,7 @@ def _plan_cholesky(arrays: Sequence[Spec], upper: bool) -> Plan:
 
 def _plan_solve(arrays: Sequence[Spec], upper: bool, transpose: bool) -> Plan:
     a, b = arrays
-    _check_square("a", a)
-    _check("b", b)
-    if b.shape[-2] != a.shape[-1]:
-        raise ValueError(f"b of shape {b.shape} must have {a.shape[-1]} rows, as a {a.shape}")
+    _SYSTEM.check(a, b)
     lead = _broadcast(a, b)
     shape = (*lead, *b.shape[-2:])
     flat_a, flat_b = (Spec((prod(lead), *s.shape[-2:]), s.dtype) for s in arrays)
@@ -254,7 +252,7 @@ def _plan_solve(arrays: Sequence[Spec], upper: bool, transpose: bool) -> Plan:
 
 def _plan_qr(arrays: Sequence[Spec], mode: str) -> Plan:
     (a,) = arrays
-    _check("a", a)
+    _MATRICES.check(a)
     if mode not in ("reduced", "r", "raw"):
         raise ValueError(f"mode must be 'reduced', 'r' or 'raw', not {mode!r}")
     flat, choice = _flat(a), _choose("qr", a)
@@ -308,11 +306,8 @@ def _qr_gradient(a: mx.array, q: mx.array, r: mx.array, seeds: list[mx.array]) -
 
 
 def _plan_subtract(arrays: Sequence[Spec]) -> Plan:
-    for name, array in zip(("b", "a", "x"), arrays, strict=True):
-        _check(name, array)
-    b, a, x = arrays
-    if b.shape[-2] != a.shape[-2] or b.shape[-1] != x.shape[-1] or a.shape[-1] != x.shape[-2]:
-        raise ValueError(f"shapes do not fit: b {b.shape}, a {a.shape}, x {x.shape}")
+    _DIFFERENCE.check(*arrays)
+    b, *_ = arrays
     lead = _broadcast(*arrays)
     shape = (*lead, *b.shape[-2:])
     flat = [Spec((prod(lead), *s.shape[-2:]), s.dtype) for s in arrays]
@@ -336,6 +331,18 @@ def _sample(arrays: list[mx.array], *static: Any) -> list[mx.array]:
     return [symmetric.astype(a.dtype), *rest]
 
 
+_MATRICES = Signature("a: float32 (..., N, M)")
+_SQUARE = Signature("a: float32 (..., N, N)")
+_FACTOR = Signature("l: float32 (..., N, N)")
+_SYSTEM = Signature("""
+    a: float32 (..., N, N)
+    b: float32 (..., N, M)
+""")
+_DIFFERENCE = Signature("""
+    b: float32 (..., N, M)
+    a: float32 (..., N, K)
+    x: float32 (..., K, M)
+""")
 _CHOLESKY = Operation("cholesky", _plan_cholesky, sample=_sample)
 _SOLVE = Operation("solve_triangular", _plan_solve, sample=_sample)
 _QR = Operation("qr", _plan_qr)
@@ -375,16 +382,3 @@ def _broadcast(*arrays: Spec) -> tuple[int, ...]:
     except ValueError as error:
         given = " and ".join(str(a.shape) for a in arrays)
         raise ValueError(f"leading axes of {given} cannot be broadcast") from error
-
-
-def _check(name: str, array: Any) -> None:
-    if getattr(array, "dtype", None) != mx.float32:
-        raise ValueError(f"{name} must be float32, not {getattr(array, 'dtype', type(array))}")
-    if array.ndim < 2:
-        raise ValueError(f"{name} must be matrices (..., N, M), not of shape {array.shape}")
-
-
-def _check_square(name: str, array: Any) -> None:
-    _check(name, array)
-    if array.shape[-1] != array.shape[-2]:
-        raise ValueError(f"{name} must be square matrices, not of shape {array.shape}")

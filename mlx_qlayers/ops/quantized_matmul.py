@@ -16,8 +16,8 @@ from ..metal.quantized_matmul.gradients import scales_and_biases_gradient
 from ..options import MatmulCall, PackedMatrix
 from ..runtime.backend import current, requested
 from ..runtime.spec import Spec
-from .checks import check_floats, check_packed
 from .quantized_route import by_reference, product, route
+from .signature import Signature, check_packed
 
 
 def quantized_matmul(
@@ -213,6 +213,11 @@ def _left_to_stock(rows: int, dtype: mx.Dtype) -> str | None:
     return None
 
 
+_TAKES = Signature("""
+    x: float (..., K)
+    w: uint32 (..., N, W)
+""")
+_BIAS = Signature("bias: any (N,) or None")
 QUANTIZED_MATMUL = Operation("quantized_matmul", _plan, compiled=True)
 _GRADIENT_OF_X = Operation("quantized_matmul, gradient of x", _plan_gradient_of_x)
 SCALES_AND_BIASES_GRADIENT = Operation(
@@ -222,12 +227,6 @@ SCALES_AND_BIASES_GRADIENT = Operation(
 
 def _check(arrays: Sequence[Any], transpose: bool, fmt: Format) -> None:
     x, w, scales, biases, bias, _ = arrays
-    check_floats("x", x)
-    if x.ndim < 1 or w.ndim < 2:
-        raise ValueError(
-            f"x needs at least 1 dimension and w at least 2, not shapes {x.shape} and {w.shape}"
-        )
+    _TAKES.check(x, w)
     check_packed(x, w, scales, biases, transpose, fmt)
-    outer = w.shape[-2] if transpose else fmt.dims(w)
-    if bias is not None and bias.shape != (outer,):
-        raise ValueError(f"bias must have shape ({outer},), not {bias.shape}")
+    _BIAS.check(bias, N=w.shape[-2] if transpose else fmt.dims(w))

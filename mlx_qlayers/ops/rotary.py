@@ -15,7 +15,7 @@ from ..options import Rotation
 from ..reference import rotary as reference
 from ..runtime.devices import device_of
 from .attention_checks import check_rotation
-from .checks import FLOATS
+from .signature import Signature
 
 # Heads that a thread of a GPU turns by one sine and cosine.
 _SHARE = 4
@@ -66,7 +66,7 @@ def rotary_embedding(
 
 def _plan(arrays: Sequence[Any], *options: Any) -> Plan:
     (q, k, offset, freqs), rotation = arrays, Rotation(*options)
-    _check(q, k, offset, rotation, freqs)
+    check_rotation(rotation, freqs, _TAKES.check(q, k, offset)["D"])
     empty = "there is nothing to turn" if 0 in (*q.shape, *k.shape, rotation.dims) else None
     choice = choose(
         "rotary_embedding",
@@ -88,6 +88,11 @@ def _sample(arrays: list[Any], *options: Any) -> list[Any]:
     return [q, k, offset + 5, None if freqs is None else 1 + mx.abs(freqs)]
 
 
+_TAKES = Signature("""
+    q: float (B, L, H, D)
+    k: q (B, L, Hkv, D)
+    offset: integer () or (B,)
+""")
 ROTARY = Operation("rotary_embedding", _plan, compiled=True, sample=_sample)
 
 

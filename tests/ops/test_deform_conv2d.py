@@ -109,19 +109,25 @@ X, OFFSET, WEIGHT = mx.zeros((2, 5, 6, 4)), mx.zeros((2, 3, 4, 36)), mx.zeros((6
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"x": X[0]}, r"x must have 4 axes.*\(5, 6, 4\)"),
+        ({"x": X[0]}, r"x must be \(N, H, W, C\), but its shape is \(5, 6, 4\)"),
         ({"x": X.astype(mx.int32)}, "x must be float32.*int32"),
         ({"offset": None}, "offset must be an mx.array, not NoneType"),
         (
             {"offset": OFFSET[:, :2]},
-            r"offset must be \(2, 3, 4, 18 for each group.*\(2, 2, 4, 36\)",
+            r"offset must be \(2, 3, 4, F\), but its shape is \(2, 2, 4, 36\)",
         ),
         ({"offset": OFFSET[..., :17]}, "offset must be"),
         ({"offset": mx.zeros((2, 3, 4, 54))}, "offset must be"),
-        ({"x": X[..., :0]}, r"weight must be .* for x \(2, 5, 6, 0\)"),
+        (
+            {"x": X[..., :0]},
+            r"weight must be \(Cout, kh, kw, D\) with 0 not in \(\*shape, 0\).* is \(6,",
+        ),
         ({"weight": WEIGHT[..., :3]}, r"weight must be .*\(6, 3, 3, 3\)"),
         ({"weight": mx.zeros((6, 9, 3, 4))}, "x .* is too small for weight"),
-        ({"weight": WEIGHT.astype(mx.float16)}, "weight must have the dtype of x"),
+        (
+            {"weight": WEIGHT.astype(mx.float16)},
+            r"weight must be float32 as x, not mlx\.core\.float16",
+        ),
         ({"bias": mx.zeros(5)}, r"bias must be \(6,\)"),
         ({"mask": mx.zeros((2, 3, 4, 36))}, r"mask must be \(2, 3, 4, 18\)"),
         (

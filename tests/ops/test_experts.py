@@ -242,7 +242,7 @@ def test_rows_share_the_matrices_that_they_chose():
     [
         ({"gate": "tanh"}, "gate"),
         ({"experts": mx.array([[0.5]])}, "experts"),
-        ({"x": mx.ones((2, K))}, "x of shape"),
+        ({"x": mx.ones((2, K))}, r"x must be \(1, K\) or \(1, 1, K\), but its shape is \(2, 192\)"),
         ({"x": mx.ones((1, 64))}, "columns"),
         ({"norm": (mx.ones((1, 2)), 0.1)}, "norm must have tile_squares"),
     ],

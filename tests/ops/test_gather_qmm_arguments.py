@@ -15,10 +15,10 @@ FP4 = dict(zip(("w", "scales"), mx.quantize(mx.ones((4, 16, 128)), mode="nvfp4")
 FP4 |= {"biases": None, "mode": "nvfp4"}
 BAD = {
     "x int": ({"x": mx.ones((2, 1, 128), mx.int32)}, "x must be"),
-    "x 1-d": ({"x": mx.ones((128,))}, "x and w need"),
+    "x 1-d": ({"x": mx.ones((128,))}, r"x must be \(\.\.\., M, K\), but its shape is \(128,\)"),
     "x width": ({"x": mx.ones((2, 1, 64))}, "x of shape"),
     "w dtype": ({"w": mx.ones((4, 16, 16), mx.int32)}, "w must be uint32"),
-    "w 1-d": ({"w": GOOD["w"][0, 0]}, "x and w need"),
+    "w 1-d": ({"w": GOOD["w"][0, 0]}, r"w must be \(\.\.\., N, W\), but its shape is \(16,\)"),
     "w width": ({"w": GOOD["w"][..., :8]}, "w of shape"),
     "scales rows": ({"scales": GOOD["scales"][:2]}, "scales of shape"),
     "scales dtype": ({"scales": GOOD["scales"].astype(mx.uint8)}, "scales must be"),

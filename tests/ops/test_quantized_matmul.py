@@ -348,10 +348,10 @@ FP4 = dict(zip(("w", "scales"), mx.quantize(mx.ones((16, 128)), mode="nvfp4"), s
 FP4 |= {"biases": None, "mode": "nvfp4"}
 BAD = {
     "x int": ({"x": mx.ones((2, 128), mx.int32)}, "x must be"),
-    "x 0-d": ({"x": mx.array(1.0)}, "x needs"),
+    "x 0-d": ({"x": mx.array(1.0)}, r"x must be \(\.\.\., K\), but its shape is \(\)"),
     "x width": ({"x": mx.ones((2, 64))}, "x of shape"),
     "w dtype": ({"w": mx.ones((16, 16), mx.int32)}, "w must be uint32"),
-    "w 1-d": ({"w": GOOD["w"][0]}, "w at least 2"),
+    "w 1-d": ({"w": GOOD["w"][0]}, r"w must be \(\.\.\., N, W\), but its shape is \(16,\)"),
     "w width": ({"w": GOOD["w"][:, :8]}, "w of shape"),
     "scales rows": ({"scales": GOOD["scales"][:8]}, "scales of shape"),
     "scales dtype": ({"scales": GOOD["scales"].astype(mx.uint8)}, "scales must be"),
@@ -359,7 +359,7 @@ BAD = {
     "biases shape": ({"biases": GOOD["biases"][:, :1]}, "biases of shape"),
     "biases dtype": ({"biases": GOOD["biases"].astype(mx.complex64)}, "biases must be floating"),
     "scales 0-d": ({"scales": mx.array(1.0)}, "scales of shape"),
-    "bias shape": ({"bias": mx.ones((15,))}, "bias must have shape"),
+    "bias shape": ({"bias": mx.ones((15,))}, r"bias must be \(16,\), but its shape is \(15,\)"),
     "group_size": ({"group_size": 48}, "group_size must be 32, 64, 128"),
     "group_size wrong": ({"group_size": 32}, "group_size=32"),
     "bits": ({"bits": 7}, "bits must be 1, 2, 3, 4, 5, 6, 8"),

@@ -129,23 +129,26 @@ def test_nothing_to_turn_is_explained(path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": mx.zeros((2, 8))}, r"q must be \(B, L, H, D\) .* not mlx.core.float32 \(2, 8\)"),
+        ({"q": mx.zeros((2, 8))}, r"q must be \(B, L, H, D\), but its shape is \(2, 8\)"),
         ({"q": mx.zeros((2, 3, 4, 8), mx.int32)}, "q must be .* not mlx.core.int32"),
         (
             {"k": mx.zeros((2, 3, 2, 6))},
-            r"k must go with q, .* but is mlx.core.float32 \(2, 3, 2, 6\)",
+            r"k must be \(2, 3, Hkv, 8\), but its shape is \(2, 3, 2, 6\)",
         ),
-        ({"offset": mx.array([1, 2, 3])}, r"offset must be one integer or 2, not \(3,\)"),
-        ({"offset": mx.array(1.0)}, "offset must be one integer"),
+        (
+            {"offset": mx.array([1, 2, 3])},
+            r"offset must be \(\) or \(2,\), but its shape is \(3,\)",
+        ),
+        ({"offset": mx.array(1.0)}, r"offset must be integers, not mlx\.core\.float32"),
         ({"dims": 7}, "dims must be even and at most 8, not 7"),
         ({"dims": 10}, "dims must be even and at most 8, not 10"),
         ({"dims": 8.0}, "dims must be even and at most 8, not 8.0"),
         ({"traditional": "x"}, "traditional must be True or False, not 'x'"),
-        ({"base": (10000.0,)}, r"base must be a positive number or None, not \(10000.0,\)"),
-        ({"base": 0}, "base must be a positive number or None, not 0"),
+        ({"base": (10000.0,)}, r"base must be a finite number > 0 or None, not \(10000\.0,\)"),
+        ({"base": 0}, "base must be a finite number > 0 or None, not 0"),
         ({"scale": float("nan")}, "scale must be a finite number, not nan"),
         ({"base": None}, "one of base and freqs must be given"),
-        ({"base": None, "freqs": mx.zeros((3,))}, r"freqs must have shape \(4,\), not \(3,\)"),
+        ({"base": None, "freqs": mx.zeros((3,))}, r"freqs must be \(4,\), but its shape is \(3,\)"),
     ],
     ids=str,
 )
