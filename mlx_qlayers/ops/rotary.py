@@ -94,15 +94,3 @@ _TAKES = Signature("""
     offset: integer () or (B,)
 """)
 ROTARY = Operation("rotary_embedding", _plan, compiled=True, sample=_sample)
-
-
-def _check(q: Any, k: Any, offset: Any, rotation: Rotation, freqs: Any) -> None:
-    if q.ndim != 4 or q.dtype not in FLOATS:
-        raise ValueError(
-            f"q must be (B, L, H, D) in a floating-point type, not {q.dtype} {q.shape}"
-        )
-    if k.ndim != 4 or k.dtype != q.dtype or k.shape[:2] + k.shape[3:] != q.shape[:2] + q.shape[3:]:
-        raise ValueError(f"k must go with q, {q.dtype} {q.shape}, but is {k.dtype} {k.shape}")
-    if offset.shape not in ((), q.shape[:1]) or not mx.issubdtype(offset.dtype, mx.integer):
-        raise ValueError(f"offset must be one integer or {q.shape[0]}, not {offset.shape}")
-    check_rotation(rotation, freqs, q.shape[-1])
