@@ -31,6 +31,7 @@ from mlx_qlayers import (
     quantized_matmul,
     use_backend,
 )
+from mlx_qlayers.decode import engine
 from mlx_qlayers.layers.switch_linear import QSwitchLinear
 from mlx_qlayers.ops.attention_step import Rotation, attention_step
 from mlx_qlayers.ops.exp import exp
@@ -116,7 +117,7 @@ def operations(path: str) -> dict[str, Call]:
     }
 
 
-def token() -> Call:
+def token(by_graph: bool = False) -> Call:
     """The next token of a converted model of Qwen2's layers, narrow ones."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": LAYERS}
@@ -128,6 +129,8 @@ def token() -> Call:
     convert_model(model, verify=False)
     cache = make_prompt_cache(model)
     mx.eval(model(mx.array([[1, 2, 3, 4, 5, 6, 7, 8]]), cache=cache))
+    if by_graph:
+        return partial(engine.step, model, mx.array([[1]]), cache)
     return partial(model, mx.array([[1]]), cache=cache)
 
 

@@ -21,3 +21,9 @@ def test_a_call_of_an_operation(path: str, name: str) -> None:
 def test_a_token(path: str) -> None:
     with on(path):
         assert calls(token()) <= TOKEN[path]
+
+
+def test_a_token_by_its_graph_on_a_cpu() -> None:
+    """141 launches of kernels, 28 of rotary embeddings, and what a step does besides."""
+    with on("host"):
+        assert calls(token(by_graph=True)) <= 215

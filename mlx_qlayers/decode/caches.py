@@ -8,18 +8,19 @@ themselves, so that a step is always the plain case of their code.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from .capture import Setting, Unsupported
-from .graph import Size
 
 # How far ahead of the first a second capture looks at most.
 REACH = 100_000
 # Rows that a long cache grows by at most.
 _MOST_ROWS = 2048
+# Steps that go on without a look at what has no rows.
+_MANY = 256
 _RINGS = ("RotatingKVCache", "BatchRotatingKVCache")
 # By the class of a cache the counts that go on with each token.
 _COUNTERS = {
@@ -221,27 +222,48 @@ def arrays_of(own: Sequence[Any]) -> dict[str, mx.array]:
     return found
 
 
-def changes(
-    own: Sequence[Any], outputs: dict[str, Any], counts: dict[str, Any], at: dict[str, int]
-) -> list[dict[str, Any]]:
-    """By caches in turn their attributes behind a step, of those that it changed."""
-    items: list[dict[str, Any]] = [{} for _ in own]
-    for path, value in outputs.items():
-        _, number, name, *index = path.split(".")
-        changed = items[int(number)]
-        if not index:
-            changed[name] = value
-            continue
-        whole = changed.setdefault(name, [*vars(own[int(number)])[name]])
-        whole[int(index[0])] = value
-    for path, count in counts.items():
-        _, number, name = path.split(".")
-        items[int(number)][name] = count.at(at) if isinstance(count, Size) else count
-    for c, changed in zip(own, items, strict=True):
-        for name, value in changed.items():
-            if isinstance(vars(c)[name], tuple) and isinstance(value, list):
-                changed[name] = tuple(value)
-    return items
+def places(paths: Iterable[str]) -> list[tuple[int, str, int | None]]:
+    """Where arrays and counts are, by their names: cache, attribute, and the place in a list."""
+    split = (path.split(".") for path in paths)
+    return [(int(i), name, int(at[0]) if at else None) for _, i, name, *at in split]
+
+
+class Held(NamedTuple):
+    """What caches have, to see later whether they still do."""
+
+    kinds: Sequence[type]
+    items: Sequence[dict[str, Any]]
+
+    def same(self, own: Sequence[Any]) -> bool:
+        """Whether nobody changed them; what is written into an array is not seen."""
+        try:  # dicts compare what is not identical, and arrays have no truth value
+            return [*map(type, own)] == self.kinds and [*map(vars, own)] == self.items
+        except Exception:
+            return False
+
+
+def held_by(own: Sequence[Any], lists: Iterable[tuple[int, str]]) -> Held:
+    """What caches have; of the lists among their attributes the arrays, too."""
+    items = [*map(dict, map(vars, own))]
+    for number, name in lists:
+        items[number][name] = items[number][name][:]
+    return Held([*map(type, own)], items)
+
+
+def more_steps(each: Facts, c: Any, length: int) -> int:
+    """For how many more steps a cache's case is the same, behind one that left it as it is now."""
+    (kind, case, *_), own = each.key, vars(c)
+    kinds = (*_kinds(own, each.counters),)
+    if each.key[-len(kinds) :] != kinds:
+        return 0
+    if each.rows is None:
+        return _MANY
+    if case:
+        return each.rows - each.at - 1 if kind in _RINGS else 0
+    counts, last = each.counters, _MANY
+    if each.last is not None:
+        last = (each.last - counts["_offset" if "_offset" in counts else "offset"]) // length
+    return min(last, (each.rows - each.at - length - 1) // length)
 
 
 def put(own: Sequence[Any], items: Sequence[dict[str, Any]]) -> None:

@@ -13,11 +13,12 @@ import mlx.core as mx
 
 from ..runtime.backend import Mode, current, epoch
 from ..runtime.transformed import is_transformed
-from .caches import REACH, Facts, arrays_of, changes, facts, put, settings
+from .caches import REACH, Facts, facts, more_steps, settings
 from .capture import Captured, Differs, Setting, Trace, Unsupported, solved, stopping_line
 from .effects import Effects
 from .emit import Program
 from .graph import Graph
+from .listed import Going, Listed
 from .rules import fused
 from .snapshot import Snapshot
 from .tailed import Tailed
@@ -72,6 +73,11 @@ def where() -> Any:
     return current.get(), get_ident(), str(mx.default_stream(device)), epoch.number
 
 
+def _place() -> Any:
+    """What steps belong to whose calls run one by one."""
+    return current.get(), epoch.state, mx.default_device().type
+
+
 class Step(NamedTuple):
     """A captured step.
 
@@ -97,10 +103,10 @@ class Step(NamedTuple):
 
 
 class _Last(NamedTuple):
-    """What a step with tails leaves for the next one.
+    """What a step leaves for the next one.
 
     Attributes:
-        asked: shape and dtype of tokens, and what compiled steps belong to.
+        asked: shape and dtype of tokens, and what the step's program belongs to.
         left: for how many steps more what was captured holds.
         now: what goes on.
     """
@@ -150,15 +156,15 @@ class Steps:
 
     def run(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None:
         """The logits, and the caches with the tokens; None if it cannot be."""
-        own = [*leaves(caches)]
+        own = leaves(caches)
         if not own or is_transformed([tokens]):
             return None
-        asked = tokens.shape, tokens.dtype, where()
+        asked = tokens.shape, tokens.dtype, where() or _place()
         last = self.progress.get(own[0])
         key: Any = asked
         try:
             if last is not None and last.asked == asked and last.left > 0 and last.now.holds(own):
-                return self._tails(last.now.step, tokens, own, last)
+                return self._goes_on(last.now.step, tokens, own, last)
             released(own)
             some = [facts(c, tokens.shape[1]) for c in own]
             key = tokens.shape[1], tokens.dtype, tuple(each.key for each in some), _alike(some)
@@ -178,34 +184,37 @@ class Steps:
         if found is None:
             found = self._captured(key, caches, some, batch)
             self.steps[key] = [found, *self.steps.get(key, ())][:_KEPT]
-        own = [*leaves(caches)]
+        own = leaves(caches)
         if where() and (tailed := self._tailed(found, batch, some)) is not None:
             left = (most - at[name] + 1 for name, (_, most) in found.limits.items())
             asked = tokens.shape, tokens.dtype, where()
             try:
                 last = _Last(asked, min(left, default=_KEPT), None)
-                return self._tails(tailed, tokens, own, last)
+                return self._goes_on(tailed, tokens, own, last)
             except Unsupported as error:  # as long as these caches hold what they do
                 self.stopped["tails", key] = str(error)
-        program: Program = self._program(found, batch)
-        outputs = program.run({"tokens": tokens, **arrays_of(own)}, at)
-        logits: mx.array = outputs.pop("logits")
-        values = at | {"batch": batch}
-        put(own, changes(own, outputs, found.captured.counts, values))
+        logits: mx.array
+        length, step = tokens.shape[1], self._listed(found, batch)
+        logits, now = step.run(tokens, own, Going(step, at))
+        steps = [more_steps(each, c, length) for each, c in zip(some, own, strict=True)]
+        steps += [(most - at[name]) // length for name, (_, most) in found.limits.items()]
+        self.progress[own[0]] = _Last((tokens.shape, tokens.dtype, _place()), min(steps), now)
         return logits
 
-    def _tails(self, step: Tailed, tokens: mx.array, own: list[Any], last: _Last) -> mx.array:
+    def _goes_on(self, step: Any, tokens: mx.array, own: list[Any], last: _Last) -> mx.array:
         logits: mx.array
         logits, now = step.run(tokens, own, last.now)
-        self.progress[own[0]] = last._replace(left=last.left - 1, now=now)
+        self.progress[own[0]] = _Last(last.asked, last.left - 1, now)
         return logits
 
-    def _program(self, found: Step, batch: int) -> Program:
-        key = batch, current.get(), epoch.state, mx.default_device().type
+    def _listed(self, found: Step, batch: int) -> Listed:
+        key = batch, _place()
         if key not in found.programs:
-            binds = key[-1] == mx.cpu
-            found.programs[key] = Program(found.graph, batch, found.captured.weights, binds)
-        return found.programs[key]
+            on_cpu = mx.default_device().type == mx.cpu
+            program = Program(found.graph, batch, found.captured.weights, binds=on_cpu)
+            found.programs[key] = Listed(found.captured, program)
+        step: Listed = found.programs[key]
+        return step
 
     def _tailed(self, found: Step, batch: int, some: Sequence[Facts]) -> Tailed | None:
         """The step by tails; None where something else depends on positions."""

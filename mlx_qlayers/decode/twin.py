@@ -86,13 +86,15 @@ def _is_cache(value: Any) -> bool:
     )
 
 
-def leaves(caches: Sequence[Any]) -> Iterator[Any]:
+def leaves(caches: Sequence[Any]) -> list[Any]:
     """The caches, those in lists of caches too."""
+    found: list[Any] = []
     for each in caches:
         if type(each).__name__ == "CacheList":
-            yield from leaves(each.caches)
+            found += leaves(each.caches)
         elif each is not None:
-            yield each
+            found.append(each)
+    return found
 
 
 def arrays_of(value: Any, path: str = "") -> Iterator[tuple[str, mx.array]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +17,7 @@ from small_qwen import qwen
 
 from mlx_qlayers import use_backend
 from mlx_qlayers.decode import engine
+from mlx_qlayers.runtime.tracing import trace
 
 # One of each kind of block: norms on both sides, experts, states, latent keys, sinks, rings.
 NAMES = [
@@ -156,6 +157,77 @@ def test_a_changed_model_is_captured_anew() -> None:
     model(prompt, cache=cache)
     model.train()
     assert engine.step(model, token, cache) is None
+
+
+def _scaled(model: Any, cache: list[Any]) -> None:
+    cache[0].keys = cache[0].keys * 2
+
+
+def _written(model: Any, cache: list[Any]) -> None:
+    cache[1].values[:, :, 2] = 1.0
+
+
+def _trimmed(model: Any, cache: list[Any]) -> None:
+    for c in cache:
+        c.trim(2)
+
+
+def _decoded(model: Any, cache: list[Any]) -> None:
+    model(mx.array([[3]]), cache=cache)
+
+
+def _state(model: Any, cache: list[Any]) -> None:
+    cache[0][1] = cache[0][1] * 2
+
+
+CHANGES = [
+    ("qwen2", _scaled),
+    ("qwen2", _written),
+    ("qwen2", _trimmed),
+    ("qwen2", _decoded),
+    ("mamba2", _state),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), CHANGES)
+def test_caches_that_somebody_changes_between_two_steps(
+    name: str, change: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step goes on from the last one, and looks at caches anew that are not as that left them."""
+    looks, plain = [], engine.facts
+    monkeypatch.setattr(engine, "facts", lambda *a: looks.append(a) or plain(*a))
+    model, results = build(name, ARCHITECTURES[name]), []
+    for run in (model, ByGraph(model)):
+        cache = make_prompt_cache(model)
+        rows = [decoded(run, cache, 5)]
+        first = len(looks)
+        change(model, cache)
+        rows.append(run(mx.array([[7]]), cache=cache)[0])
+        looked = len(looks) - first
+        rows.append(run(mx.array([[8]]), cache=cache)[0])
+        results.append(mx.concatenate(rows))
+    want, found = results
+    assert mx.abs(want - found).max() < 1e-4 * mx.abs(want).max()
+    assert run.steps == 7 and engine.stopped(model) is None
+    # What is written into an array is there for the next step, whoever does it.
+    again = 0 if change is _written else len(cache)
+    assert (first, looked, len(looks)) == (first, again, first + again) and first <= 2 * len(cache)
+
+
+def test_steps_by_another_backend_in_between() -> None:
+    model, rows, made = qwen(), [], []
+    cache = make_prompt_cache(model)
+    decoded(ByGraph(model), cache, 3)
+    for backend in ("host", "ops", "host", "ops"):
+        with use_backend(backend), trace() as launches:
+            rows.append(engine.step(model, mx.array([[5]]), cache))
+            mx.eval(rows[-1])
+        made.append(len(launches))
+    own = make_prompt_cache(model)
+    decoded(model, own, 3)
+    for row in rows:
+        assert mx.abs(row - model(mx.array([[5]]), cache=own)).max() < 1e-4
+    assert made[0] == made[2] > 10 and made[1] == made[3] == 0
 
 
 def test_what_is_left_to_the_model_and_why() -> None:
