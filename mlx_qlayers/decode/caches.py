@@ -72,7 +72,7 @@ def facts(c: Any, length: int) -> Facts:
     if kind in _RINGS:
         offset = own["_offset" if "_offset" in own else "offset"]
         if offset + length >= own["max_size"]:
-            case = "full"
+            case = "full" if at < own["max_size"] else "begins"
         else:
             last = own["max_size"] - length - 1
     names = _COUNTERS[kind]
@@ -138,8 +138,9 @@ def _room_in_ring(c: Any) -> int:
         c._idx = c.max_size
         if "left_padding" in vars(c):
             c.left_padding = c.left_padding - extra
-    if c._idx == c.max_size:
-        c._idx = getattr(c, "keep", 0)
+    # A mask of one that keeps rows is another where it begins anew: mlx-lm takes the row as 0.
+    if c._idx == c.max_size and not getattr(c, "keep", 0):
+        c._idx = 0
         if "rotated" in vars(c):
             c.rotated = True
     at: int = c._idx
@@ -181,7 +182,7 @@ def _ways(some: Sequence[Facts], reach: int) -> dict[int, int]:
     found: dict[int, int] = {}
     for each in some:
         for name in {"_idx", "offset", "_offset"} & each.counters.keys():
-            if name == "_idx" and each.key[0] in _RINGS and each.key[1] == "full":
+            if name == "_idx" and each.key[0] in _RINGS and each.key[1] in ("full", "begins"):
                 continue
             value = each.counters[name]
             most = reach * (2 * len(found) + 1) if value not in found else found[value]
@@ -197,6 +198,8 @@ def _moved(
     kind, case, *rest = each.key
     settings, is_ring = dict(rest), kind in _RINGS
     moved = {name: v + ways.get(v, 0) for name, v in each.counters.items()}
+    if is_ring and case == "begins":
+        return moved | {"_idx": each.at}, each.rows
     if is_ring and case == "full":
         after = each.at + 1 < settings["max_size"]
         moved["_idx"] = each.at + 1 if after else max(each.at - 1, settings.get("keep", 0))

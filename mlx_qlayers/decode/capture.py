@@ -72,7 +72,7 @@ class Trace:
 
     def __init__(self, model: Any, caches: Sequence[Any], setting: Setting) -> None:
         self.records: list[dict[str, Any]] = []
-        self.model, self.caches, self.own = model, caches, [*leaves(caches)]
+        self.model, self.caches, self.own = model, caches, leaves(caches)
         self.setting, self.results, self.counts = setting, list[str](), dict[str, Any]()
         given = dict(arrays_of(model, "model"))
         for i, cache in enumerate(self.own):

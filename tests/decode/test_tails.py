@@ -11,6 +11,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from architecture_table import ARCHITECTURES
+from architectures import build
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import (
     BatchKVCache,
@@ -111,6 +113,21 @@ def test_every_token_is_by_tails_while_caches_grow_and_go_round(kind: str) -> No
         assert all(isinstance(each[0], tails.Tail) for each in held), "a cache has no tail"
         assert_same(state(copy.deepcopy(ours.cache)), state(theirs.cache), kind, ours.at)
     assert_same(state(ours.cache), state(theirs.cache), kind, "behind all")
+
+
+@pytest.mark.parametrize("keep", [0, 3])
+def test_windows_smaller_than_a_ring(keep: int) -> None:
+    """Also where mlx-lm's mask of a ring that begins anew takes the row of its token as 0."""
+    model, logits = build("llama", ARCHITECTURES["llama"]), []
+    for by_graph in (True, False):
+        cache = [RotatingKVCache(12, keep) for _ in make_prompt_cache(model)]
+        rows = [model(TOKENS[:1, :5], cache=cache)]
+        for i in range(5, 32):
+            token = TOKENS[:1, i : i + 1]
+            made = engine.step(model, token, cache) if by_graph else None
+            rows.append(model(token, cache=cache) if made is None else made)
+        logits.append(mx.concatenate(rows, axis=1))
+    assert_same(*logits, "window", keep)
 
 
 LOOKS: dict[str, Callable[[list[Any]], Any]] = {

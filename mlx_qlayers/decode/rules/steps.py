@@ -187,7 +187,7 @@ def _part(node: Node | None, tails: Tails) -> tuple[int, Size, int, str, Node, N
     allowed = {"fills": (None, stop), "full": (None,), "": (stop,)}
     if (
         node.arg[1][2] != row
-        or counted not in allowed[case]
+        or counted not in allowed.get(case, ())
         or (case != "full" and row != position)
     ):
         return None
