@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -137,16 +138,22 @@ class Graph:
 
     def nodes(self) -> list[Node]:
         """All nodes, each behind those that it takes."""
-        order: dict[Node, None] = {}
-        stack = [(node, False) for node in reversed(self.outputs.values())]
+        return self._nodes
+
+    @cached_property
+    def _nodes(self) -> list[Node]:
+        order: dict[Node | None, None] = {None: None}
+        stack: list[Node | None] = [*reversed(self.outputs.values())]
         while stack:
-            node, ready = stack.pop()
-            if ready:
+            node = stack[-1]
+            if node not in order and node:
+                before = [s for s in node.src if s not in order]
+                if before:
+                    stack += reversed(before)
+                    continue
                 order[node] = None
-            elif node not in order:
-                stack.append((node, True))
-                stack.extend((s, False) for s in reversed(node.src) if s and s not in order)
-        return list(order)
+            stack.pop()
+        return [node for node in order if node]
 
     def replaced(self, places: Mapping[Node, Node]) -> Graph:
         """The graph with other nodes in the place of some, which may take what those took."""
@@ -167,8 +174,9 @@ class Graph:
 
     def uses(self) -> Counter[Node]:
         """How often each node is taken, by others or as a result."""
-        taken = Counter(s for node in self.nodes() for s in node.src if s is not None)
-        return taken + Counter(self.outputs.values())
+        taken = Counter(s for node in self.nodes() for s in node.src if s)
+        taken.update(self.outputs.values())
+        return taken
 
 
 def under(node: Node) -> Node:
@@ -291,7 +299,7 @@ class Rewriting:
         return new
 
     def _other(self, node: Node) -> Node | None:
-        for pattern, make in (*self.rules.get(node.op, ()), *self.rules.get("", ())):
+        for pattern, make in self.rules.get(node.op, ()):
             for found in pattern.match(node, {}, self.uses):
                 other = make(**found, root=node)
                 if other is not None and other is not node:
@@ -305,10 +313,10 @@ def rewrite(graph: Graph, rules: Iterable[Rule]) -> Graph:
     for rule in rules:
         for op in rule[0].ops or ("",):
             by_op.setdefault(op, []).append(rule)
-    uses, done = graph.uses(), dict[Node, Node]()
-    now = Rewriting(by_op)
+    uses, now = graph.uses(), Rewriting(by_op)
+    done: dict[Node | None, Node | None] = {None: None}
     for node in graph.nodes():
-        new = now.node(node, tuple(s and done[s] for s in node.src))
+        new = now.node(node, tuple([done[s] for s in node.src]))
         now.uses[new] += uses[node]
         done[node] = new
-    return Graph({name: done[node] for name, node in graph.outputs.items()})
+    return Graph({name: done[node] for name, node in graph.outputs.items()})  # type: ignore[misc]

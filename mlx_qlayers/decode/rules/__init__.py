@@ -15,14 +15,9 @@ from .routers import routed
 from .steps import Tails, by_steps
 
 PASSES = (
-    UNBROADCAST,
-    ROTARY,
-    [*FAST, *ACTIVATIONS],
-    ATTENTION,
-    EXPERTS,
+    [*UNBROADCAST, *ROTARY, *FAST, *ACTIVATIONS, *ATTENTION, *RECURRENT, *EXPERTS],
     LIFTED,
-    COMBINED,
-    [*RECURRENT, *LATENT],
+    [*COMBINED, *LATENT],
 )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...metal.quantized_matmul.qmv import MAX_MATRICES
-from ..graph import Graph, Node, P, Pattern, Rule, any_, rewrite
+from ..graph import Graph, Node, P, Pattern, Rule, Spec, any_, rewrite
 from ..primitives import MODES
 
 
@@ -50,6 +50,25 @@ def _gated(gate: Node, up: Node, act: Node, root: Node) -> Node | None:
     return root.like("Products", *gate.src, *up.src[5:], arg=arg)
 
 
+def _halved(y: Node, split: Node, gate: Node, up: Node, act: Node, root: Node) -> Node | None:
+    """The same of the halves of one product, whose matrix is two."""
+    (at, *more), axis = split.arg[0], split.arg[1]
+    halves = not more and 2 * at == y.shape[-1] and axis == len(y.shape) - 1
+    if not halves or not _is_plain(y) or gate.arg == up.arg:
+        return None
+    parts = (_rows_of(s, each.arg[0] * at, at) for each in (gate, up) for s in y.src[5:])
+    return root.like("Products", *y.src[:5], *parts, arg=(*y.arg[:4], GATES[act.op]))
+
+
+def _rows_of(array: Node | None, begin: int, count: int) -> Node | None:
+    if array is None:
+        return None
+    rest = array.shape[1:]
+    start, stop = (begin, *(0 for _ in rest)), (begin + count, *rest)
+    spec = Spec((count, *rest), array.dtype)
+    return Node("Slice", (array,), (start, stop, (1,) * len(start)), (spec,))
+
+
 GATES = {"Silu": "silu", "Gelu": "gelu", "GeluApprox": "gelu_approx"}
 
 
@@ -79,6 +98,7 @@ PRODUCT: list[Rule] = [
     (Pattern(("QuantizedMatmul",)), _product),
     (P("Add", Pattern(("Products",), None, "y", once=True), any_("bias")), _biased),
 ]
+_HALVES = P("Split", Pattern(("Products",), None, "y", once=True), name="split")
 GATED: list[Rule] = [
     (
         P(
@@ -87,6 +107,14 @@ GATED: list[Rule] = [
             Pattern(("Products",), None, "up", once=True),
         ),
         _gated,
+    ),
+    (
+        P(
+            "Multiply",
+            P(tuple(GATES), P("Item", _HALVES, name="gate"), name="act"),
+            P("Item", any_("split"), name="up"),
+        ),
+        _halved,
     ),
     (P("Add", Pattern(("Products",), None, "y", once=True), any_("other")), _added),
 ]

@@ -7,6 +7,7 @@ where both are used, backwards: in which order and by which functions the code h
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 from ...options import Router
@@ -32,6 +33,21 @@ _PUT = P(
 _ROOT = P("Sqrt", P("LogAddExp", any_("logits"), any_("zero")))
 
 
+# Of each choice of a sparse mixer: a softmax without what is too far below what was chosen.
+_FAR = P(
+    "Greater",
+    P(
+        "Divide",
+        P("Subtract", any_("top"), any_("logits")),
+        P("Maximum", P("Abs", any_("logits")), any_("top")),
+    ),
+    maybe("Broadcast", any_("epsilon")),
+)
+_BAND = P("Softmax", maybe("AsType", P("Select", _FAR, any_("lowest"), any_("left"))))
+_MIXED = P("GatherAxis", maybe("AsType", _BAND), any_("at"))
+_LEFT = P("ScatterAxis", any_("left"), any_("at"), maybe("Broadcast", any_("lowest")))
+
+
 def plain(node: Node | None, *views: str) -> Node:
     """A node before casts, broadcasts and other views."""
     assert node is not None
@@ -53,11 +69,40 @@ def routed(graph: Graph) -> Graph:
     return graph.replaced(places) if places else graph
 
 
+def _mixed(experts: Node, shares: Node) -> Node | None:
+    """The choices of a sparse mixer: one after the other, each without those before."""
+    axis, known, before = len(experts.shape) - 1, None, None
+    for at, share in zip(experts.src, shares.src, strict=False):
+        found = fits(_MIXED, share)
+        if found is None or at is None or found["at"] is not at:
+            return None
+        left, logits = found["left"], found["logits"]
+        epsilon, lowest = (number_of(plain(found[name])) for name in ("epsilon", "lowest"))
+        largest = (
+            at.like("ArgReduce", left, arg=(1, axis)),
+            at.like("Reduce", left, arg=(5, (axis,))),
+        )
+        if [n.key()[:3] for n in largest] != [n.key()[:3] for n in (at, found["top"])]:
+            return None
+        taken = fits(_LEFT, left) if before else None
+        fit = taken and (taken["left"], taken["at"]) == before if before else left is logits
+        if not fit or lowest != -inf or (known or (logits, epsilon)) != (logits, epsilon):
+            return None
+        known, before = (logits, epsilon), (left, at)
+    concatenated = experts.op == shares.op == "Concatenate" and experts.arg == shares.arg == (axis,)
+    if known is None or not concatenated or len(experts.src) != len(shares.src):
+        return None
+    options = {"normed": False, "epsilon": known[1], "dtype": shares.dtype}
+    router = Router(len(experts.src), "sparsemixer", **options)
+    outputs = experts.outputs[0], shares.outputs[0]
+    return Node("Chosen", (plain(known[0]), None, None), (router,), outputs)
+
+
 def _chosen(experts: Node, shares: Node) -> Node | None:
     found = _best(experts, -1)
     read = _shares(shares, experts)
     if found is None or read is None:
-        return None
+        return _mixed(experts, shares)
     numbers, options, source = found[0], found[1] | read[1], read[0]
     factors, bias = read[2], None
     if "score" in options:
