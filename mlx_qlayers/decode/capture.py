@@ -85,8 +85,11 @@ class Trace:
         except Exception as error:
             raise Unsupported(stopping_line(error)) from error
         self.primitives = [each for each in self.records if each["type"] == "primitive"]
-        if any(each["name"] == "RandomBits" for each in self.primitives):
-            raise Unsupported("the model draws random numbers of mlx.random in a call")
+        for each in self.primitives:
+            if each["name"] == "RandomBits":
+                raise Unsupported("the model draws random numbers of mlx.random in a call")
+            if each["name"] == "CustomKernel":  # no call can be made of its text
+                raise Unsupported(f"the model launches a kernel of its own: {each['arguments'][0]}")
         gathered = (r for r in self.primitives if r["name"] in ("GatherQMM", "GatherMM"))
         chosen = max((prod(r["inputs"][-1][1]) for r in gathered), default=0)
         self.unsorted = 63 * setting.batch // chosen if 0 < chosen < 64 else None

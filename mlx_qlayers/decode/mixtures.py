@@ -109,12 +109,13 @@ def delta(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
 
 
 def depthwise(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
-    """A row of a depthwise convolution: MLX has no kernel for so few rows."""
+    """A few rows of a depthwise convolution: MLX has no kernel for them."""
+    length = node.shape[1]
 
     def convolve(x: mx.array, w: mx.array) -> mx.array:
         rows, weights = x.astype(mx.float32), w.squeeze(-1).T
-        if mx.default_device() == mx.gpu:  # a sum of products is one launch there
-            terms = [rows[:, i : i + 1] * each for i, each in enumerate(weights)]
+        if length > 1 or mx.default_device() == mx.gpu:  # a sum of products is one launch there
+            terms = [rows[:, i : i + length] * each for i, each in enumerate(weights)]
             y = sum(terms[1:], start=terms[0])
         else:
             y = (rows * weights).sum(1, keepdims=True)

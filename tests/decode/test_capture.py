@@ -123,9 +123,25 @@ class Counts(Looks):
         return logits
 
 
+class Launches(Looks):
+    """A model with a kernel of its own."""
+
+    def __call__(self, tokens: mx.array, cache: list[object]) -> mx.array:
+        logits: mx.array = self.model(tokens, cache=cache)
+        kernel = mx.fast.metal_kernel("twice", ["x"], ["y"], "uint i = thread_position_in_grid.x;")
+        more = {"output_shapes": [logits.shape], "output_dtypes": [logits.dtype]}
+        ones = (1, 1, 1)
+        (y,) = kernel(inputs=[logits], **more, grid=ones, threadgroup=ones, stream=mx.gpu)
+        return y
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [(Looks, r"test_capture.py:\d+: .*item.* > 0"), (Counts, "changes calls of Counts")],
+    [
+        (Looks, r"test_capture.py:\d+: .*item.* > 0"),
+        (Counts, "changes calls of Counts"),
+        (Launches, "launches a kernel of its own: custom_kernel_twice"),
+    ],
 )
 def test_what_cannot_be_captured_is_named(kind: type[Looks], reason: str) -> None:
     model = qwen()

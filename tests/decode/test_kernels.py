@@ -119,3 +119,22 @@ def test_one_capture_of_experts_serves_batches_up_to_sorting(name: str) -> None:
             assert "experts_chosen" in families(kernels)
     (steps,) = engine._steps[id(model)].steps.values()
     assert sorted(step.batches for step in steps) == [(1, 31), (33, 128)]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
+def test_several_tokens_of_a_recurrent_layer_take_one_launch(name: str) -> None:
+    model = build(name, ARCHITECTURES[name])
+    results = []
+    for graph in (False, True):
+        with use_backend("host" if graph else "ops"):
+            cache = make_prompt_cache(model)
+            mx.eval(model(PROMPT, cache=cache))
+            tokens = mx.array([[4, 9, 71]])
+            with trace() as records:
+                made = engine.step(model, tokens, cache) if graph else model(tokens, cache=cache)
+                assert made is not None, engine.stopped(model)
+                mx.eval(made)
+            results.append((made, *cache[0].cache))
+    assert [each.kernel for each in records].count("gated_delta") == 1
+    for want, found in zip(*results, strict=True):
+        assert mx.abs(found - want).max() <= 1e-5 * mx.abs(want).max()

@@ -1,10 +1,12 @@
-"""Recurrent layers: the gated delta rule of a token, and a row of a depthwise convolution.
+"""Recurrent layers: the gated delta rule, and rows of a depthwise convolution.
 
 A ``GatedDelta`` node takes what :func:`~mlx_qlayers.ops.gated_delta.gated_delta` does; its argument
-is that of norms. A ``Depthwise`` node takes as many rows (B, K, C) as the weight (C, K, 1) is long.
+is that of norms. A ``Depthwise`` node takes rows (B, L + K - 1, C) and a weight (C, K, 1).
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 from ..graph import (
     Either,
@@ -49,7 +51,7 @@ _Y = _total(_AFTER, _wide("q"))
 
 
 def gated_deltas(graph: Graph) -> Graph:
-    """The graph with the rule, of a token, as one node."""
+    """The graph with the rule as one node: first of each token, then of all."""
     nodes, places = graph.nodes(), dict[Node, Node]()
     kept = {n.src[1:]: n for n in nodes if n.op == "Select"}
     for node in nodes:
@@ -67,7 +69,45 @@ def gated_deltas(graph: Graph) -> Graph:
         same = y.dtype == node.dtype
         places[node] = flat if same else node.like("AsType", flat, arg=(node.dtype,))
         places[select or found["after"]] = made.item(1)
-    return rewrite(graph.replaced(places), CANCELLED) if places else graph
+    if not places:
+        return graph
+    graph = rewrite(graph.replaced(places), CANCELLED)
+    return rewrite(_of_all_tokens(graph), [(Pattern(("GatedDelta",)), _normed)])
+
+
+def _of_all_tokens(graph: Graph) -> Graph:
+    """Tokens one after the other as one node."""
+    nodes, places = graph.nodes(), dict[Node, Node]()
+    states = {n.src[0]: n for n in nodes if n.op == "Item" and n.arg == (1,)}
+    for node in nodes:
+        if node.op != "Concatenate" or node.arg != (1,):
+            continue
+        some = [s.src[0] for s in node.src if s and s.op == "Item" and s.arg == (0,)]
+        tokens = [s for s in some if s and s.op == "GatedDelta"]
+        goes_on = all(b.src[5] is states.get(a) for a, b in pairwise(tokens))
+        whole = [_whole([t.src[i] for t in tokens]) for i in (0, 1, 2, 3, 4, 6)]
+        if len(tokens) != len(node.src) or not goes_on or False in whole:
+            continue
+        first, last = tokens[0], tokens[-1]
+        src = *whole[:5], first.src[5], whole[5]
+        made = Node(first.op, src, first.arg, (node.outputs[0], first.outputs[1]))  # type: ignore[arg-type]
+        places |= {node: made.item(0), states[last]: made.item(1)}
+    return graph.replaced(places) if places else graph
+
+
+def _whole(parts: list[Node | None]) -> Node | bool | None:
+    """What parts are of, that are its rows in turn; None of no parts, False of others."""
+    if not any(parts):
+        return None
+    of = {part.src[0] if part and part.op == "Slice" else part for part in parts}
+    whole = of.pop()
+    for at, part in enumerate(parts):
+        in_turn = part and part.op == "Slice" and part.arg[0][1] == at and part.shape[1] == 1
+        if of or not in_turn or whole is None or whole.shape[1] != len(parts):
+            return False
+        if whole.shape[2:] != part.shape[2:]:  # type: ignore[union-attr]
+            return False
+    return whole
 
 
 def _delta(
@@ -83,18 +123,26 @@ def _delta(
 ) -> Node | None:
     if len(state.shape) != 4 or v.shape != root.shape or not q.dtype == k.dtype == v.dtype:
         return None
-    of_q, of_k = (_unrepeated(_in_time(each)) for each in (q, k))
+    outputs = Spec((v.shape[0], 1, *v.shape[1:]), v.dtype), state.outputs[0]
+    src = *map(_in_time, (q, k, v, g, beta)), state, mask and _in_time(mask)
+    return Node("GatedDelta", src, (None,), outputs)
+
+
+def _normed(root: Node) -> Node | None:
+    """Queries and keys of fewer heads, and before their norms."""
+    q, k = root.src[:2]
+    if root.arg != (None,) or q is None or k is None:
+        return None
+    of_q, of_k = _unrepeated(q), _unrepeated(k)
     if of_q.shape != of_k.shape:
-        of_q, of_k = _in_time(q), _in_time(k)
+        of_q, of_k = q, k
     norms, one, other = None, fits(_NORMED, of_q), fits(_NORMED, of_k)
     if one and other and one["norm"].arg == other["norm"].arg:
         factors = [number_of(under(each["factor"])) for each in (one, other)]
         if None not in factors and one["norm"].src[1:] == other["norm"].src[1:] == (None,):
             norms, of_q, of_k = (one["norm"].arg[0], *factors), one["x"], other["x"]
-    shown = mask and _in_time(mask)
-    outputs = Spec((v.shape[0], 1, *v.shape[1:]), v.dtype), state.outputs[0]
-    src = of_q, of_k, *map(_in_time, (v, g, beta)), state, shown
-    return Node("GatedDelta", src, (norms,), outputs)
+    src = of_q, of_k, *root.src[2:]
+    return None if src == root.src else Node(root.op, src, (norms,), root.outputs)
 
 
 _NORMED = P(
@@ -120,7 +168,7 @@ def _in_time(x: Node) -> Node:
 def _depthwise(x: Node, w: Node, root: Node) -> Node | None:
     stride, low, high, kernel, inputs, groups, flip = root.arg
     plain = {*stride, *kernel, *inputs} == {1} and not (any(low) or any(high) or flip)
-    one = w.shape == (x.shape[-1], x.shape[1], 1) if len(x.shape) == 3 else False
+    one = len(x.shape) == 3 and (w.shape[0], w.shape[2:]) == (x.shape[-1], (1,))
     return root.like("Depthwise", x, w) if plain and one and groups == x.shape[-1] else None
 
 

@@ -72,6 +72,7 @@ def routed(graph: Graph) -> Graph:
 def _mixed(experts: Node, shares: Node) -> Node | None:
     """The choices of a sparse mixer: one after the other, each without those before."""
     axis, known, before = len(experts.shape) - 1, None, None
+    taken: dict[str, Node] | None
     for at, share in zip(experts.src, shares.src, strict=False):
         found = fits(_MIXED, share)
         if found is None or at is None or found["at"] is not at:
