@@ -34,7 +34,7 @@ from decoding_model import QWEN2_7B, TINY, build, decode, prefill
 
 from mlx_qlayers import convert, convert_model, explain
 from mlx_qlayers.commands.arguments import positive
-from mlx_qlayers.dispatch import entries
+from mlx_qlayers.measurements import entries
 from mlx_qlayers.runtime import cuda_ahead
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.tuning.calibrate import calibrate

@@ -1,7 +1,7 @@
 """The gain of tuning on this machine's GPU, and the quality of the search.
 
     python benchmarks/bench_tuning.py --tune --decode --csv
-    python benchmarks/bench_tuning.py --tune --ship mlx_qlayers/dispatch/data
+    python benchmarks/bench_tuning.py --tune --ship mlx_qlayers/measurements/data
     python benchmarks/bench_tuning.py --exhaustive 60
 
 ``--tune`` tunes the shapes of a model of Qwen2-7B's shape with random weights, as the command
@@ -28,20 +28,20 @@ from common import Sample, Table, add_output, output, print_facts, turns
 
 from mlx_qlayers import backend, convert_model
 from mlx_qlayers.commands.arguments import positive
-from mlx_qlayers.dispatch.entries import device_name
 from mlx_qlayers.dispatch.measurements import heuristics_only
-from mlx_qlayers.dispatch.products import QmvProblem
 from mlx_qlayers.formats import Format
+from mlx_qlayers.measurements.entries import device_name
+from mlx_qlayers.measurements.store import listed, save
+from mlx_qlayers.metal.quantized_matmul.records import QmvRecord
+from mlx_qlayers.metal.record import Record
 from mlx_qlayers.tuning.evaluator import IN_ORDER, Evaluator
-from mlx_qlayers.tuning.families import FAMILIES
-from mlx_qlayers.tuning.problems import Target, problems_of_model
+from mlx_qlayers.tuning.problems import problems_of_model
 from mlx_qlayers.tuning.search import Trial, beam_search
-from mlx_qlayers.tuning.store import listed, save
 from mlx_qlayers.tuning.tune import NOISE, fastest, finalists, tune_all
 
 # The outputs of attention and of the MLP, which share kernels, and the head. All take one row.
 EXHAUSTIVE = tuple(
-    Target(FAMILIES["qmv"], QmvProblem(1, n, k, mx.bfloat16, Format(64, 4), kind))
+    QmvRecord(1, n, k, mx.bfloat16, Format(64, 4), kind)
     for n, k, kind in ((3584, 3584, "residual"), (3584, 18944, "residual"), (152064, 3584, ""))
 )
 # Of all that was measured, so many are measured again beside the beam's finalists: what looked best
@@ -59,13 +59,13 @@ def tuned(model: Any, args: argparse.Namespace) -> None:
     columns = {"heuristic": 12, "tuned": 12, "gain": 6, "tried": 5, "stock": 12, "path": 11}
     table = Table({"problem": 60, **columns, "warm": 12, "warm heuristic": 14})
     table.print_header()
-    shown = partial(_shown, start) if args.verbose else lambda target, gain: None
-    for target, found in tune_all(targets, beam=args.beam, budget_s=args.budget, progress=shown):
+    shown = partial(_shown, start) if args.verbose else lambda record, gain: None
+    for found in tune_all(targets, beam=args.beam, budget_s=args.budget, progress=shown):
         times = found.times.get("kernel", found.untuned)
         gains.append(found.heuristic / times.cold.median)
         table.add(
             **{
-                "problem": target.key,
+                "problem": found.record.key,
                 "heuristic": found.untuned.cold.scaled(1e6),
                 "tuned": times.cold.scaled(1e6),
                 "gain": gains[-1],
@@ -89,8 +89,8 @@ def tuned(model: Any, args: argparse.Namespace) -> None:
         )
 
 
-def _shown(start: float, target: Target, gain: float) -> None:
-    print(f"    {time.monotonic() - start:.1f} s: {target.key}: {gain:.2f}x", flush=True)
+def _shown(start: float, record: Record, gain: float) -> None:
+    print(f"    {time.monotonic() - start:.1f} s: {record.key}: {gain:.2f}x", flush=True)
 
 
 def decoded(stock: Any, model: Any, tokens: int, repeats: int) -> None:
@@ -119,11 +119,11 @@ def decoded(stock: Any, model: Any, tokens: int, repeats: int) -> None:
 def exhaustive(limit: float, beam: int) -> None:
     """Every configuration of some problems, and the beam held against the best."""
     first = EXHAUSTIVE[0]
-    heuristic = first.problem.heuristic(backend())
-    configs = first.family.all(first.problem, heuristic)
+    heuristic = first.heuristic(backend())
+    configs = first.all(heuristic)
     random.Random(0).shuffle(configs)
     configs = list(dict.fromkeys([heuristic, *configs]))
-    evaluators = [Evaluator(*target) for target in EXHAUSTIVE]
+    evaluators = [Evaluator(record) for record in EXHAUSTIVE]
     found: list[dict[Any, Trial[Any]]] = [{} for _ in EXHAUSTIVE]
     end = time.monotonic() + limit
     for config in configs:  # of the problems, which share kernels, one after the other
@@ -141,14 +141,14 @@ def exhaustive(limit: float, beam: int) -> None:
 
 
 def _compared(
-    table: Table, evaluator: Evaluator[Any, Any], known: dict[Any, Trial[Any]], beam: int
+    table: Table, evaluator: Evaluator[Any], known: dict[Any, Trial[Any]], beam: int
 ) -> None:
     """A row: what the tuner would take if it found what is known, beside the best of that.
 
     Its finalists and the best of all are measured once more, side by side.
     """
-    family, problem = evaluator.family, evaluator.problem
-    heuristic = problem.heuristic(backend())
+    record = evaluator.record
+    heuristic = record.heuristic(backend())
     asked: list[Any] = []
 
     def attempt(config: Any) -> Trial[Any] | None:
@@ -157,8 +157,8 @@ def _compared(
 
     trials = beam_search(
         [],
-        [heuristic, *problem.starts(backend())[1:]],
-        partial(family.near, problem=problem),
+        [heuristic, *record.starts(backend())[1:]],
+        record.near,
         attempt,
         width=beam,
         noise=max(NOISE, evaluator.noise),
@@ -171,7 +171,7 @@ def _compared(
     least = min((found.cold for found in times), key=lambda sample: sample.median)
     table.add(
         **{
-            "problem": problem.key,
+            "problem": record.key,
             "all": len(known),
             "heuristic": untuned.scaled(1e6),
             "best": least.scaled(1e6),

@@ -15,9 +15,9 @@ DEVICE = "some_gpu"
 class Counted(Evaluator):
     """Verifies as ever, and rates configurations the same way on every machine."""
 
-    def __init__(self, family, problem):
+    def __init__(self, record):
         with use_backend("host"):
-            super().__init__(family, problem)
+            super().__init__(record)
         self.name, self.device, self._checked = DEVICE, "metal", False
 
     def attempt(self, config):

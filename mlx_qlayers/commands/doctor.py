@@ -85,9 +85,9 @@ def _proofs() -> str:
 
 def _stored() -> str:
     """How many results there are for this device."""
-    from ..dispatch.entries import SHIPPED, file_of, read
+    from ..measurements.entries import SHIPPED, file_of, read
+    from ..measurements.store import listed
     from ..runtime.backend import backend
-    from ..tuning.store import listed
 
     if (name := file_of(backend())) is None:
         return "none"

@@ -15,7 +15,7 @@ from ..metal.attention.hopper import Cut, backward_once, forward_ahead
 from ..metal.attention.tensor import attention_tensor
 from ..metal.gather_qmm.gather_qmm import gather_qmm_sorted
 from ..metal.gather_qmm.gather_qmv import Pairs
-from ..metal.quantized_matmul.qmm_tensor import tensor_config
+from ..metal.quantized_matmul.qmm_tensor import tensor_config, tensor_product
 from ..ops.attention import attention
 from ..ops.attention_step import attention_step
 from ..ops.deformable_attention import deformable_attention
@@ -32,7 +32,6 @@ from ..ops.latent_attention import latent_attention
 from ..ops.linalg import cholesky, qr, solve_triangular
 from ..ops.quantized_matmul import quantized_matmul
 from ..ops.rotary import rotary_embedding
-from ..ops.tensor_choice import CODES, TENSOR, tensor_product
 from ..options import AttentionCall, MatmulCall, PackedMatrix, Rotation, Router, Scores
 from ..runtime import tensor_ops
 from ..runtime.backend import requested
@@ -236,7 +235,7 @@ def _by_tensors(transpose: bool, fmt: Format, *arrays: Any, codes: bool = False)
     if chosen is None:
         if requested() == "ops":
             return [_quantized(quantized_matmul, fmt, transpose=transpose)(*arrays)]
-        return [tensor_product(CODES if codes else TENSOR, call)(*arrays, None)]
+        return [tensor_product(codes, call)(*arrays, None)]
     if requested() == "ops":
         run = _quantized(gather_qmm, fmt, transpose=transpose, sorted_indices=True)
         return [run(*arrays[:4], None, chosen)]

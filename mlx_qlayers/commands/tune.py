@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .arguments import add_model
 
 if TYPE_CHECKING:
-    from ..tuning.problems import Target
+    from ..metal.record import Record
     from ..tuning.tune import Tuned
 
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ..tuning import store
+    from ..measurements import store
 
     if args.list:
         _list()
@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _list() -> None:
+    from ..measurements import store
     from ..runtime.explain import aligned
-    from ..tuning import store
 
     stored = store.listed()
     for device, entries in stored.items():
@@ -62,16 +62,16 @@ def _tune(args: argparse.Namespace) -> None:
 
     os.environ.update(IN_ORDER)  # read by MLX when it first uses a GPU
     lost: DeviceLost | None = None
-    done: list[tuple[Target, Tuned[Any]]] = []
+    done: list[Tuned[Any]] = []
     problems = _problems(args)
     start, best, layout = time.monotonic(), 1.0, "{l_bar}{bar}| {n:.0f}/{total:.0f} s {postfix}"
     with tqdm(total=args.budget, disable=None, bar_format=layout) as bar:
 
-        def show(target: Target, gain: float) -> None:
+        def show(record: Record, gain: float) -> None:
             """The seconds that are spent, the gain of a problem so far, and the best of all."""
             nonlocal best
             best, bar.n = max(best, gain), min(args.budget, time.monotonic() - start)
-            bar.set_postfix_str(f"{target.key}: {gain:.2f}x, best {best:.2f}x")
+            bar.set_postfix_str(f"{record.key}: {gain:.2f}x, best {best:.2f}x")
 
         try:
             found = tune_all(problems, beam=args.beam, budget_s=args.budget, progress=show)
@@ -91,7 +91,7 @@ def _tune(args: argparse.Namespace) -> None:
         os._exit(1)  # a normal end would wait for the kernel that hangs
 
 
-def _problems(args: argparse.Namespace) -> list[Target]:
+def _problems(args: argparse.Namespace) -> list[Record]:
     from ..conversion.loading import load_stock
     from ..convert import convert_model
     from ..tuning.problems import problems_of_model
@@ -103,15 +103,15 @@ def _problems(args: argparse.Namespace) -> list[Target]:
     return problems_of_model(loaded.model, prompt=args.prompt_tokens, batch=args.batch)
 
 
-def _report(done: list[tuple[Target, Tuned[Any]]]) -> None:
+def _report(done: list[Tuned[Any]]) -> None:
     from dataclasses import asdict
 
     from ..runtime.explain import aligned
 
     rows = [
         (
-            target.family.name,
-            target.key.removeprefix(f"{target.family.name} "),
+            tuned.record.family,
+            tuned.record.key.removeprefix(f"{tuned.record.family} "),
             f"{tuned.heuristic * 1e6:.1f} us",
             f"{tuned.seconds * 1e6:.1f} us",
             f"{tuned.gain:.2f}x",
@@ -119,7 +119,7 @@ def _report(done: list[tuple[Target, Tuned[Any]]]) -> None:
             tuned.path,
             _fields(asdict(tuned.config)),
         )
-        for target, tuned in done
+        for tuned in done
     ]
     header = ("kernel", "shape", "heuristic", "found", "gain", "tried", "path", "configuration")
     print(*aligned([header, *rows], numbers=True), sep="\n")

@@ -5,24 +5,27 @@ Answers are kept for an epoch: until results are saved or cleared, or a mode beg
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import fields
+from dataclasses import asdict, fields
+from datetime import UTC, datetime
 from functools import cache, lru_cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from ..measurements import entries as stored
+from ..measurements.entries import COMPUTED, Entry
+from ..measurements.thresholds import Evidence
+from ..metal.record import Record
+from ..metal.records import RECORDS
 from ..runtime.backend import advance_epoch, backend
 from ..runtime.backend import epoch as current
 from ..runtime.explain import note
-from . import entries as stored
 from .choice import Choice, choose, unmeasured
-from .entries import COMPUTED, Entry
-from .problem import Problem, source_hash
-from .thresholds import Evidence
-from .tunable import PROBLEMS
 
 T = TypeVar("T")
 # The family and the arguments of a question.
@@ -32,7 +35,7 @@ _REMEMBERED = 4096
 
 
 class Found(NamedTuple):
-    """What was found for a problem.
+    """What was found for a record.
 
     Attributes:
         path: ``"kernel"``; the path that was faster, ``"stock"``, ``"dequantized"``,
@@ -55,9 +58,9 @@ def configure(family: str, device: str, *question: Hashable) -> Any:
     """The configuration of a kernel: the one that was tuned, else the heuristic's.
 
     Args:
-        family: the name of a kernel family, one of :data:`~.tunable.PROBLEMS`.
+        family: the name of a kernel family, one of :data:`~mlx_qlayers.metal.records.RECORDS`.
         device: ``"metal"``, ``"cuda"`` or ``"host"``.
-        question: the arguments of the family's problem.
+        question: the arguments of the family's record.
 
     Example:
         >>> from mlx_qlayers.formats import Format
@@ -65,7 +68,7 @@ def configure(family: str, device: str, *question: Hashable) -> Any:
         64
     """
     best = found(family, *question, device=device)
-    return PROBLEMS[family](*question).heuristic(device) if best is None else best.config
+    return RECORDS[family](*question).heuristic(device) if best is None else best.config
 
 
 def found(family: str, *question: Hashable, device: str | None = None) -> Found | None:
@@ -73,7 +76,7 @@ def found(family: str, *question: Hashable, device: str | None = None) -> Found 
 
     Args:
         family: the name of a kernel family.
-        question: the arguments of its problem.
+        question: the arguments of its record.
         device: ``"metal"``, ``"cuda"`` or ``"host"``; by default the current backend.
 
     Example:
@@ -122,7 +125,7 @@ def choose_measured(
         op: the operation's name.
         kernels: the backends that have a kernel for the arguments.
         family: of the question.
-        question: the arguments of its problem.
+        question: the arguments of its record.
         unless: why ``auto`` leaves the kernel for the reference where nothing was measured here.
     """
     best = found(family, *question) if kernels else None
@@ -184,47 +187,47 @@ def _found(epoch: int, family: str, device: str, question: tuple[Hashable, ...])
     name = stored.file_of(device)
     if name is None:
         return None
-    problem = PROBLEMS[family](*question)
-    return lookup(problem, name) or _of_larger(problem, name, device)
+    record = RECORDS[family](*question)
+    return lookup(record, name) or _of_larger(record, name, device)
 
 
-def _of_larger(problem: Problem, name: str, device: str) -> Found | None:
+def _of_larger(record: Record, name: str, device: str) -> Found | None:
     """What was measured on this machine of the next larger problem, if its kernel is the same."""
-    for larger in problem.larger():
+    for larger in record.larger():
         if (best := lookup(larger, name)) is not None:
             # To unpack a matrix first may not pay for fewer rows.
             compared = best.path not in ("dequantized", "uncompared")
-            here, config = best.evidence.source == "measured here", problem.heuristic(device)
+            here, config = best.evidence.source == "measured here", record.heuristic(device)
             if not (compared and here and type(config) is type(best.config)):
                 return None
-            same = problem.variant(config) == larger.variant(best.config)
+            same = record.variant(config) == larger.variant(best.config)
             return best._replace(config=config) if same else None
     return None
 
 
-def lookup(problem: Problem, device: str) -> Found | None:
+def lookup(record: Record, device: str) -> Found | None:
     """What is stored for a problem under a device's name, if it can be trusted."""
-    entry, shipped = stored.entries(device, current.number).get(problem.key, (None, False))
+    entry, shipped = stored.entries(device, current.number).get(record.key, (None, False))
     if not isinstance(entry, Entry):
         return None
     try:
-        config = _kind_of(entry, problem)(**entry.config)
-        _check(config, problem, device)
+        config = _kind_of(entry, record)(**entry.config)
+        _check(config, record, device)
     except (ValueError, TypeError) as error:
-        note("tuning", "ignored", f"{problem.key}: {error}")
+        note("tuning", "ignored", f"{record.key}: {error}")
         return None
-    note("tuning", entry.path, f"{problem.key}: {config}")
+    note("tuning", entry.path, f"{record.key}: {config}")
     source = "shipped result" if shipped else "measured here"
     times = entry.paths or {entry.path: entry.seconds}
     return Found(entry.path, config, Evidence(source, device, entry.date, entry.command, times))
 
 
-def _check(config: Any, problem: Problem, device: str) -> None:
+def _check(config: Any, record: Record, device: str) -> None:
     """Results would be wrong by what no search can have tried: somebody wrote it into the file."""
     try:
-        problem.check(config)
+        record.check(config)
     except ValueError as error:
-        _say(f"the tuning result {problem.key} of {device} is ignored: {error}")
+        _say(f"the tuning result {record.key} of {device} is ignored: {error}")
         raise
 
 
@@ -233,17 +236,49 @@ def _say(text: str) -> None:
     print(f"mlx-qlayers: {text}", file=sys.stderr)
 
 
-def _kind_of(entry: Entry, problem: Problem) -> type[Any]:
+def _kind_of(entry: Entry, record: Record) -> type[Any]:
     """The class of an entry's configuration, if it is of this MLX and these kernels."""
     if entry.path == COMPUTED:
         raise ValueError("was computed, not measured")
     if entry.mlx != version("mlx"):
         raise ValueError(f"measured with MLX {entry.mlx}, this is {version('mlx')}")
-    if entry.source != source_hash(*problem.kernels()):
+    if entry.source != record.source:
         raise ValueError("measured with another version of the kernel")
-    wanted = {kind: sorted(field.name for field in fields(kind)) for kind in problem.configs}
+    wanted = {kind: sorted(field.name for field in fields(kind)) for kind in record.configs}
     for kind, names in wanted.items():
         if names == sorted(entry.config):
             return kind
     every = " or ".join(map(str, wanted.values()))
     raise ValueError(f"has the fields {sorted(entry.config)}, not {every}")
+
+
+def entry_of(
+    record: Record,
+    config: Any,
+    path: str,
+    paths: Mapping[str, float],
+    heuristic: float | None = None,
+    tried: int = 1,
+) -> Entry:
+    """What is stored of a measurement that ends now.
+
+    Args:
+        record: what was measured.
+        config: the configuration of the kernel.
+        path: the fastest path.
+        paths: seconds of each.
+        heuristic: seconds of the kernel without tuning, if those are of another configuration.
+        tried: how many configurations were.
+    """
+    return Entry(
+        config=asdict(config),
+        path=path,
+        seconds=paths[path],
+        heuristic=heuristic or paths.get("kernel", paths[path]),
+        tried=tried,
+        source=record.source,
+        mlx=version("mlx"),
+        paths=paths,
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    )

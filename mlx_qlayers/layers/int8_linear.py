@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..dispatch.thresholds import threshold
+from ..measurements.thresholds import threshold
 from ..ops.int8_matmul import int8_products
 from ..reference.int8_matmul import MOST, block_of, rotated
 from .qlinear import QLinear

@@ -12,7 +12,7 @@ import mlx.core as mx
 from ..dispatch import KERNELS, Choice, Gradient, Operation, Plan, choose, dispatch
 from ..dispatch import gradient_of as autodiff
 from ..dispatch.measurements import configure, decided, found, measured_gain
-from ..dispatch.thresholds import source_of, threshold
+from ..measurements.thresholds import source_of, threshold
 from ..metal.attention import decode
 from ..metal.attention.backward import attention_backward
 from ..metal.attention.forward import Launcher, attention_forward

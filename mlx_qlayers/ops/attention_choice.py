@@ -7,7 +7,7 @@ from math import prod
 import mlx.core as mx
 
 from ..dispatch.choice import unmeasured
-from ..dispatch.thresholds import threshold
+from ..measurements.thresholds import threshold
 from ..metal.attention.forward import FAR
 from ..metal.attention.layout import WIDEST
 from ..options import AttentionCall

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Arrays, Gradient, Operation, Plan, choose, dispatch
-from ..dispatch.thresholds import source_of, threshold
+from ..measurements.thresholds import source_of, threshold
 from ..metal.deformable import launch as kernels
 from ..options import Deformable
 from ..reference import deformable_attention as reference

@@ -13,10 +13,11 @@ import mlx.nn as nn
 
 from ..dispatch import KERNELS, Choice, Operation, Plan, choose, dispatch, gradient_of
 from ..dispatch.measurements import configure, decided, found, measured_gain
-from ..dispatch.thresholds import source_of, threshold
 from ..formats import Format
+from ..measurements.thresholds import source_of, threshold
 from ..metal.quantized_matmul.dequantize import dequantize
 from ..metal.quantized_matmul.gated import RUN, gated_rows
+from ..metal.quantized_matmul.qmm_tensor import tensor_product
 from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate, QmvArrays, qmv, takes_deferred_norm
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from ..options import MatmulCall, PackedMatrix
@@ -37,7 +38,7 @@ from .quantized_route import (
     stock_is_better,
 )
 from .signature import Signature
-from .tensor_choice import PATHS, by_tensors, in_turn, takes_tensors, tensor_product
+from .tensor_choice import CODES, PATHS, by_tensors, in_turn, takes_tensors
 
 Norm = tuple[mx.array | None, float]
 
@@ -248,7 +249,7 @@ def _by_tensors(
     choice = choose("fused_products", by=by, evidence=evidence)
     given = call, residual, None if gate is None else matrices[1], gate
     launch = first_proven(
-        {each: partial(tensor_product, each, *given) for each in (kernel, *others)}
+        {each: partial(tensor_product, each == CODES, *given) for each in (kernel, *others)}
     )
 
     def multiply(x: mx.array, residual: mx.array | None, flat: list[Any]) -> list[mx.array]:

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
-from ..dispatch.thresholds import source_of, threshold
+from ..measurements.thresholds import source_of, threshold
 from ..metal.gated_delta import launch as kernels
 from ..reference import gated_delta as reference
 from ..runtime.backend import backend, requested

@@ -12,8 +12,8 @@ import mlx.core as mx
 from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
 from ..dispatch.choice import unmeasured
 from ..dispatch.measurements import Found, found
-from ..dispatch.thresholds import gain, source_of, threshold
 from ..formats import GLOBAL_UNIT, Format
+from ..measurements.thresholds import gain, source_of, threshold
 from ..metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
 from ..metal.gather_qmm.gather_qmv import Pairs, Products, configuration, gather_qmv
 from ..metal.quantized_matmul.gradients import scales_and_biases_gradient

@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import Operation, Plan, choose, dispatch
-from ..dispatch.thresholds import source_of, threshold
 from ..formats import Format
+from ..measurements.thresholds import source_of, threshold
 from ..metal.gptq import launch
 from ..metal.gptq.launch import BLOCK
 from ..reference import gptq as reference

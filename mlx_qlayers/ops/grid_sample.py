@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
 from ..dispatch.measurements import configure
-from ..dispatch.thresholds import source_of, threshold
+from ..measurements.thresholds import source_of, threshold
 from ..metal.grid_sample import launch as kernels
 from ..options import Sampling
 from ..reference import grid_sample as reference

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..dispatch import KERNELS, Choice, Operation, Plan, dispatch, gradient_of
 from ..dispatch.measurements import choose_measured
-from ..dispatch.thresholds import threshold
+from ..measurements.thresholds import threshold
 from ..metal.attention import latent as kernels
 from ..reference import latent_attention as reference
 from ..runtime.backend import requested

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import Gradient, Operation, Plan, choose, dispatch
-from ..dispatch.thresholds import gain, source_of
+from ..measurements.thresholds import gain, source_of
 from ..metal.linalg import launch
 from ..metal.linalg import qr as blocked
 from ..reference import linalg as reference

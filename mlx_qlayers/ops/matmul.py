@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import Choice, Gradient, Operation, Plan, choose, dispatch
-from ..dispatch.thresholds import gain, source_of
+from ..measurements.thresholds import gain, source_of
 from ..metal.linalg import launch
 from ..runtime import tensor_ops
 from ..runtime.backend import backend

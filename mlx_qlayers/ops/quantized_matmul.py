@@ -10,8 +10,8 @@ import mlx.core as mx
 
 from ..dispatch import KERNELS, Arrays, Gradient, Operation, Plan, choose, dispatch
 from ..dispatch.choice import unmeasured
-from ..dispatch.thresholds import source_of, threshold
 from ..formats import GLOBAL_UNIT, Format
+from ..measurements.thresholds import source_of, threshold
 from ..metal.quantized_matmul.gradients import scales_and_biases_gradient
 from ..options import MatmulCall, PackedMatrix
 from ..runtime.backend import current, requested

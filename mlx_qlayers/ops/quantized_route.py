@@ -11,11 +11,12 @@ import mlx.core as mx
 from ..dispatch import Choice, choose
 from ..dispatch.choice import UNMEASURED, unmeasured
 from ..dispatch.measurements import Found, configure, decided, found, measured_gain
-from ..dispatch.thresholds import gain, source_of, threshold
 from ..formats import Format
+from ..measurements.thresholds import gain, source_of, threshold
 from ..metal.quantized_matmul.dequantize import dequantize
 from ..metal.quantized_matmul.qmm import WAVE, qmm
 from ..metal.quantized_matmul.qmm_skinny import MAX_SKINNY_ROWS, SkinnyConfig, skinny_config
+from ..metal.quantized_matmul.qmm_tensor import tensor_product
 from ..metal.quantized_matmul.qmv import single_qmv
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from ..metal.quantized_matmul.qvm import qvm
@@ -26,7 +27,7 @@ from ..runtime.devices import device_of
 from ..runtime.program import CONSTANT_BELOW
 from ..runtime.proof import first_proven
 from ..runtime.spec import Spec
-from .tensor_choice import PATHS, as_it_runs, in_turn, tensor_product, without_tensors
+from .tensor_choice import CODES, PATHS, as_it_runs, in_turn, without_tensors
 
 # Rows from which MLX compiles its own product for NVIDIA GPUs when it is first asked for, for 10 to
 # 50 seconds: no choice that is made by default may wait for that.
@@ -255,7 +256,7 @@ def _product(to: Route, call: MatmulCall) -> Product:
     if kernel == QMM:
         return qmm(call, configure("qmm", path, rows, n, k, dtype, fmt, transpose))
     if kernel in PATHS.values():
-        return tensor_product(kernel, call)
+        return tensor_product(kernel == CODES, call)
     unpack = dequantize([matrix], fmt, dtype)
 
     def dense_product(x: mx.array, *given: mx.array | None) -> mx.array:

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
 from ..dispatch.choice import unmeasured
-from ..dispatch.thresholds import source_of, threshold
+from ..measurements.thresholds import source_of, threshold
 from ..metal.rotary import launch as kernels
 from ..options import Rotation
 from ..reference import rotary as reference

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import inf
-from typing import Any
 
 import mlx.core as mx
 
 from ..dispatch.measurements import Found, decided
-from ..metal.quantized_matmul.qmm_tensor import codes_config, qmm_tensor, tensor_config
-from ..metal.quantized_matmul.qmv import Gate
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
-from ..options import MatmulCall, PackedMatrix
 from ..runtime import tensor_ops
 from ..runtime.backend import backend
 from ..runtime.devices import device_of
@@ -49,7 +45,7 @@ def in_turn(best: Found, kernels: Mapping[str, str]) -> list[str]:
         kernels: their names by paths.
 
     Example:
-        >>> from mlx_qlayers.dispatch.thresholds import Evidence
+        >>> from mlx_qlayers.measurements.thresholds import Evidence
         >>> seconds = {"tensor": 1.0, "stock": 2.0, "kernel": 1.5, "tensor_memory": 3.0}
         >>> best = Found("tensor", None, Evidence("measured here", "M5", seconds=seconds))
         >>> in_turn(best, PATHS | {"kernel": "many queries"})
@@ -61,22 +57,6 @@ def in_turn(best: Found, kernels: Mapping[str, str]) -> list[str]:
         {*rest, best.path} & kernels.keys(), key=lambda p: (p != best.path, seconds.get(p, inf))
     )
     return [kernels[path] for path in ranked]
-
-
-def tensor_product(
-    kernel: str,
-    call: MatmulCall,
-    residual: Any = None,
-    other: PackedMatrix | None = None,
-    gate: Gate | None = None,
-) -> Callable[..., mx.array]:
-    """The launch of :func:`~.qmm_tensor.qmm_tensor` by one of these kernels."""
-    (rows, _, k), x = call.shape, call.x
-    cut: Any = codes_config(rows)
-    if kernel != CODES:
-        gated = gate is not None
-        cut = tensor_config(rows, k, x.dtype, call.fmt, call.transpose, gated)
-    return qmm_tensor(call, cut, residual, other, gate)
 
 
 def takes_tensors(x: Spec | mx.array) -> bool:

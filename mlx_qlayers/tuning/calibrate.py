@@ -19,28 +19,25 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..dispatch.entries import COMPUTED, Entry, adopted, file_of, own_entries, parsed
 from ..dispatch.measurements import Question, lookup, questions
-from ..dispatch.problem import CALIBRATED_KEYS, CALIBRATED_PROMPTS, Problem
-from ..dispatch.products import QmmProblem, QmvProblem
-from ..dispatch.tunable import PROBLEMS, AttentionDecodeProblem, AttentionStepProblem
 from ..formats import Format
+from ..measurements.entries import COMPUTED, Entry, adopted, file_of, own_entries, parsed
+from ..measurements.store import exclusive, save
+from ..metal.record import CALIBRATED_KEYS, CALIBRATED_PROMPTS, Record
+from ..metal.records import RECORDS
 from ..runtime.backend import advance_epoch, backend, epoch, requested
 from ..runtime.cuda_ahead import nothing_compiled
 from ..runtime.explain import note, recording, significant
 from ..runtime.ranks import gathered
 from .measuring import Result, results
-from .problems import Target, asked_by, problems_of
-from .store import exclusive, save
+from .problems import asked_by, problems_of
 
 # Set to 0 it leaves calibration out.
 _ENVIRONMENT = "MLX_QLAYERS_CALIBRATE"
 BUDGET = 5.5
-# On CUDA MLX compiles its own products of more rows for half a minute.
-_STOCK_ROWS_ON_CUDA = 4
 # Keys of the token whose time is reported.
 _SHORT = CALIBRATED_KEYS[0]
-# Bytes of a problem that is measured: a conversion has little more memory than the model.
+# Bytes of what is measured: a conversion has little more memory than the model.
 _LARGEST = 1 << 30
 # The share of the budget that a prompt may take.
 _SHARE = 0.15
@@ -53,13 +50,13 @@ class Measured:
     """A problem of a model, and what was measured of it.
 
     Attributes:
-        problem: what the kernel is asked for.
+        record: what the kernel is asked for.
         count: how often it is, for one token.
         path: the one that is taken: ``"kernel"``, ``"stock"``, or another kernel's.
         seconds: of each.
     """
 
-    problem: Problem
+    record: Record
     count: int
     path: str
     seconds: Mapping[str, float]
@@ -84,7 +81,7 @@ class Calibration:
         if not self.measured:
             return ""
         total, kernels = len(self.measured), sum(m.path != "stock" for m in self.measured)
-        token = [m for m in self.measured if m.problem.stage == 0 and m.problem.size <= _SHORT]
+        token = [m for m in self.measured if m.record.stage == 0 and m.record.size <= _SHORT]
         token = [m for m in token if len(m.seconds) > 1]
         stock = 1e3 * sum(m.count * m.seconds["stock"] for m in token)
         taken = 1e3 * sum(m.count * m.seconds[m.path] for m in token)
@@ -144,12 +141,12 @@ def calibrate(
                     left -= _measure(name, left, measured_now, notes)
         if group is not None:
             _adopt(name, group)
-        known = {target: lookup(target.problem, name) for target in counts}
+        known = {record: lookup(record, name) for record in counts}
     for path, reason in notes:
         note("calibration", path, reason)
     measured = tuple(
-        Measured(target.problem, counts[target], best.path, seconds)
-        for target, best in known.items()
+        Measured(record, counts[record], best.path, seconds)
+        for record, best in known.items()
         if best is not None
         and best.evidence.source == "measured here"
         and best.path in (seconds := best.evidence.seconds or {})
@@ -157,16 +154,16 @@ def calibrate(
     return Calibration(measured, left, time.monotonic() - start if missing else 0.0)
 
 
-def _missing(targets: Iterable[Target], name: str, longest: float) -> list[Target]:
+def _missing(records: Iterable[Record], name: str, longest: float) -> list[Record]:
     """What is not known, and is no prompt that takes longer than is given to one."""
     own = own_entries(name)
 
-    def is_long(target: Target) -> bool:
-        entry = own.get(target.key)
+    def is_long(record: Record) -> bool:
+        entry = own.get(record.key)
         return isinstance(entry, Entry) and entry.path == COMPUTED and entry.seconds > longest
 
-    missing = (each for each in targets if lookup(each.problem, name) is None)
-    return [target for target in missing if not is_long(target)]
+    missing = (each for each in records if lookup(each, name) is None)
+    return [record for record in missing if not is_long(record)]
 
 
 def _adopt(name: str, group: mx.distributed.Group) -> None:
@@ -210,54 +207,41 @@ def _measure(
     return count
 
 
-def _is_shipped(targets: Iterable[Target], name: str) -> bool:
+def _is_shipped(records: Iterable[Record], name: str) -> bool:
     """Whether this model was tuned on such a device for the package: all products of a token."""
-    token = [
-        t.problem for t in targets if isinstance(t.problem, QmvProblem) and t.problem.rows == 1
-    ]
-    found = [lookup(problem, name) for problem in token]
+    found = [lookup(each, name) for each in records if each.family == "qmv" and each.size == 1]
     return bool(found) and all(b and b.evidence.source == "shipped result" for b in found)
 
 
-def _counted(model: nn.Module) -> dict[Target, int]:
+def _counted(model: nn.Module) -> dict[Record, int]:
     """What a model asks, and how often, in the order in which it is measured.
 
     A token comes first, then several at once, then prompts; of each the smallest sizes.
     """
     layers = len(getattr(model, "layers", ())) or 1
-    matrices = Counter(filter(None, map(_shape, model.modules())))
-    counts: dict[Target, int] = {}
-    for target in _problems(model):
-        problem, counts[target] = target.problem, layers
-        if isinstance(problem, QmvProblem | QmmProblem) and not getattr(problem, "kind", ""):
-            counts[target] = matrices.get((problem.n, problem.k), layers)
+    matrices: Counter[Any] = Counter(filter(None, map(_shape, model.modules())))
+    counts: dict[Record, int] = {}
+    for record in _problems(model):
+        counts[record] = matrices.get(record.matrix, layers)
 
-    def order(item: tuple[Target, int]) -> tuple[float, ...]:
-        (_, problem), count = item
-        return problem.stage, problem.size, -count * problem.bytes()
+    def order(item: tuple[Record, int]) -> tuple[float, ...]:
+        record, count = item
+        return record.stage, record.size, -count * record.bytes()
 
     return dict(sorted(counts.items(), key=order))
 
 
-def _problems(model: nn.Module) -> list[Target]:
+def _problems(model: nn.Module) -> list[Record]:
     """The problems of decoding and of prompts, at the sizes that are measured."""
     with questions() as asked, nothing_compiled():
         if not asked_by(model):
             asked |= dict.fromkeys(_products(model))
         elif backend() != "host":  # which computes a prompt as rows, sixteen after sixteen
             asked_by(model, prompt=CALIBRATED_PROMPTS[-1])
-    found = (PROBLEMS[name](*arguments) for name, arguments in asked)
+    found = (RECORDS[name](*arguments) for name, arguments in asked)
     every = problems_of((each for one in found for each in one.calibrated()), searched=False)
-    return [target for target in every if _is_measurable(target.problem)]
-
-
-def _is_measurable(problem: Problem) -> bool:
-    """Whether the stock operator can be timed beside it within seconds."""
-    if problem.bytes() > _LARGEST or backend() != "cuda":
-        return problem.bytes() <= _LARGEST
-    if isinstance(problem, QmvProblem):
-        return problem.rows <= _STOCK_ROWS_ON_CUDA and problem.dtype != mx.float32
-    return isinstance(problem, AttentionDecodeProblem | AttentionStepProblem)
+    slow = backend() == "cuda"
+    return [each for each in every if each.bytes() <= _LARGEST and not (slow and each.stock_waits)]
 
 
 def _products(model: nn.Module) -> Iterator[Question]:

@@ -14,13 +14,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import mlx.core as mx
 
-from ..dispatch.entries import file_of
+from ..measurements.entries import file_of
+from ..metal.record import Inputs, Path, Record, in_float32
 from ..runtime.backend import backend
 from ..runtime.cuda_ahead import together
 from ..runtime.host import checks
 from ..runtime.proof import record, trial
 from ..runtime.wait import KernelTimeout, wait_for
-from .family import Family, Inputs, P, Path, in_float32
 from .queue_timer import OutOfTime, Queued, QueueTimer
 from .search import Trial
 from .timing import Sample
@@ -59,14 +59,14 @@ IN_ORDER = {"MLX_USE_CUDA_GRAPHS": "0", "MLX_MAX_OPS_PER_BUFFER": "1000"}
 _LINKS = "links"
 
 
-class Evaluator(Generic[P, C]):
-    """Rates configurations for one problem by the clock.
+class Evaluator(Generic[C]):
+    """Rates configurations for one key by the clock.
 
     Each launch begins after the one before, and finds its inputs in memory, not in a cache: several
     sets of them alternate. All of them are queued behind other work, and what that takes is left
     out. Where the device starts at once what does not depend on each other, each launch waits for
     the one before through its first input, and what such links take is left out too. On ``host``
-    small problems are verified by the checked build, which sees reads and writes outside.
+    small ones are verified by the checked build, which sees reads and writes outside.
 
     Attributes:
         name: of the device that results are stored for.
@@ -80,18 +80,15 @@ class Evaluator(Generic[P, C]):
         OutOfTime: the ``deadline``, by ``time.monotonic``, came; so do its methods.
     """
 
-    def __init__(
-        self, family: Family[P, C], problem: P, checked: bool = True, deadline: float = inf
-    ) -> None:
-        self.family, self.problem, self.device = family, problem, backend()
-        self.deadline = deadline
+    def __init__(self, record: Record, checked: bool = True, deadline: float = inf) -> None:
+        self.record, self.device, self.deadline = record, backend(), deadline
         name = file_of(self.device)
         if name is None:
             raise ValueError(f"there is nothing to tune: the backend is {self.device}")
         self.name, self.lost, self.noise = name, "", 0.0
-        self.inputs = family.inputs(problem)
+        self.inputs = record.inputs()
         self._seconds("inputs", self.inputs, patience=_STOCK)
-        self.truth = list(map(in_float32, family.reference(self.inputs, problem)))
+        self.truth = list(map(in_float32, record.reference(self.inputs)))
         self.truth_seconds = self._seconds("truth", self.truth, patience=_STOCK)
         mx.clear_cache()
         self._size = sum(x.nbytes for x in self.inputs)
@@ -171,7 +168,7 @@ class Evaluator(Generic[P, C]):
     def _paths(self, *but: str) -> dict[str, Path]:
         """The other paths but some, and but those that are wrong here; stock is the truth."""
         with trial() as launches:
-            found = self.family.paths(self.inputs, self.problem)
+            found = self.record.paths(self.inputs)
             kept = [(name, path) for name, path in found.items() if name not in but]
             right = dict(kept)
             for name, path in kept:
@@ -234,8 +231,8 @@ class Evaluator(Generic[P, C]):
 
     def _error(self, outputs: Inputs) -> str | None:
         """Why outputs are wrong, if they are."""
-        found = self.family.numbers(outputs, self.problem)
-        tolerances = self.family.tolerances(self.problem, len(found))
+        found = self.record.numbers(outputs)
+        tolerances = self.record.tolerances(len(found))
         for y, truth, tolerance in zip(found, self.truth, tolerances, strict=True):
             difference = mx.abs(y.astype(mx.float32) - truth).max()
             error, largest = (float(a.item()) for a in (difference, mx.abs(truth).max()))  # type: ignore[arg-type]
@@ -244,7 +241,7 @@ class Evaluator(Generic[P, C]):
         return None
 
     def _path(self, config: C) -> Path:
-        return self.family.bind(self.inputs, self.problem, config)
+        return self.record.bind(self.inputs, config)
 
     def _times(
         self, paths: Mapping[str, Path], sets: list[Inputs], repeats: int, seconds: float = _CHAIN
@@ -269,7 +266,7 @@ class Evaluator(Generic[P, C]):
 
     def _chain(self, name: str, path: Path, sets: list[Inputs], rounds: int = 1) -> Queued:
         """Launches one behind the other, each with a set of its own: MLX would share their work."""
-        replaced = self.family.replaced(name, self.problem) if name != _LINKS else ()
+        replaced = self.record.replaced(name) if name != _LINKS else ()
 
         def once(y: mx.array, sets: list[Inputs]) -> tuple[list[mx.array], list[Inputs]]:
             found, behind = [], []

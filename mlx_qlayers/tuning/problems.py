@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..dispatch.measurements import questions
-from ..dispatch.problem import Problem
-from ..dispatch.tunable import PROBLEMS
+from ..metal.record import Record
+from ..metal.records import RECORDS
 from ..runtime.backend import advance_epoch, backend
 from ..runtime.cuda_ahead import together
 from ..runtime.explain import note, recording
 from ..runtime.transformed import has_values
-from .families import FAMILIES
-from .family import Family
 
 # Tokens of prompts whose kernels are compiled first; 0 stands for one token after the other.
 _PROMPTS = (0, 8, 512)
@@ -25,19 +23,7 @@ _PROMPTS = (0, 8, 512)
 _BUFFERS = (8192, 32768, 65536)
 
 
-class Target(NamedTuple):
-    """A problem, and the kernel family that is tuned for it."""
-
-    family: Family[Any, Any]
-    problem: Problem
-
-    @property
-    def key(self) -> str:
-        """Where its result is stored."""
-        return self.problem.key
-
-
-def problems_of_model(model: nn.Module, *, prompt: int = 512, batch: int = 1) -> list[Target]:
+def problems_of_model(model: nn.Module, *, prompt: int = 512, batch: int = 1) -> list[Record]:
     """Run one prefill and two decode steps, and collect what could be tuned.
 
     On a GPU nothing is evaluated, so that no kernel is built. The prefill goes without the head, of
@@ -68,7 +54,7 @@ def problems_of_model(model: nn.Module, *, prompt: int = 512, batch: int = 1) ->
         if family == "attention_step" and backend() != "host"
     ]
     asked = [*decoding, *longer, *prefill]
-    return problems_of(PROBLEMS[name](*arguments) for name, arguments in asked)
+    return problems_of(RECORDS[name](*arguments) for name, arguments in asked)
 
 
 def asked_by(model: nn.Module, prompt: int = 0) -> bool:
@@ -113,16 +99,15 @@ def compile_kernels(model: nn.Module) -> None:
     advance_epoch()  # so that whoever launches one of them binds it, and waits for it
 
 
-def problems_of(asked: Iterable[Problem], searched: bool = True) -> list[Target]:
-    """Problems in their order, with their families; those that share results count as one.
+def problems_of(asked: Iterable[Record], searched: bool = True) -> list[Record]:
+    """Records in their order; those that share results count as one.
 
     What is not configured on this backend as the family's configurations say is left out, and so
     is what has no other configuration, if they are to be ``searched``.
     """
-    found: dict[str, Target] = {}
-    for problem in asked:
-        family = FAMILIES[problem.family]
-        config = problem.heuristic(backend())
-        if isinstance(config, problem.configs) and not (searched and family.is_fixed(config)):
-            found.setdefault(problem.key, Target(family, problem))
+    found: dict[str, Record] = {}
+    for record in asked:
+        config = record.heuristic(backend())
+        if isinstance(config, record.configs) and not (searched and record.is_fixed(config)):
+            found.setdefault(record.key, record)
     return list(found.values())

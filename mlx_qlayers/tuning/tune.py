@@ -6,18 +6,15 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from math import inf
 from typing import Any, Generic, TypeVar
 
-from ..dispatch.measurements import lookup
-from ..dispatch.problem import Problem
+from ..dispatch.measurements import entry_of, lookup
+from ..measurements.store import save
+from ..metal.record import Record
 from .evaluator import Evaluator, Times
-from .family import Family, P
-from .problems import Target
 from .search import Stopped, Trial, beam_search
-from .store import entry_of, save
 from .timing import Sample
 
 C = TypeVar("C")
@@ -38,7 +35,7 @@ class Tuned(Generic[C]):
     """What tuning found.
 
     Attributes:
-        problem: what for.
+        record: what for.
         config: the fastest configuration.
         path: ``"kernel"``, a path that beats it, or ``"uncompared"`` where it ended before that.
         untuned: what the kernel takes without tuning.
@@ -47,7 +44,7 @@ class Tuned(Generic[C]):
         lost: why the device runs nothing any more, if so.
     """
 
-    problem: Problem
+    record: Record
     config: C
     path: str
     untuned: Times
@@ -72,14 +69,13 @@ class Tuned(Generic[C]):
 
 
 def tune(
-    family: Family[P, C],
-    problem: P,
+    record: Record,
     *,
     beam: int = 4,
     budget_s: float = 60.0,
     progress: Callable[[Trial[C]], Any] = lambda trial: None,
     keep: bool = True,
-    evaluator: Callable[[Family[P, C], P], Evaluator[P, C]] = Evaluator,
+    evaluator: Callable[[Record], Evaluator[C]] = Evaluator,
 ) -> Tuned[C]:
     """Find the fastest configuration of a kernel, and remember it.
 
@@ -88,8 +84,7 @@ def tune(
     with the other paths, on inputs that a cache holds too.
 
     Args:
-        family: the kernel family.
-        problem: shapes, dtype and format.
+        record: of the kernel family, for shapes, dtype and format.
         beam: how many configurations the search keeps.
         budget_s: seconds after which it stops with what it has: at least the heuristic's choice.
         progress: called with each trial.
@@ -103,14 +98,13 @@ def tune(
         KeyboardInterrupt: the user had enough; what was found until then is stored.
 
     Example:
-        >>> from mlx_qlayers.dispatch.tunable import RowSumProblem
-        >>> from mlx_qlayers.tuning.families import FAMILIES
-        >>> problem = RowSumProblem(64, 256, mx.float32)
-        >>> tune(FAMILIES["row_sum"], problem, budget_s=1, keep=False).trials[0].problem
+        >>> from mlx_qlayers.metal.common.row_sum import RowSumRecord
+        >>> record = RowSumRecord(64, 256, mx.float32)
+        >>> tune(record, budget_s=1, keep=False).trials[0].problem
         ''
     """
-    until, rates = time.monotonic() + budget_s, evaluator(family, problem)
-    heuristic: C = problem.heuristic(rates.device)
+    until, rates = time.monotonic() + budget_s, evaluator(record)
+    heuristic: C = record.heuristic(rates.device)
     trials: dict[C, Trial[C]] = {}
 
     def attempt(config: C) -> Trial[C]:
@@ -139,27 +133,27 @@ def tune(
             raise
     if why := trials[heuristic].problem:
         kind = DeviceLost if rates.lost else RuntimeError
-        raise kind(f"{problem.key}: {heuristic}: {why}")
-    tuned = _tuned(problem, heuristic, ranked(), compared, rates.lost)
+        raise kind(f"{record.key}: {heuristic}: {why}")
+    tuned = _tuned(record, heuristic, ranked(), compared, rates.lost)
     if keep:
         paths = {name: times.cold.median for name, times in tuned.times.items()}
-        best = entry_of(problem, tuned.config, tuned.path, paths, tuned.heuristic, len(trials))
-        save(rates.name, {problem.key: best})
+        best = entry_of(record, tuned.config, tuned.path, paths, tuned.heuristic, len(trials))
+        save(rates.name, {record.key: best})
     if interrupt is not None:
         raise interrupt
     return tuned
 
 
 def _search(
-    rates: Evaluator[P, C], first: Trial[C], attempt: Callable[[C], Trial[C]], beam: int
+    rates: Evaluator[C], first: Trial[C], attempt: Callable[[C], Trial[C]], beam: int
 ) -> None:
-    family, problem = rates.family, rates.problem
-    stored = lookup(problem, rates.name)
-    starts = [*problem.starts(rates.device)[1:], *([] if stored is None else [stored.config])]
+    record = rates.record
+    stored = lookup(record, rates.name)
+    starts = [*record.starts(rates.device)[1:], *([] if stored is None else [stored.config])]
     beam_search(
         [first],
-        [config for config in starts if family.why_not(config, problem) is None],
-        partial(family.near, problem=problem),
+        [config for config in starts if record.why_not(config) is None],
+        record.near,
         attempt,
         width=beam,
         noise=max(NOISE, rates.noise),
@@ -168,7 +162,7 @@ def _search(
 
 
 def _tuned(
-    problem: Problem,
+    record: Record,
     heuristic: C,
     trials: list[Trial[C]],
     compared: tuple[list[Times], dict[str, Times]] | None,
@@ -181,26 +175,26 @@ def _tuned(
     best = fastest(times)
     every = {"kernel" if compared else "uncompared": times[best], **paths}
     path = min(every, key=lambda name: every[name].cold.median)
-    return Tuned(problem, finals[best], path, times[0], every, trials, lost)
+    return Tuned(record, finals[best], path, times[0], every, trials, lost)
 
 
 def tune_all(
-    problems: Sequence[Target],
+    records: Sequence[Record],
     *,
     budget_s: float = 60.0,
-    progress: Callable[[Target, float], Any] = lambda target, gain: None,
+    progress: Callable[[Record, float], Any] = lambda record, gain: None,
     **options: Any,
-) -> Iterator[tuple[Target, Tuned[Any]]]:
+) -> Iterator[Tuned[Any]]:
     """Tune problems within a budget; each has an even share of what is left of it.
 
     Args:
-        problems: what to tune.
+        records: what to tune.
         budget_s: seconds for all of them.
-        progress: called after each trial with the problem and its gain so far.
+        progress: called after each trial with the record and its gain so far.
         options: beam, keep and evaluator of :func:`tune`.
 
     Yields:
-        Each problem and what was found, which is stored by then. What comes when the budget is
+        What was found of each, which is stored by then. What comes when the budget is
         spent is left out, and so is one of which not even the heuristic's configuration works.
 
     Raises:
@@ -208,28 +202,28 @@ def tune_all(
         KeyboardInterrupt: after what was found until then.
     """
     deadline = time.monotonic() + budget_s
-    for i, target in enumerate(problems):
-        share = (deadline - time.monotonic()) / (len(problems) - i)
+    for i, record in enumerate(records):
+        share = (deadline - time.monotonic()) / (len(records) - i)
         if share <= 0:
             return
         seconds: list[float] = []
 
         def tried(
-            trial: Trial[Any], target: Target = target, seconds: list[float] = seconds
+            trial: Trial[Any], record: Record = record, seconds: list[float] = seconds
         ) -> None:
             seconds.append(trial.seconds)
-            progress(target, seconds[0] / min(seconds) if min(seconds) < inf else 1.0)
+            progress(record, seconds[0] / min(seconds) if min(seconds) < inf else 1.0)
 
         try:
-            tuned = tune(*target, budget_s=share, progress=tried, **options)
+            tuned = tune(record, budget_s=share, progress=tried, **options)
         except DeviceLost:
             raise
         except RuntimeError as error:
             print(f"mlx-qlayers: not tuned: {error}", file=sys.stderr)
             continue
-        yield target, tuned
+        yield tuned
         if tuned.lost:
-            raise DeviceLost(f"{target.key}: {tuned.lost}")
+            raise DeviceLost(f"{record.key}: {tuned.lost}")
 
 
 def finalists(heuristic: C, trials: Iterable[Trial[C]]) -> list[C]:

@@ -12,11 +12,13 @@ import mlx.core as mx
 
 from mlx_qlayers import attention, explain, quantized_matmul, use_backend
 from mlx_qlayers.conversion.verify import in_float32
-from mlx_qlayers.dispatch.products import QmmProblem
-from mlx_qlayers.dispatch.tunable import AttentionForwardProblem
+from mlx_qlayers.dispatch.measurements import entry_of
 from mlx_qlayers.formats import Format
+from mlx_qlayers.measurements.store import save
+from mlx_qlayers.metal.attention.records import AttentionForwardRecord
+from mlx_qlayers.metal.quantized_matmul.records import QmmRecord
+from mlx_qlayers.metal.record import Record
 from mlx_qlayers.reference.rounding import rounding_error
-from mlx_qlayers.tuning.store import entry_of, save
 
 _ROWS, _K, _N, _WIDTH = 64, 128, 64, 64
 
@@ -24,8 +26,8 @@ _ROWS, _K, _N, _WIDTH = 64, 128, 64, 64
 def tensors() -> Iterator[tuple[str, str]]:
     """Attention with its gradients, and a product: why they went where they did, and results."""
     attending = (1, 2, 2, _ROWS, _ROWS, _WIDTH, _WIDTH), mx.float16, True
-    of_attention = AttentionForwardProblem(*attending)
-    of_product = QmmProblem(_ROWS, _N, _K, mx.float16, Format(64, 4), True)
+    of_attention = AttentionForwardRecord(*attending)
+    of_product = QmmRecord(_ROWS, _N, _K, mx.float16, Format(64, 4), True)
     first, other = os.environ[apple_gpu.FASTEST].split()
     _calibrated(of_attention, first, "tensor", "tensor_memory")
     _calibrated(of_product, other, "tensor", "codes")
@@ -36,10 +38,10 @@ def tensors() -> Iterator[tuple[str, str]]:
     yield _held("quantized_matmul", _product, x, *mx.quantize(w, 64, 4))
 
 
-def _calibrated(problem: AttentionForwardProblem | QmmProblem, first: str, *paths: str) -> None:
+def _calibrated(record: Record, first: str, *paths: str) -> None:
     seconds = {**dict.fromkeys(paths, 2e-5), first: 1e-5, "stock": 4e-5}
-    entry = entry_of(problem, problem.heuristic("metal"), first, seconds)
-    save("Apple_M5", {problem.key: entry})
+    entry = entry_of(record, record.heuristic("metal"), first, seconds)
+    save("Apple_M5", {record.key: entry})
 
 
 def _attended(*arrays: mx.array) -> list[mx.array]:

@@ -18,14 +18,14 @@ from mlx_qlayers import convert_model
 from mlx_qlayers.cli import main
 from mlx_qlayers.commands.demo import shipped_model
 from mlx_qlayers.conversion.loading import load_stock
-from mlx_qlayers.dispatch import entries
-from mlx_qlayers.dispatch.entries import device_name
 from mlx_qlayers.dispatch.measurements import found
-from mlx_qlayers.dispatch.tunable import PROBLEMS
 from mlx_qlayers.formats import Format
+from mlx_qlayers.measurements import entries, store
+from mlx_qlayers.measurements.entries import device_name
+from mlx_qlayers.metal.records import RECORDS
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.runtime.cache_folder import own_folder
-from mlx_qlayers.tuning import problems, store, tune
+from mlx_qlayers.tuning import problems, tune
 from mlx_qlayers.tuning.problems import problems_of, problems_of_model
 from mlx_qlayers.tuning.tune import DeviceLost
 
@@ -46,7 +46,7 @@ def test_the_shapes_are_those_that_the_model_has(monkeypatch):
     monkeypatch.setattr(problems, "backend", lambda: "metal")
     loaded = load_stock(str(shipped_model()))
     convert_model(loaded.model, config=loaded.quantization)
-    keys = [target.key for target in problems_of_model(loaded.model, prompt=20)]
+    keys = [record.key for record in problems_of_model(loaded.model, prompt=20)]
     form = "bfloat16 affine-64-4-t"
     # q with k and v, o, gate and up together, down, the head.
     shapes = {"640x384": "-norm-3", "384x384": "-residual", "2048x384": "-norm-gate"}
@@ -67,7 +67,7 @@ def test_steps_of_decoding_are_tuned_with_long_caches_too(monkeypatch):
         def __call__(self, tokens, cache):
             found("attention_step", mx.bfloat16, 1, 28, 4, 1024, 128, 128)
 
-    keys = [target.key for target in problems_of_model(Model(), prompt=0)]
+    keys = [record.key for record in problems_of_model(Model(), prompt=0)]
     sizes = 1024, 8192, 32768, 65536
     assert keys == [f"attention_step 1x28x4x{size}x128x128 bfloat16" for size in sizes]
 
@@ -78,8 +78,8 @@ def test_problems_that_share_results_count_once_and_others_not_at_all(monkeypatc
     decode = "attention_decode", (mx.bfloat16, 3, 64, 64, 0, 2, 20)
     for backend, keys in (("metal", ["32x384x384", "64x384x384", "2x3x32x64x64"]), ("host", [])):
         monkeypatch.setattr(problems, "backend", lambda backend=backend: backend)
-        every = [PROBLEMS[name](*arguments) for name, arguments in (*asked, decode)]
-        found = [target.key.split()[1] for target in problems_of(every)]
+        every = [RECORDS[name](*arguments) for name, arguments in (*asked, decode)]
+        found = [record.key.split()[1] for record in problems_of(every)]
         # A CPU configures decoding by options of its own.
         assert found == (keys or ["32x384x384", "64x384x384"])
 

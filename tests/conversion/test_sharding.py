@@ -30,9 +30,9 @@ from mlx_qlayers.conversion import cache_slots, compiled, compiled_step
 from mlx_qlayers.conversion.loading import load_stock
 from mlx_qlayers.conversion.sharding import shard_model
 from mlx_qlayers.conversion.step_slots import current_step
-from mlx_qlayers.dispatch.entries import Entry, own_entries, unsaved
 from mlx_qlayers.layers.sharded import QAllToShardedLinear, QShardedToAllLinear
 from mlx_qlayers.layers.switch_linear import QSwitchLinear
+from mlx_qlayers.measurements.entries import Entry, own_entries, unsaved
 from mlx_qlayers.runtime.ranks import RanksError, gathered
 from mlx_qlayers.tuning.calibrate import _adopt
 

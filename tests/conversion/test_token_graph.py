@@ -16,7 +16,7 @@ from mlx_qlayers import convert_model
 from mlx_qlayers.conversion import compiled, compiled_step
 from mlx_qlayers.conversion.step_slots import current_step
 from mlx_qlayers.decode import cache_tail
-from mlx_qlayers.dispatch.tunable import AttentionStepProblem
+from mlx_qlayers.metal.attention.step_record import AttentionStepRecord
 from mlx_qlayers.runtime import metal as metal_backend
 from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.backend import Mode, mode
@@ -92,7 +92,7 @@ def test_bytes_of_a_token_of_a_layer_as_wide_as_7b(metal, tmp_path):
         assert 0 < extra <= 0.01 * necessary
         # In one launch, as on CUDA, splits write and read half precision and two floats a row.
         parts = launches[1].output_shapes[0]
-        problem = AttentionStepProblem(mx.bfloat16, 1, 28, 4, rows, 128, 128)
+        problem = AttentionStepRecord(mx.bfloat16, 1, 28, 4, rows, 128, 128)
         splits = problem.heuristic("cuda").splits + 1
         extra += 2 * 28 * (splits * (2 * 128 + 8) - 4 * parts[3] * parts[4])
         assert 0 < extra <= 0.01 * necessary

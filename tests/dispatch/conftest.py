@@ -2,7 +2,8 @@
 
 import pytest
 
-from mlx_qlayers.dispatch import entries, measurements, thresholds
+from mlx_qlayers.dispatch import measurements
+from mlx_qlayers.measurements import entries, thresholds
 from mlx_qlayers.runtime.backend import advance_epoch
 
 

@@ -7,11 +7,10 @@ import mlx.core as mx
 import pytest
 
 from mlx_qlayers import explain
-from mlx_qlayers.dispatch import entries
-from mlx_qlayers.dispatch.entries import Entry
-from mlx_qlayers.dispatch.problem import source_hash
-from mlx_qlayers.dispatch.tunable import PROBLEMS
 from mlx_qlayers.formats import Format
+from mlx_qlayers.measurements import entries
+from mlx_qlayers.measurements.entries import Entry
+from mlx_qlayers.metal.records import RECORDS
 
 FILES = sorted(entries.SHIPPED.glob("*.json"))
 
@@ -21,10 +20,10 @@ def problem_of(key):
     name, shape, dtype, *form = key.split(" ")
     sizes, dtype = [*map(int, shape.split("x"))], getattr(mx, dtype)
     if name == "attention_step":
-        return PROBLEMS[name](dtype, *sizes)
+        return RECORDS[name](dtype, *sizes)
     mode, group, bits, order, *kind = form[0].split("-")
     rest = ["-".join(kind)] if name == "qmv" else [order == "t"]
-    return PROBLEMS[name](*sizes, dtype, Format(int(group), int(bits), mode), *rest)
+    return RECORDS[name](*sizes, dtype, Format(int(group), int(bits), mode), *rest)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -53,6 +52,6 @@ def test_tuned_results_are_legal_configurations_of_kernels_as_they_are(path):
                 k for k in problem.configs if {f.name for f in fields(k)} == set(entry.config)
             )
             problem.check(kind(**entry.config))
-            assert entry.source == source_hash(*problem.kernels())
+            assert entry.source == problem.source
             assert entry.path in entry.paths and min(entry.paths.values()) == entry.seconds
             assert entry.seconds <= entry.heuristic

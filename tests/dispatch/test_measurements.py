@@ -10,8 +10,7 @@ import pytest
 from threads import switching
 
 from mlx_qlayers import explain, use_backend
-from mlx_qlayers.dispatch import entries, measurements
-from mlx_qlayers.dispatch.entries import Entry
+from mlx_qlayers.dispatch import measurements
 from mlx_qlayers.dispatch.measurements import (
     choose_measured,
     configure,
@@ -19,19 +18,20 @@ from mlx_qlayers.dispatch.measurements import (
     heuristics_only,
     questions,
 )
-from mlx_qlayers.dispatch.problem import source_hash
-from mlx_qlayers.dispatch.thresholds import threshold
-from mlx_qlayers.dispatch.tunable import PROBLEMS
 from mlx_qlayers.formats import Format
+from mlx_qlayers.measurements import entries
+from mlx_qlayers.measurements.entries import Entry
+from mlx_qlayers.measurements.store import clear, save
+from mlx_qlayers.measurements.thresholds import threshold
 from mlx_qlayers.metal.attention.step import Step
 from mlx_qlayers.metal.attention.step import question as asked_of_step
+from mlx_qlayers.metal.records import RECORDS
 from mlx_qlayers.ops.attention_step import attention_step, why_not
 from mlx_qlayers.ops.quantized_route import DENSE, QMV, dense_is_worse, route
 from mlx_qlayers.options import MatmulCall, PackedMatrix, Rotation
 from mlx_qlayers.runtime import backend as backends
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.runtime.spec import Spec
-from mlx_qlayers.tuning.store import clear, save
 
 FMT = Format(64, 4)
 TIMES = "kernel 41.0 us, stock 63.0 us"
@@ -46,11 +46,11 @@ def gpu(some_gpu):
 
 
 def heuristic(device="cuda"):
-    return PROBLEMS["qmv"](*QUESTION).heuristic(device)
+    return RECORDS["qmv"](*QUESTION).heuristic(device)
 
 
 def keep(family="qmv", question=QUESTION, config=None, device="some_gpu", **changes):
-    problem = PROBLEMS[family](*question)
+    problem = RECORDS[family](*question)
     config = config or problem.heuristic("cuda")
     entry = Entry(
         config if isinstance(config, dict) else asdict(config),
@@ -58,7 +58,7 @@ def keep(family="qmv", question=QUESTION, config=None, device="some_gpu", **chan
         4.1e-5,
         5e-5,
         9,
-        source_hash(*problem.kernels()),
+        problem.source,
         version("mlx"),
         {"kernel": 4.1e-5, "stock": 6.3e-5},
     )
@@ -121,7 +121,7 @@ def test_what_is_stale_or_foreign_counts_for_nothing(changes):
 
 def test_a_configuration_that_its_class_refuses_counts_for_nothing():
     question = (1, 4, 2, 32, 64, 64, 64), mx.float16, True
-    config = PROBLEMS["attention_forward"](*question).heuristic("cuda")
+    config = RECORDS["attention_forward"](*question).heuristic("cuda")
     keep("attention_forward", question, asdict(config) | {"tile": 7})
     assert configure("attention_forward", "cuda", *question) == config
 
@@ -129,7 +129,7 @@ def test_a_configuration_that_its_class_refuses_counts_for_nothing():
 def test_what_no_kernel_takes_is_not_launched(capsys):
     """A thread keeps a part of its sums for each of so many ways, and three do not divide a run."""
     question = (1, 64, 128, mx.float32, FMT)
-    config = PROBLEMS["qmv"](*question).heuristic("host")
+    config = RECORDS["qmv"](*question).heuristic("host")
     keep("qmv", question, asdict(config) | {"ways": 3}, "cpu")
     assert configure("qmv", "host", *question) == config
     told = "the tuning result qmv 1x64x128 float32 affine-64-4-t of cpu is ignored: ways is 3"
@@ -162,7 +162,7 @@ def test_rows_of_a_bucket_share_a_result():
     config = keep("qmm", question)
     assert found("qmm", 300, *question[1:])[:2] == ("kernel", config)
     # Fewer rows go by what was measured of more, with a configuration of their own; more do not.
-    fewer = PROBLEMS["qmm"](256, *question[1:])
+    fewer = RECORDS["qmm"](256, *question[1:])
     assert found("qmm", 256, *question[1:])[:2] == ("kernel", fewer.heuristic("cuda"))
     assert found("qmm", 600, *question[1:]) is None
 
@@ -214,14 +214,14 @@ def test_sizes_between_two_that_were_measured_go_by_the_larger(path):
 )
 def test_but_never_by_another_kernel_or_template(family, question, other, device, monkeypatch):
     monkeypatch.setattr(entries, "device_kind", lambda: device)
-    keep(family, question, PROBLEMS[family](*question).heuristic(device), path="stock")
+    keep(family, question, RECORDS[family](*question).heuristic(device), path="stock")
     assert found(family, *question, device=device).path == "stock"
     assert found(family, *other, device=device) is None
 
 
 def test_rows_of_one_template_go_by_the_larger(monkeypatch):
     monkeypatch.setattr(entries, "device_kind", lambda: "metal")
-    keep(question=(8, *QUESTION[1:]), config=PROBLEMS["qmv"](8, *QUESTION[1:]).heuristic("metal"))
+    keep(question=(8, *QUESTION[1:]), config=RECORDS["qmv"](8, *QUESTION[1:]).heuristic("metal"))
     answers = [found("qmv", rows, *QUESTION[1:], device="metal") for rows in (3, 5, 6, 7, 9)]
     assert [each and each.path for each in answers] == [None, "kernel", "kernel", "kernel", None]
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from mlx_qlayers.dispatch import entries
-from mlx_qlayers.dispatch.thresholds import evidence_of, gain, threshold
+from mlx_qlayers.measurements import entries
+from mlx_qlayers.measurements.thresholds import evidence_of, gain, threshold
 from mlx_qlayers.runtime.backend import advance_epoch
 
 pytestmark = pytest.mark.usefixtures("some_gpu")

@@ -22,9 +22,8 @@ from mlx_qlayers.cli import main
 from mlx_qlayers.conversion.checkpoint import check_directory
 from mlx_qlayers.conversion.config import QuantizationConfig
 from mlx_qlayers.conversion.loading import load_stock
-from mlx_qlayers.dispatch import entries
-from mlx_qlayers.dispatch.entries import Entry
-from mlx_qlayers.tuning import store
+from mlx_qlayers.measurements import entries, store
+from mlx_qlayers.measurements.entries import Entry
 from tests.fuzz.documents import CUTS, EDITS, Cut, Edit, spoilt_bytes, spoilt_document
 from tests.fuzz.target import fuzz
 from tests.tiny_model import save_tiny_model

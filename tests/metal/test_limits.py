@@ -15,7 +15,6 @@ import mlx.core as mx
 import pytest
 
 from mlx_qlayers import metal
-from mlx_qlayers.dispatch.tunable import PROBLEMS
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention import backward, decode, step
 from mlx_qlayers.metal.attention.forward import Launcher, attention_forward
@@ -53,6 +52,7 @@ from mlx_qlayers.metal.quantized_matmul.qmm_tensor import (
 )
 from mlx_qlayers.metal.quantized_matmul.qmv import QmvArrays, qmv
 from mlx_qlayers.metal.quantized_matmul.qmv_config import QmvMatrixConfig, qmv_config
+from mlx_qlayers.metal.records import RECORDS
 from mlx_qlayers.metal.rotary.launch import rotary_embedding
 from mlx_qlayers.options import (
     AttentionCall,
@@ -201,7 +201,7 @@ def test_attention_of_few_queries(device):
             q = Spec((2, 2 * rows, 1, d), dtype)
             call = AttentionCall(q, *cache, Scores(0.1), mask)
             if device == "cuda" or decode.fits_few_registers(call):
-                problem = PROBLEMS["attention_decode"](*decode.question(call))
+                problem = RECORDS["attention_decode"](*decode.question(call))
                 decode.attention_decode(call, problem.heuristic(device))
             else:
                 assert max(d, dv) > (128 if dtype.size == 2 or bits else 64)
@@ -217,7 +217,7 @@ def test_attention_step(device):
             rows = (Spec((1, 1, n), dtype) for n in (2 * share * d, 2 * d, 2 * dv))
             buffers = (Spec((1, 2, n, width), dtype) for n in (size, 256) for width in (d, dv))
             arrays = *rows, *buffers, Spec((8,), mx.int32), None, mask, None, None, None
-            problem = PROBLEMS["attention_step"](dtype, 1, 2 * share, 2, size, d, dv)
+            problem = RECORDS["attention_step"](dtype, 1, 2 * share, 2, size, d, dv)
             attention_step(arrays, 0.1, Rotation(d), problem.heuristic(device))
 
 

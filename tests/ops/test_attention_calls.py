@@ -8,8 +8,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_qlayers import attention, explain, use_backend
-from mlx_qlayers.dispatch.tunable import AttentionDecodeProblem
 from mlx_qlayers.metal.attention import decode
+from mlx_qlayers.metal.attention.records import AttentionDecodeRecord
 from mlx_qlayers.ops import attention as ops
 from mlx_qlayers.options import AttentionCall, Scores
 from mlx_qlayers.runtime.backend import Mode, advance_epoch, mode
@@ -109,7 +109,7 @@ def test_a_call_like_one_before_is_eight_calls_of_python_functions(case, path):
 def test_a_split_of_the_keys_makes_two_launches_of_one_function():
     """Besides attention and what dispatches it, which are four functions on a CPU."""
     q, k = Spec.of(Q), (Spec((1, 2, 512, 64), mx.float32),)
-    config = AttentionDecodeProblem(mx.float32, 2, 64, 64, 0, 1, 512).heuristic("cuda")
+    config = AttentionDecodeRecord(mx.float32, 2, 64, 64, 0, 1, 512).heuristic("cuda")
     assert config.splits(512) > 1
     keys = mx.ones(k[0].shape)
     with use_backend("host"):

@@ -13,7 +13,7 @@ from mlx_qlayers import (
     quantized_matmul,
     use_backend,
 )
-from mlx_qlayers.dispatch.thresholds import source_of
+from mlx_qlayers.measurements.thresholds import source_of
 from mlx_qlayers.ops.exp import exp
 from mlx_qlayers.ops.fused_products import fused_products
 from mlx_qlayers.ops.gather_qmm import gather_qmm

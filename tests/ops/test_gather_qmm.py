@@ -8,8 +8,8 @@ import pytest
 
 from mlx_qlayers import explain, use_backend
 from mlx_qlayers.dispatch.measurements import Found
-from mlx_qlayers.dispatch.thresholds import Evidence
 from mlx_qlayers.formats import Format
+from mlx_qlayers.measurements.thresholds import Evidence
 from mlx_qlayers.ops import gather_qmm as operation
 from mlx_qlayers.ops.gather_qmm import gather_qmm
 from mlx_qlayers.reference import cores

@@ -10,10 +10,10 @@ import pytest
 from machine import has_gpu
 
 from mlx_qlayers import quantized_matmul, use_backend
-from mlx_qlayers.dispatch.entries import entries
 from mlx_qlayers.dispatch.measurements import Found
-from mlx_qlayers.dispatch.thresholds import Evidence
 from mlx_qlayers.formats import Format
+from mlx_qlayers.measurements.entries import entries
+from mlx_qlayers.measurements.thresholds import Evidence
 from mlx_qlayers.metal.quantized_matmul.qmm_skinny import (
     SkinnyConfig,
     skinny_config,

@@ -17,17 +17,17 @@ from mlx_lm import load as load_stock
 from mlx_qlayers import convert_model, explain, quantized_matmul, use_backend
 from mlx_qlayers.conversion import compiled
 from mlx_qlayers.conversion.step_slots import current_step
-from mlx_qlayers.dispatch import entries
 from mlx_qlayers.dispatch.measurements import found, lookup
-from mlx_qlayers.dispatch.products import QmvProblem
 from mlx_qlayers.formats import Format
+from mlx_qlayers.measurements import entries
+from mlx_qlayers.measurements.store import clear, listed
+from mlx_qlayers.metal.quantized_matmul.records import QmvRecord
 from mlx_qlayers.runtime import metal
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.tuning import calibrate as module
 from mlx_qlayers.tuning import measuring
 from mlx_qlayers.tuning.calibrate import Calibration, calibrate
 from mlx_qlayers.tuning.search import Trial
-from mlx_qlayers.tuning.store import clear, listed
 from mlx_qlayers.tuning.timing import Sample
 
 FMT = Format(64, 4)
@@ -66,8 +66,8 @@ class Timed:
     problem_with, lost = "", ""
     asked = 0
 
-    def __init__(self, family, problem, checked, deadline):
-        self.problem, self.device, self.truth_seconds = problem, "host", 0.5
+    def __init__(self, record, checked, deadline):
+        self.record, self.device, self.truth_seconds = record, "host", 0.5
 
     def launch(self, config):
         pass
@@ -92,7 +92,7 @@ def test_a_conversion_measures_the_models_shapes_and_uses_and_tells_what_it_foun
     tiny_model, monkeypatch
 ):
     monkeypatch.setattr(calibrate, "__defaults__", (20.0,))
-    monkeypatch.setattr(QmvProblem, "sizes_measured", (1, 8))
+    monkeypatch.setattr(QmvRecord, "sizes_measured", (1, 8))
     model = load_stock(str(tiny_model))[0]
     mx.random.seed(7)
     expected = mx.random.normal((4,))
@@ -123,7 +123,7 @@ def test_what_was_measured_is_not_measured_again(model, timed, monkeypatch):
 
 
 def test_a_token_comes_first_and_the_budget_leaves_the_rest(model, timed):
-    problems = [target.problem for target in module._counted(model)]
+    problems = [*module._counted(model)]
     order = [(problem.stage, problem.size) for problem in problems]
     assert order == sorted(order) and {stage for stage, _ in order} == {0, 1}
     products = [problem for problem in problems if order[0] == (problem.stage, problem.size)]
@@ -189,7 +189,7 @@ def test_experts_and_latent_rows_are_measured_too(machine, monkeypatch):
     has_gpu(monkeypatch, "applegpu_g16s")
     monkeypatch.setattr(compiled, "context", lambda: None if current_step.get() else "metal")
     with use_backend("metal"):
-        keys = [target.key for target in module._counted(model)]
+        keys = [record.key for record in module._counted(model)]
     for rows in (1, 2, 4, 8, 16):
         # Rows that share experts often are added up behind the launch.
         kinds = "gate", "sum" if rows < 4 else "each"
@@ -225,7 +225,7 @@ def test_without_a_place_to_write_results_count_for_the_process(
     monkeypatch.setattr(module, "_SAVE", 0.0)
     assert calibrate(model).measured
     assert capsys.readouterr().err.count("measurements are not kept: ") == 1
-    best = lookup(next(iter(module._counted(model))).problem, "cpu")
+    best = lookup(next(iter(module._counted(model))), "cpu")
     assert best is not None and best.evidence.source == "measured here"
 
 
@@ -274,7 +274,7 @@ def test_what_the_package_has_results_of_is_not_measured(model, timed, monkeypat
 
 
 def test_another_process_measures_until_the_deadline_and_no_longer(tmp_path):
-    problems = [QmvProblem(rows, 64, 64, mx.float32, FMT) for rows in (1, 2)]
+    problems = [QmvRecord(rows, 64, 64, mx.float32, FMT) for rows in (1, 2)]
     start = time.monotonic()
     assert not list(measuring._of_process(problems, start + 0.1))
     assert time.monotonic() - start < 1
@@ -282,8 +282,8 @@ def test_another_process_measures_until_the_deadline_and_no_longer(tmp_path):
     assert [each.key for each in found] == [problem.key for problem in problems]
     assert all(set(each.entry.paths) == {"kernel", "stock"} for each in found)
     assert not any(each.note or each.lost for each in found)
-    (failed,) = measuring._of_process([SimpleNamespace(family="none")], time.monotonic() + 60)
-    assert failed.entry is None and "KeyError: 'none'" in failed.note[1]
+    (failed,) = measuring._of_process([SimpleNamespace(key="none")], time.monotonic() + 60)
+    assert failed.entry is None and "AttributeError" in failed.note[1]
 
 
 SHAPES = ((96, 64), (32, 96))
@@ -292,13 +292,12 @@ SHAPES = ((96, 64), (32, 96))
 def test_rows_between_two_that_were_measured_go_by_the_larger(timed):
     timed.kernel = Sample(3.0, 3.0, 3.0, 3)
     fmt = Format(64, 4)
-    problem = QmvProblem(4, 64, 64, mx.float32, fmt)
-    target = SimpleNamespace(family=None, problem=problem, key=problem.key)
+    problem = QmvRecord(4, 64, 64, mx.float32, fmt)
     assert found("qmv", 3, 64, 64, mx.float32, fmt, device="host") is None
-    assert module._measure("cpu", 1, measuring.results([target], inf, inf), []) == 1
+    assert module._measure("cpu", 1, measuring.results([problem], inf, inf), []) == 1
     best = found("qmv", 3, 64, 64, mx.float32, fmt, device="host")
     assert best is not None and best.path == "stock"
-    assert best.config == QmvProblem(3, 64, 64, mx.float32, fmt).heuristic("host")
+    assert best.config == QmvRecord(3, 64, 64, mx.float32, fmt).heuristic("host")
     assert found("qmv", 5, 64, 64, mx.float32, fmt, device="host") is None
     explain(reset=True)
     quantized_matmul(mx.ones((3, 64)), *mx.quantize(mx.ones((64, 64))))
@@ -307,8 +306,8 @@ def test_rows_between_two_that_were_measured_go_by_the_larger(timed):
 
 
 def test_a_cpu_measures_large_products_in_part():
-    whole = QmvProblem(8, 37888, 3584, mx.bfloat16, FMT, "norm-gate")
-    part = measuring._part(whole)
+    whole = QmvRecord(8, 37888, 3584, mx.bfloat16, FMT, "norm-gate")
+    part = whole.part()
     assert part.n % 48 == 0 and part.n * part.k <= 1 << 20 < 2 * part.n * part.k
-    small = QmvProblem(8, 128, 64, mx.bfloat16, FMT)
-    assert measuring._part(small) is small
+    small = QmvRecord(8, 128, 64, mx.bfloat16, FMT)
+    assert small.part() is small

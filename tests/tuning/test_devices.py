@@ -17,9 +17,9 @@ from mlx_lm.models import qwen2
 from mlx_qlayers import convert_model, use_backend
 from mlx_qlayers.conversion import compiled
 from mlx_qlayers.conversion.step_slots import current_step
-from mlx_qlayers.dispatch import entries
 from mlx_qlayers.dispatch.measurements import lookup
-from mlx_qlayers.dispatch.products import QmvProblem
+from mlx_qlayers.measurements import entries
+from mlx_qlayers.metal.quantized_matmul.records import QmvRecord
 from mlx_qlayers.runtime import metal, tensor_ops
 from mlx_qlayers.runtime.backend import advance_epoch, epoch
 from mlx_qlayers.tuning import calibrate as module
@@ -85,7 +85,7 @@ class Mac:
 
     def seconds(self, problem, path):
         """What a launch of a path takes."""
-        rows = problem.rows if isinstance(problem, QmvProblem) else 0
+        rows = problem.rows if isinstance(problem, QmvRecord) else 0
         work = 4.0 * rows * problem.n * problem.k if rows else problem.operations()
         stock = LAUNCH + max(problem.bytes() / self.chip.bytes, work / self.chip.operations)
         return stock * (
@@ -105,7 +105,7 @@ def mac(request, machine, monkeypatch, tmp_path):
             if name in ("inputs", "copies"):  # random numbers, or one after the other
                 took = sum(each.nbytes for each in arrays) * 4 / chip.bytes
             else:
-                took = launches * mac.seconds(self.problem, name) + mac.uncompiled
+                took = launches * mac.seconds(self.record, name) + mac.uncompiled
                 took, mac.uncompiled = took * (2 if name == "truth" else 1), 0.0
             mac.now += took + CALL
             return took + CALL
@@ -115,12 +115,12 @@ def mac(request, machine, monkeypatch, tmp_path):
 
         def _chain(self, name, path, sets, rounds=1):
             count = rounds * len(sets)
-            each = 0.0 if name == "links" else mac.seconds(self.problem, name)
+            each = 0.0 if name == "links" else mac.seconds(self.record, name)
             return lambda y: (count * (LAUNCH + each), count * PYTHON)
 
         def beside_stock(self, config, until):
             found = super().beside_stock(config, until)
-            mac.measured.append((self.problem, [each.count for each in found.values()]))
+            mac.measured.append((self.record, [each.count for each in found.values()]))
             return found
 
     class Timer(QueueTimer):
@@ -195,7 +195,7 @@ def test_three_conversions_decide_everything(mac):
         assert mac.now - start <= 6
         known = entries.own_entries(name)
         if conversion == 0:
-            token = {each.key for each in asked if each.problem.stage == 0}
+            token = {each.key for each in asked if each.stage == 0}
             # Five products, and attention of two kinds to 512, 4,096 and 65,536 keys.
             assert len(token) == 11 and token <= {*known}
     assert found.left == 0 and {each.key for each in asked} == {*known}
@@ -204,6 +204,6 @@ def test_three_conversions_decide_everything(mac):
     # A prompt that would take an M1 too long is left to the tuner; an M4 Max takes all of them.
     left = {key for key, entry in known.items() if entry.path == entries.COMPUTED}
     assert len(left) + len(mac.measured) == len(known)
-    assert all(lookup(each.problem, name) is None for each in asked if each.key in left)
+    assert all(lookup(each, name) is None for each in asked if each.key in left)
     slow = "qmm 2048x18944x3584 bfloat16 affine-64-4-t"
     assert {"Apple M1": slow in left, "Apple M4 Max": not left}.get(mac.chip.name, True)

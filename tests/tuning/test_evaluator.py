@@ -6,30 +6,29 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from mlx_qlayers.dispatch.products import QmvProblem
-from mlx_qlayers.dispatch.tunable import AttentionStepProblem
 from mlx_qlayers.formats import Format
+from mlx_qlayers.metal.attention.step_record import AttentionStepRecord
+from mlx_qlayers.metal.quantized_matmul.records import QmvRecord
 from mlx_qlayers.tuning import evaluator, queue_timer
 from mlx_qlayers.tuning.evaluator import Evaluator
-from mlx_qlayers.tuning.families.attention import AttentionStepFamily
-from mlx_qlayers.tuning.families.quantized_matmul import QmvFamily
 from mlx_qlayers.tuning.queue_timer import OutOfTime, QueueTimer
 from mlx_qlayers.tuning.timing import Sample
 
-PROBLEM = QmvProblem(1, 256, 512, mx.float32, Format(64, 4))
 
+class Stock(QmvRecord):
+    """A record without kernels of its own."""
 
-class Stock(QmvFamily):
-    """A family without kernels of its own."""
-
-    def bind(self, inputs, problem, config):
+    def bind(self, inputs, config):
         return lambda inputs: [mx.quantized_matmul(*inputs)]
 
-    def paths(self, inputs, problem):
-        return {"stock": lambda inputs: self.stock(inputs, problem)}
+    def paths(self, inputs):
+        return {"stock": self.stock}
 
-    def stock(self, inputs, problem):
+    def stock(self, inputs):
         return [mx.quantized_matmul(*inputs)]
+
+
+RECORD = Stock(1, 256, 512, mx.float32, Format(64, 4))
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def measured(monkeypatch):
     monkeypatch.setattr(queue_timer, "_LARGEST", 32)
     monkeypatch.setattr(queue_timer, "_MOST", 1e-3)
     evaluator.timer_of.cache_clear()
-    return Evaluator(Stock(), PROBLEM)
+    return Evaluator(RECORD)
 
 
 def test_the_work_before_and_the_links_are_left_out(measured, monkeypatch):
@@ -56,7 +55,7 @@ def test_the_work_before_and_the_links_are_left_out(measured, monkeypatch):
 
     warm = []
     monkeypatch.setattr(evaluator.timer_of("cuda"), "seconds", seconds)
-    config = PROBLEM.heuristic("cuda")
+    config = RECORD.heuristic("cuda")
     assert measured.rate(config) == pytest.approx(5)
     warm.clear()
     (times,), paths = measured.compared([config])
@@ -85,12 +84,12 @@ def test_a_time_is_taken_again_where_the_work_before_was_held_up(measured, monke
         return {name: Sample.of(links if name == "links" else whole) for name in chains}
 
     monkeypatch.setattr(evaluator.timer_of("cuda"), "seconds", seconds)
-    assert measured.rate(PROBLEM.heuristic("cuda")) == pytest.approx(5)
+    assert measured.rate(RECORD.heuristic("cuda")) == pytest.approx(5)
     assert asked == [4, 9]
 
 
 def test_a_configuration_is_verified_and_timed(measured):
-    trial = measured.attempt(PROBLEM.heuristic("cuda"))
+    trial = measured.attempt(RECORD.heuristic("cuda"))
     assert trial.problem == "" and 0 < trial.seconds < 1
 
 
@@ -150,18 +149,18 @@ def test_every_launch_has_a_set_of_its_own_and_waits_for_the_last(measured, orde
     assert all(own) if ordered else not any(own)
 
 
-STEP = AttentionStepProblem(mx.float32, 2, 4, 2, 4096, 64, 64)
+STEP = AttentionStepRecord(mx.float32, 2, 4, 2, 4096, 64, 64)
 
 
 @pytest.mark.parametrize("bits", [0, 8])
 def test_operators_of_mlx_write_a_token_into_caches_in_place(bits):
     """So that they are not charged for copies that nobody makes who decodes with them."""
-    problem = replace(STEP, group_size=64 * bits // 8, bits=bits)
-    rates = evaluator.Evaluator(AttentionStepFamily(), problem, False)
+    record = replace(STEP, group_size=64 * bits // 8, bits=bits)
+    rates = evaluator.Evaluator(record, False)
     caches = rates.inputs[3 : 9 if bits else 5]
     size, before = sum(a.nbytes for a in caches), rates.inputs[5:7]
     del caches
-    stock = rates.family.paths(rates.inputs, problem)["stock"]
+    stock = record.paths(rates.inputs)["stock"]
     chain = rates._chain("stock", stock, [rates.inputs], 1)
     mx.eval(chain(mx.zeros((1,))))
     for _ in range(3):
@@ -171,7 +170,7 @@ def test_operators_of_mlx_write_a_token_into_caches_in_place(bits):
         # On a CPU products with packed keys copy those rows of each sequence that count.
         assert mx.get_peak_memory() - held < size * (1.5 if bits else 0.25)
     # And what the kernel gives for a tail is the next launch's.
-    config = problem.heuristic("host")
+    config = record.heuristic("host")
     kernel = rates._chain("kernel", rates._path(config), [rates.inputs], 1)
     mx.eval(kernel(mx.zeros((1,))))
     assert rates.inputs[5:7] is not before and not rates._verified("kernel", rates._path(config))
@@ -179,7 +178,7 @@ def test_operators_of_mlx_write_a_token_into_caches_in_place(bits):
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 def test_every_output_is_compared(wrong):
-    rates = evaluator.Evaluator(AttentionStepFamily(), STEP, False)
+    rates = evaluator.Evaluator(STEP, False)
     path = rates._path(STEP.heuristic("host"))
 
     def damaged(inputs):
@@ -198,7 +197,7 @@ def test_large_launches_are_measured_alone(measured, monkeypatch):
     monkeypatch.setattr(Evaluator, "_times", lambda self, every, sets, *_: kept.append(sets))
     kept = []
     with pytest.raises(TypeError):  # no times
-        measured.beside_stock(PROBLEM.heuristic("cuda"), lambda *_: True)
+        measured.beside_stock(RECORD.heuristic("cuda"), lambda *_: True)
     assert kept == [[measured.inputs]]
 
 
@@ -212,7 +211,7 @@ def test_what_is_not_done_in_time_is_left(measured, monkeypatch):
         return times
 
     monkeypatch.setattr(Evaluator, "_times", seconds)
-    rounds, config = 1, PROBLEM.heuristic("cuda")
+    rounds, config = 1, RECORD.heuristic("cuda")
     # Five repeats of each are a verdict, fewer are none.
     assert measured.beside_stock(config, lambda *_: False) == times and asked == [5, 9]
     rounds = 0
@@ -222,7 +221,7 @@ def test_what_is_not_done_in_time_is_left(measured, monkeypatch):
     with pytest.raises(OutOfTime):
         measured.attempt(config)
     with pytest.raises(OutOfTime):
-        Evaluator(Stock(), PROBLEM, deadline=time.monotonic())
+        Evaluator(RECORD, deadline=time.monotonic())
     monkeypatch.setattr(QueueTimer, "_unqueued", lambda self, products: 1e-3 * products)
     timer = QueueTimer()
     monkeypatch.setattr(timer, "_once", lambda run: (1.0, 0.0))
@@ -234,19 +233,18 @@ def test_paths_besides_stock_tell_whether_a_search_is_worth_it(measured, monkeyp
     ran = []
 
     def path(name, more=0):
-        stock = measured.family.stock
-        return lambda inputs: ran.append(name) or [stock(inputs, PROBLEM)[0] + more]
+        return lambda inputs: ran.append(name) or [RECORD.stock(inputs)[0] + more]
 
     # As a kernel may be that nobody could run on such a device.
     paths = {"stock": path("stock"), "another": path("another"), "wrong": path("wrong", 1)}
-    monkeypatch.setattr(measured.family, "paths", lambda *_: paths, raising=False)
+    monkeypatch.setattr(Stock, "paths", lambda *_: paths)
     # CUDA may take a minute to build the stock operator.
     assert 0 < measured.others() < 1 and set(ran) == {"another", "wrong"}
     ran.clear()
-    (_,), found = measured.compared([measured.problem.heuristic("cuda")])
+    (_,), found = measured.compared([RECORD.heuristic("cuda")])
     assert set(found) == {"another", "stock"} <= {*ran, "another"}
     paths["dequantized"] = path("dequantized")  # which CUDA compiles for seconds
-    times = measured.beside_stock(measured.problem.heuristic("cuda"), lambda *_: True)
+    times = measured.beside_stock(RECORD.heuristic("cuda"), lambda *_: True)
     assert set(times) == {"kernel", "another", "stock"}
 
 

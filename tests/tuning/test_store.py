@@ -15,19 +15,17 @@ import mlx.core as mx
 import pytest
 
 from mlx_qlayers import explain, quantized_matmul, use_backend
-from mlx_qlayers.dispatch import entries
-from mlx_qlayers.dispatch.entries import Entry
 from mlx_qlayers.dispatch.measurements import lookup
-from mlx_qlayers.dispatch.problem import source_hash
-from mlx_qlayers.dispatch.products import QmvProblem
-from mlx_qlayers.dispatch.tunable import RowSumProblem
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.common.row_sum import KERNEL, RowSum
+from mlx_qlayers.measurements import entries
+from mlx_qlayers.measurements.entries import Entry
+from mlx_qlayers.measurements.store import clear, listed, save
+from mlx_qlayers.metal.common.row_sum import RowSum, RowSumRecord
+from mlx_qlayers.metal.quantized_matmul.records import QmvRecord
 from mlx_qlayers.runtime.backend import advance_epoch
-from mlx_qlayers.tuning.store import clear, listed, save
 
-PROBLEM = RowSumProblem(64, 1024, mx.float16)
-KEY = PROBLEM.key
+RECORD = RowSumRecord(64, 1024, mx.float16)
+KEY = RECORD.key
 BEST = ("kernel", RowSum(upcast=2))
 ENTRY = Entry(asdict(RowSum(upcast=2)), "kernel", 1e-5, 2e-5, 10, "", version("mlx"))
 
@@ -43,12 +41,12 @@ def folder(tmp_path, monkeypatch):
 
 
 def entry(**changes) -> Entry:
-    return replace(ENTRY, source=source_hash(KERNEL), **changes)
+    return replace(ENTRY, source=RECORD.source, **changes)
 
 
 def found(device="gpu"):
     advance_epoch()
-    best = lookup(PROBLEM, device)
+    best = lookup(RECORD, device)
     return best and best[:2]
 
 
@@ -207,8 +205,8 @@ def test_two_processes_lose_nothing(folder, tmp_path):
 
 def test_a_kill_in_the_middle_leaves_a_whole_file(folder, tmp_path):
     program = (
-        "from mlx_qlayers.dispatch.entries import Entry\n"
-        "from mlx_qlayers.tuning.store import save\n"
+        "from mlx_qlayers.measurements.entries import Entry\n"
+        "from mlx_qlayers.measurements.store import save\n"
         f"entry = {ENTRY!r}\n"
         "print('ready', flush=True)\n"
         "i = 0\n"
@@ -231,8 +229,8 @@ def test_a_kill_in_the_middle_leaves_a_whole_file(folder, tmp_path):
 def test_what_a_killed_save_leaves_is_removed_by_the_next(folder, end):
     program = (
         "import os, signal\n"
-        "from mlx_qlayers.dispatch.entries import Entry\n"
-        "from mlx_qlayers.tuning.store import save\n"
+        "from mlx_qlayers.measurements.entries import Entry\n"
+        "from mlx_qlayers.measurements.store import save\n"
         "os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)\n"
         f"save('gpu', {{'row_sum 1x1 float32': {ENTRY!r}}})\n"
     )
@@ -283,10 +281,10 @@ def test_clear_deletes_and_says_how_many(folder):
 def test_a_configuration_that_no_kernel_takes_is_left_alone(change, checked, monkeypatch):
     """As somebody wrote it into the file: the operation goes on by its heuristic."""
     if not checked:  # what a check of entries might miss
-        monkeypatch.setattr(QmvProblem, "check", lambda *_: None)
-    problem = QmvProblem(3, 40, 128, mx.float16, Format(64, 4))
+        monkeypatch.setattr(QmvRecord, "check", lambda *_: None)
+    problem = QmvRecord(3, 40, 128, mx.float16, Format(64, 4))
     config = asdict(problem.heuristic("host")) | change
-    kernels = source_hash(*problem.kernels())
+    kernels = problem.source
     assert save("cpu", {problem.key: replace(ENTRY, config=config, source=kernels)})
     x, packed = mx.ones((3, 128), mx.float16), mx.quantize(mx.ones((40, 128), mx.float16))
     with use_backend("host"):

@@ -2,44 +2,35 @@
 
 from dataclasses import asdict, replace
 from math import inf
+from typing import ClassVar
 
 import mlx.core as mx
 import pytest
 from counted import DEVICE, Counted
 
-from mlx_qlayers.dispatch import entries
 from mlx_qlayers.dispatch.measurements import lookup
-from mlx_qlayers.dispatch.tunable import RowSumProblem
+from mlx_qlayers.measurements import entries, store
 from mlx_qlayers.metal.common import row_sum
-from mlx_qlayers.metal.common.row_sum import RowSum
+from mlx_qlayers.metal.common.row_sum import RowSum, RowSumRecord
 from mlx_qlayers.runtime import KernelTimeout, use_backend
 from mlx_qlayers.runtime.backend import advance_epoch
-from mlx_qlayers.tuning import evaluator, store
+from mlx_qlayers.tuning import evaluator
 from mlx_qlayers.tuning.evaluator import Times
-from mlx_qlayers.tuning.families import FAMILIES
-from mlx_qlayers.tuning.families.row_sum import RowSumFamily
-from mlx_qlayers.tuning.moves import Group, Local, PadTo, Unroll, Upcast
-from mlx_qlayers.tuning.problems import Target
 from mlx_qlayers.tuning.search import Trial
 from mlx_qlayers.tuning.timing import Sample
 from mlx_qlayers.tuning.tune import DeviceLost, fastest, finalists, tune, tune_all
 
-PROBLEM = RowSumProblem(16, 1024, mx.float32)
 COUNTED = {"evaluator": Counted}
+SHAPE = 16, 1024, mx.float32
 
 
-class Small(RowSumFamily):
+class Small(RowSumRecord):
     """Few enough configurations to compile them all."""
 
-    moves = (
-        Upcast("upcast", (1, 2)),
-        Unroll("unroll", (1, 2, 4)),
-        Local("local", (1, 4)),
-        Group("group", (1, 4)),
-    )
+    values: ClassVar = {"upcast": (1, 2), "unroll": (1, 2, 4), "local": (1, 4), "group": (1, 4)}
 
 
-SMALL = Small()
+SMALL = Small(*SHAPE)
 
 
 @pytest.fixture(autouse=True)
@@ -53,34 +44,34 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_finds_nearly_the_best_and_remembers_it():
-    tuned = tune(SMALL, PROBLEM, beam=1, **COUNTED)
-    everything = SMALL.all(PROBLEM, RowSum())
-    trials = [*map(Counted(SMALL, PROBLEM).attempt, everything)]
+    tuned = tune(SMALL, beam=1, **COUNTED)
+    everything = SMALL.all(RowSum())
+    trials = [*map(Counted(SMALL).attempt, everything)]
     assert tuned.seconds <= 1.05 * min(t.seconds for t in trials) and tuned.gain > 1
     assert len(tuned.trials) < len(everything)
-    found = lookup(PROBLEM, DEVICE)
+    found = lookup(SMALL, DEVICE)
     assert found is not None and found[:2] == ("kernel", tuned.config)
     assert found.evidence.source == "measured here" and found.evidence.date
 
 
 def test_is_reproducible_and_starts_from_what_is_stored():
-    first = tune(SMALL, PROBLEM, keep=False, **COUNTED)
-    assert tune(SMALL, PROBLEM, **COUNTED).trials == first.trials
-    again = tune(SMALL, PROBLEM, **COUNTED)
+    first = tune(SMALL, keep=False, **COUNTED)
+    assert tune(SMALL, **COUNTED).trials == first.trials
+    again = tune(SMALL, **COUNTED)
     assert again.seconds <= first.seconds
 
 
 def test_a_budget_that_is_spent_at_once_gives_the_heuristic():
-    tuned = tune(SMALL, PROBLEM, budget_s=0, keep=False, **COUNTED)
-    assert tuned.config == PROBLEM.heuristic("metal") and tuned.gain == 1
+    tuned = tune(SMALL, budget_s=0, keep=False, **COUNTED)
+    assert tuned.config == SMALL.heuristic("metal") and tuned.gain == 1
     assert len(tuned.trials) == 1
 
 
 class Faulty(Small):
-    """A family some of whose configurations do not work."""
+    """A record some of whose configurations do not work."""
 
-    def bind(self, inputs, problem, config):
-        launch = super().bind(inputs, problem, config)
+    def bind(self, inputs, config):
+        launch = super().bind(inputs, config)
         if config.unroll == 2:
             return lambda inputs: [launch(inputs)[0] + 0.1]
         if config.unroll == 4:
@@ -91,7 +82,7 @@ class Faulty(Small):
 
 
 def test_broken_candidates_are_recorded_and_skipped():
-    tuned = tune(Faulty(), PROBLEM, keep=False, **COUNTED)
+    tuned = tune(Faulty(*SHAPE), keep=False, **COUNTED)
     problems = {t.config: t.problem for t in tuned.trials if t.problem}
     assert all(t.seconds == inf for t in tuned.trials if t.problem)
     assert any("wrong by" in p for c, p in problems.items() if c.unroll == 2)
@@ -102,14 +93,14 @@ def test_broken_candidates_are_recorded_and_skipped():
 
 
 class ReadsOutside(Small):
-    """A family whose search admits what its rows do not: turns that reach beyond the last one."""
+    """A record whose search admits what its rows do not: turns that reach beyond the last one."""
 
-    moves = (Unroll("unroll", (1, 2)), PadTo("padded", (False, True)))
+    values: ClassVar = {"unroll": (1, 2), "padded": (False, True)}
 
-    def why_not(self, config, problem):
+    def why_not(self, config):
         return None if config.group == 1 else "one SIMD group"
 
-    def bind(self, inputs, problem, config):
+    def bind(self, inputs, config):
         m, k = inputs[0].shape
         return lambda inputs: row_sum.KERNEL(
             [inputs[0], mx.array([m, k], mx.int32)],
@@ -124,8 +115,7 @@ class ReadsOutside(Small):
 def test_a_candidate_that_reads_outside_is_recorded(rates):
     """Also where a CPU measures: its small problems are verified by the checked build."""
     with use_backend("host"):
-        problem = RowSumProblem(8, 40, mx.float32)
-        tuned = tune(ReadsOutside(), problem, keep=False, evaluator=rates)
+        tuned = tune(ReadsOutside(8, 40, mx.float32), keep=False, evaluator=rates)
     problems = [t for t in tuned.trials if t.problem]
     assert problems and all(not t.config.padded for t in problems)
     assert any("OutOfBounds" in t.problem for t in problems)
@@ -147,43 +137,43 @@ def hang_at(monkeypatch, number):
 
 def test_a_candidate_that_hangs_ends_the_search(monkeypatch):
     hang_at(monkeypatch, 3)
-    tuned = tune(SMALL, PROBLEM, **COUNTED)
+    tuned = tune(SMALL, **COUNTED)
     assert len(tuned.trials) == 3
     assert "no result" in tuned.trials[-1].problem and tuned.trials[0].seconds < inf
     # It is not known whether another path is faster.
-    assert tuned.path == "uncompared" == lookup(PROBLEM, DEVICE).path
+    assert tuned.path == "uncompared" == lookup(SMALL, DEVICE).path
 
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_after_a_candidate_that_hangs_no_other_problem_is_tuned(monkeypatch, number, capsys):
     hang_at(monkeypatch, number)
-    found = tune_all([Target(SMALL, PROBLEM)] * 2, keep=False, **COUNTED)
+    found = tune_all([SMALL] * 2, keep=False, **COUNTED)
     if number > 1:
-        assert next(found)[1].path == "uncompared"
+        assert next(found).path == "uncompared"
     with pytest.raises(DeviceLost, match="no result"):
         next(found)
 
 
 class NoKernel(Small):
-    """A family of which nothing works."""
+    """A record of which nothing works."""
 
-    def bind(self, inputs, problem, config):
+    def bind(self, inputs, config):
         raise RuntimeError("no such kernel")
 
 
 def test_a_problem_that_cannot_be_tuned_is_told_and_left(capsys):
-    targets = [Target(NoKernel(), PROBLEM), Target(SMALL, PROBLEM)]
+    targets = [NoKernel(*SHAPE), SMALL]
     gains = []
-    options = {"keep": False, "progress": lambda target, gain: gains.append(gain), **COUNTED}
-    ((target, tuned),) = tune_all(targets, beam=1, **options)
-    assert target == targets[1] and tuned.gain == max(gains) > 1
+    options = {"keep": False, "progress": lambda record, gain: gains.append(gain), **COUNTED}
+    (tuned,) = tune_all(targets, beam=1, **options)
+    assert tuned.record == SMALL and tuned.gain == max(gains) > 1
     assert "no such kernel" in capsys.readouterr().err
 
 
 def test_a_device_that_refuses_all_work_ends_the_search(monkeypatch):
     works = iter([True, False])
     monkeypatch.setattr(evaluator, "_works", lambda: next(works))
-    tuned = tune(Faulty(), PROBLEM, keep=False, **COUNTED)
+    tuned = tune(Faulty(*SHAPE), keep=False, **COUNTED)
     assert sum("does not compile" in t.problem for t in tuned.trials) == 2
 
 
@@ -208,7 +198,7 @@ def test_finalists_are_the_heuristics_choice_and_the_best_that_work():
 
 def test_without_a_backend_there_is_nothing_to_tune():
     with use_backend("ops"), pytest.raises(ValueError, match="nothing to tune"):
-        tune(FAMILIES["row_sum"], PROBLEM)
+        tune(SMALL)
 
 
 def test_an_interrupt_keeps_what_was_found():
@@ -220,8 +210,8 @@ def test_an_interrupt_keeps_what_was_found():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tune(SMALL, PROBLEM, progress=progress, **COUNTED)
-    entry = store.listed()[DEVICE][PROBLEM.key]
+        tune(SMALL, progress=progress, **COUNTED)
+    entry = store.listed()[DEVICE][SMALL.key]
     best = min(seen, key=lambda trial: trial.seconds)
     assert entry.seconds == best.seconds and entry.config == asdict(best.config)
     assert entry.tried == 4 and entry.heuristic == seen[0].seconds
@@ -230,7 +220,7 @@ def test_an_interrupt_keeps_what_was_found():
 
 def test_on_a_cpu_configurations_are_measured():
     with use_backend("host"):
-        tuned = tune(SMALL, PROBLEM, beam=1, budget_s=3)
+        tuned = tune(SMALL, beam=1, budget_s=3)
     assert not tuned.trials[0].problem and tuned.path in ("kernel", "stock")
     assert 0 < tuned.times["stock"].cold.median < 1
-    assert set(store.listed()) == {"cpu"} and lookup(PROBLEM, "cpu").config == tuned.config
+    assert set(store.listed()) == {"cpu"} and lookup(SMALL, "cpu").config == tuned.config

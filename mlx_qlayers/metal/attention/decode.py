@@ -18,7 +18,7 @@ from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, Launching, TemplateValue
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
-from .layout import rounded
+from ..record import rounded
 
 MAX_QUERIES = 8
 MAX_WIDTH = 256

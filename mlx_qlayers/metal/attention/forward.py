@@ -14,7 +14,8 @@ from ...runtime.backend import backend, requested, use_backend
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, Size, TemplateValue
 from ...runtime.spec import Spec
-from .layout import PARAMETERS, Layout, layout, memory, registers, rounded
+from ..record import rounded
+from .layout import PARAMETERS, Layout, layout, memory, registers
 
 # More queries or keys than there can be: positions are 32-bit numbers, and so are their sums.
 FAR = 2**28

@@ -150,11 +150,6 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
 }
 
 
-def rounded(size: int) -> int:
-    """The next power of two: lengths up to there share a configuration."""
-    return 1 << (size - 1).bit_length()
-
-
 @cache
 def layout(kernel: str, device: str, dtype: mx.Dtype, width: int) -> Layout:
     """The layout of a kernel.

@@ -17,10 +17,10 @@ from ...runtime.devices.record import MAX_THREADGROUP_MEMORY, most_threads
 from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
 from ...runtime.spec import Spec
+from ..record import rounded
 from ..rotary.launch import rates, two_floats
 from . import decode
 from .decode import attention_combine
-from .layout import rounded
 
 _INPUTS = (
     *("q", "k", "v", "k_cache", "k_scales", "k_biases", "v_cache", "v_scales", "v_biases"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 import mlx.core as mx
 
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
+from ..record import Inputs, Path, Record, normal
 
 KERNEL = Kernel(
     "row_sum",
@@ -24,15 +26,55 @@ KERNEL = Kernel(
 
 @dataclass(frozen=True)
 class RowSum:
-    """How the sums are spread over threads; :mod:`mlx_qlayers.tuning.moves` explains each option.
+    """How the sums are spread over threads.
+
+    Of each option, on the right, what it makes of the loops of one thread. ``x0`` and ``x1`` are
+    two rows, and ``lane`` numbers the 32 threads of a SIMD group.
 
     Attributes:
-        upcast: rows that a SIMD group sums side by side.
-        unroll: neighbours that a lane reads at each step.
-        local: teams of SIMD groups in a threadgroup, each with rows of its own.
-        group: SIMD groups of a team, which share its rows.
-        blocked: whether a member takes one part of a row, not every ``group``-th turn.
-        padded: whether the last turn may reach beyond the row.
+        upcast: rows that a SIMD group sums side by side. What they share is read and worked out
+            once, and the sums do not wait for each other. Each takes registers, and there are
+            fewer threads::
+
+                for k in range(lane, K, 32):        for k in range(lane, K, 32):
+                    sum += x0[k]                        sum0 += x0[k]
+                                                        sum1 += x1[k]
+
+        unroll: neighbours that a lane reads at each step: one wide load in place of several, and
+            the loop turns less often::
+
+                for k in range(lane, K, 32):        for k in range(4 * lane, K, 128):
+                    sum += x0[k]                        a, b, c, d = x0[k : k + 4]
+                                                        sum += a; sum += b; sum += c; sum += d
+
+        local: teams of SIMD groups in a threadgroup, each with rows of its own. They are started
+            together, and share threadgroup memory and whatever the cache holds::
+
+                grid = 32, M                        grid = 32, M
+                threadgroup = 32, 1                 threadgroup = 32, 8
+
+        group: SIMD groups of a team, which share its rows, step by step: more threads for few
+            outputs. Their parts meet in threadgroup memory::
+
+                for k in range(lane, K, 32):        for k in range(32 * simd + lane, K, 32 * group):
+                    sum += x0[k]                        sum += x0[k]
+                                                    parts[simd] = sum; barrier; sum = parts.sum()
+
+        blocked: whether each of them takes one part of a row, of ``begin`` on, and reads memory in
+            a line::
+
+                for k in range(lane, K, 32):        for k in range(begin + lane, begin + part, 32):
+                    sum += x0[k]                        sum += x0[k]
+                                                    parts[simd] = sum; barrier; sum = parts.sum()
+
+        padded: whether the last turn may reach beyond the row, where it adds zeros: any length goes
+            with any step::
+
+                for k in range(4 * lane, K, 128):   for k in range(4 * lane, whole turns of K, 128):
+                    sum += x0[k] + ...                  sum += (x0[k] if k < K else 0) + ...
+
+    Source: the optimisations of tinygrad's kernels, ``UPCAST``, ``UNROLL``, ``LOCAL``, ``GROUP``,
+    ``GROUPTOP`` and ``PADTO``.
     """
 
     upcast: int = 1
@@ -73,3 +115,49 @@ def row_sum(x: Spec, config: RowSum) -> Callable[[mx.array], mx.array]:
         output_shapes=[(m,)],
     )
     return lambda x: launch([x, shape])[0]
+
+
+@dataclass(frozen=True)
+class RowSumRecord(Record):
+    """Sums of the rows of x (M, K): the record to learn from."""
+
+    m: int
+    k: int
+    dtype: mx.Dtype
+    family, configs = "row_sum", (RowSum,)
+    values: ClassVar = {
+        "upcast": (1, 2, 4),
+        "unroll": (1, 2, 4, 8),
+        "local": (1, 2, 4, 8),
+        "group": (1, 2, 4, 8),
+        "blocked": (False, True),
+        "padded": (False, True),
+    }
+
+    def bucket(self) -> tuple[tuple[int, ...], str]:
+        return (self.m, self.k), ""
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return (KERNEL,)
+
+    def heuristic(self, device: str) -> RowSum:
+        return RowSum(local=4)
+
+    def why_not(self, config: RowSum) -> str | None:
+        if 32 * config.local * config.group > 256:
+            return "more than 256 threads"
+        if config.blocked and config.group == 1:
+            return "one SIMD group has nothing to split"
+        if not config.padded and self.k % (32 * config.unroll):
+            return f"rows of {self.k} are not whole turns"
+        return None
+
+    def inputs(self) -> Inputs:
+        return normal(self.dtype, (self.m, self.k))
+
+    def bind(self, inputs: Inputs, config: RowSum) -> Path:
+        launch = row_sum(Spec.of(inputs[0]), config)
+        return lambda inputs: [launch(inputs[0])]
+
+    def stock(self, inputs: Inputs) -> Inputs:
+        return [inputs[0].astype(mx.float32).sum(axis=1)]

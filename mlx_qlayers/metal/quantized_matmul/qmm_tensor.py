@@ -333,3 +333,18 @@ def qmm_tensor(
         return lambda *arrays: launch([*given(arrays), sizes])[0]
     rows_and_depth = sizes[:3:2]
     return lambda *arrays: launch([*given(arrays), *sums([arrays[0], rows_and_depth]), sizes])[0]
+
+
+def tensor_product(
+    codes: bool,
+    call: MatmulCall,
+    residual: Any = None,
+    other: PackedMatrix | None = None,
+    gate: Gate | None = None,
+) -> Callable[..., mx.array]:
+    """The launch of :func:`qmm_tensor`, by packed codes or by what is unpacked."""
+    (rows, _, k), x = call.shape, call.x
+    cut: Any = codes_config(rows)
+    if not codes:
+        cut = tensor_config(rows, k, x.dtype, call.fmt, call.transpose, gate is not None)
+    return qmm_tensor(call, cut, residual, other, gate)

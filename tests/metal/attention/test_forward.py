@@ -17,8 +17,8 @@ from numerics import assert_accurate, assert_gradient, random
 from pairwise import pairwise
 from runtime.host import mlx_kernels as mk
 
-from mlx_qlayers.dispatch import tunable
 from mlx_qlayers.metal.attention import forward as kernels
+from mlx_qlayers.metal.attention import records
 from mlx_qlayers.metal.attention.layout import Layout, layout, memory, registers
 from mlx_qlayers.ops.attention import attention
 from mlx_qlayers.runtime import BackendError, trace, use_backend
@@ -67,7 +67,7 @@ def as_on(device):
         smaller = {"tile": best.tile // 2} if best.tile > 16 else {"simds": best.simds // 2}
         return replace(best, **smaller)
 
-    with mock.patch.object(kernels, "layout", chosen), mock.patch.object(tunable, "layout", chosen):
+    with mock.patch.object(kernels, "layout", chosen), mock.patch.object(records, "layout", chosen):
         advance_epoch()
         yield
     advance_epoch()

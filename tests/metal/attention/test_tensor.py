@@ -14,7 +14,7 @@ from runtime.host import mlx_kernels as mk
 
 from mlx_qlayers import attention
 from mlx_qlayers.dispatch.measurements import Found
-from mlx_qlayers.dispatch.thresholds import Evidence
+from mlx_qlayers.measurements.thresholds import Evidence
 from mlx_qlayers.metal.attention import tensor
 from mlx_qlayers.metal.attention.backward import attention_backward
 from mlx_qlayers.metal.attention.forward import Launcher

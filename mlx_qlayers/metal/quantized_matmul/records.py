@@ -1,18 +1,38 @@
-"""What can be tuned of the products with packed matrices."""
+"""The records of the products with packed matrices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 
-from ..formats import Format
-from ..metal.attention.layout import rounded
-from ..metal.quantized_matmul import qmm, qmv
-from ..metal.quantized_matmul.qmm_tensor import codes_config, tensor_config
-from ..metal.quantized_matmul.qmv_config import (
+from ...formats import Format
+from ...measurements.thresholds import threshold
+from ...options import MatmulCall, PackedMatrix
+from ...reference import quantized_matmul as reference
+from ...runtime import tensor_ops
+from ...runtime.backend import backend
+from ...runtime.kernel import Kernel
+from ...runtime.spec import Spec
+from ..record import (
+    CALIBRATED_PROMPTS,
+    CALIBRATED_ROWS,
+    Inputs,
+    Path,
+    Record,
+    form_of,
+    in_parts,
+    normal,
+    rounded,
+    too_much,
+)
+from . import qmm, qmv
+from .dequantize import dequantize
+from .qmm_tensor import codes_config, tensor_config, tensor_product, why_no_codes
+from .qmv_config import (
     QmvConfig,
     QmvMatrixConfig,
     QmvPersistentConfig,
@@ -20,8 +40,12 @@ from ..metal.quantized_matmul.qmv_config import (
     qmv_config,
     units_memory,
 )
-from ..runtime.kernel import Kernel
-from .problem import CALIBRATED_PROMPTS, CALIBRATED_ROWS, Problem, form_of, too_much
+
+_EPSILON = 1e-6
+# Rows up to which MLX has a kernel of its own on CUDA, which it compiles at once.
+_STOCK_ROWS = 4
+# Elements of the part of a matrix that is measured on a CPU.
+_PART = 1 << 20
 
 # Beyond these a thread's sums and weights cannot stay in registers.
 _MOST_SUMS, _MOST_PRODUCTS = 32, 128
@@ -43,14 +67,14 @@ class QmvKind(NamedTuple):
 
     @classmethod
     def of(cls, kind: str) -> QmvKind:
-        """What a problem's kind names, as ``"norm-3"``."""
+        """What a key's kind names, as ``"norm-3"``."""
         words = kind.split("-")
         count = next((int(word) for word in words if word.isdecimal()), 1)
         return cls(2 if "gate" in words else count, *(w in words for w in cls._fields[1:]))
 
 
 @dataclass(frozen=True)
-class QmvProblem(Problem):
+class QmvRecord(Record):
     """1 to 16 rows times packed matrices, transposed.
 
     Attributes:
@@ -151,12 +175,69 @@ class QmvProblem(Problem):
         form = form_of(self.fmt, True) + ("-" + self.kind if self.kind else "")
         return (self.rows, self.n, self.k), form
 
+    @property
+    def matrix(self) -> tuple[int, int] | None:
+        return None if self.kind else (self.n, self.k)
+
+    @property
+    def stock_waits(self) -> bool:
+        return self.rows > _STOCK_ROWS or self.dtype == mx.float32
+
+    def part(self) -> QmvRecord:
+        """So few columns: all take the same."""
+        n = max(1, _PART // self.k // 48) * 48
+        return self if self.n * self.k <= _PART else replace(self, n=n)
+
     def bytes(self) -> float:
         return matrix_bytes(self.n, self.k, self.fmt)
 
+    def inputs(self) -> Inputs:
+        """The rows, the norm's weight and the residual if there are any, and each matrix."""
+        kind, k = QmvKind.of(self.kind), self.k
+        n = self.n // kind.matrices
+        residual, weight = [(self.rows, n)] * kind.residual, [(k,)] * kind.norm
+        found = normal(self.dtype, (self.rows, k), *weight, *residual)
+        for _ in range(kind.matrices):
+            found += packed((n, k), self.dtype, self.fmt)
+        return found
+
+    def bind(self, inputs: Inputs, config: QmvAny) -> Path:
+        """One launch."""
+        kind = QmvKind.of(self.kind)
+        launch = qmv.qmv(
+            qmv.QmvArrays(*(None if a is None else Spec.of(a) for a in _arrays(inputs, kind))),
+            self.fmt,
+            config,
+            epsilon=_EPSILON if kind.norm else None,
+            gate="silu" if kind.gate else None,
+        )
+        return lambda inputs: list(launch(*_arrays(inputs, kind)))
+
+    def stock(self, inputs: Inputs) -> Inputs:
+        kind = QmvKind.of(self.kind)
+        given = _arrays(inputs, kind)
+        x: mx.array = given.x
+        if kind.norm:
+            x = mx.fast.rms_norm(x, given.norm_weight, _EPSILON)
+        found = [_product(x, matrix, True, self.fmt) for matrix in given.matrices]
+        if kind.gate:
+            return [found[0] * mx.sigmoid(found[0]) * found[1]]
+        return [found[0] + given.residual] if kind.residual else found
+
+    def paths(self, inputs: Inputs) -> dict[str, Path]:
+        found = super().paths(inputs)
+        if not self.kind:
+            found["dequantized"] = _dense(inputs, True, self.fmt)
+        return found
+
+    def tolerances(self, outputs: int) -> list[float]:
+        # Rounded rows make an error of each product, and a gate multiplies two of those.
+        factor = 2 if QmvKind.of(self.kind).norm else 1
+        return [factor * each for each in super().tolerances(outputs)]
+
 
 @dataclass(frozen=True)
-class QmmProblem(Problem):
+class QmmRecord(Record):
     """17 rows and more times a packed matrix."""
 
     m: int
@@ -216,3 +297,79 @@ class QmmProblem(Problem):
 
     def operations(self) -> float:
         return 2.0 * self.m * self.n * self.k
+
+    def inputs(self) -> Inputs:
+        shape = (self.n, self.k) if self.transpose else (self.k, self.n)
+        return [*normal(self.dtype, (self.m, self.k)), *packed(shape, self.dtype, self.fmt)]
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        return self.n, self.k
+
+    def _call(self, inputs: Inputs) -> MatmulCall:
+        x, *matrix = map(Spec.of, inputs)
+        return MatmulCall(x, PackedMatrix(*matrix), self.transpose, self.fmt)
+
+    def bind(self, inputs: Inputs, config: qmm.QmmConfig) -> Path:
+        launch = qmm.qmm(self._call(inputs), config)
+        return lambda inputs: [launch(inputs[0], *PackedMatrix(*inputs[1:]))]
+
+    def stock(self, inputs: Inputs) -> Inputs:
+        return [_product(inputs[0], PackedMatrix(*inputs[1:]), self.transpose, self.fmt)]
+
+    def paths(self, inputs: Inputs) -> dict[str, Path]:
+        found = super().paths(inputs)
+        found["dequantized"] = _dense(inputs, self.transpose, self.fmt)
+        if backend() == "metal" and tensor_ops.missing() is None:
+            call = self._call(inputs)
+            codes = tensor_ops.missing_codes() is None and why_no_codes(call) is None
+            for path in ("tensor", "codes") if codes else ("tensor",):
+                launch = tensor_product(path == "codes", call)
+                found[path] = partial(_by_tensors, launch)
+        return found
+
+
+def _arrays(inputs: Inputs, kind: QmvKind) -> qmv.QmvArrays:
+    x, *rest = inputs
+    weight = rest.pop(0) if kind.norm else None
+    residual = rest.pop(0) if kind.residual else None
+    each = len(rest) // kind.matrices
+    starts = range(0, len(rest), each)
+    packed = (a for i in starts for a in PackedMatrix(*rest[i : i + each]))
+    return qmv.QmvArrays(x, weight, None, residual, None, *packed)
+
+
+def packed(shape: tuple[int, int], dtype: mx.Dtype, fmt: Format) -> Inputs:
+    """A random matrix: w, scales and, in mode affine, biases."""
+    (n, k), (group, bits, mode) = shape, fmt
+    w = mx.random.randint(0, 2**32 - 1, (n, k * bits // 32), mx.uint32)
+    groups = n, k // group
+    if mode == "affine":
+        scales = (mx.random.uniform(0.5, 1, groups) * 2**-bits * k**-0.5).astype(dtype)
+        return [w, scales, -(2 ** (bits - 1)) * scales]
+    # Exponents around 2^-6, in NVFP4 numbers around 2^-4; no codes that are not numbers.
+    low, high = (16, 32) if mode == "nvfp4" else (119, 123)
+    return [w & 0xBFBFBFBF if bits == 8 else w, mx.random.randint(low, high, groups, mx.uint8)]
+
+
+def _product(x: mx.array, matrix: PackedMatrix, transpose: bool, fmt: Format) -> mx.array:
+    order = "transposed" if transpose else "plain"
+    dense_rows = threshold("reference_dense_rows", fmt.mode, fmt.bits, order, device="host")
+    product: Any = partial(reference.quantized_matmul, transpose=transpose, fmt=fmt)
+    parts = (product(x[at], *matrix[:3], dense_rows=dense_rows) for at in in_parts(len(x)))
+    return mx.concatenate(list(parts))
+
+
+def _by_tensors(launch: Any, inputs: Inputs) -> Inputs:
+    return [launch(inputs[0], *PackedMatrix(*inputs[1:]))]
+
+
+def _dense(inputs: Inputs, transpose: bool, fmt: Format) -> Path:
+    """The product of x with one matrix, which is dequantized first."""
+    unpack = dequantize([PackedMatrix(*map(Spec.of, inputs[1:]))], fmt, inputs[0].dtype)
+
+    def run(inputs: Inputs) -> Inputs:
+        dense = unpack(*inputs[1:])
+        return [inputs[0] @ (dense.T if transpose else dense)]
+
+    return run

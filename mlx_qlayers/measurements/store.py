@@ -9,22 +9,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ..dispatch.entries import Entry, load, read, unsaved, user_folder
-from ..dispatch.problem import Problem, source_hash
 from ..runtime.backend import advance_epoch
 from ..runtime.cache_folder import make_folder
 from ..runtime.explain import note
 from ..runtime.staging import replace_file
+from .entries import Entry, load, read, unsaved, user_folder
 
 
 def save(device: str, found: Mapping[str, Entry], folder: Path | None = None) -> bool:
@@ -54,38 +50,6 @@ def save(device: str, found: Mapping[str, Entry], folder: Path | None = None) ->
         kept = False
     advance_epoch()
     return kept
-
-
-def entry_of(
-    problem: Problem,
-    config: Any,
-    path: str,
-    paths: Mapping[str, float],
-    heuristic: float | None = None,
-    tried: int = 1,
-) -> Entry:
-    """What is stored of a measurement that ends now.
-
-    Args:
-        problem: what was measured.
-        config: the configuration of the kernel.
-        path: the fastest path.
-        paths: seconds of each.
-        heuristic: seconds of the kernel without tuning, if those are of another configuration.
-        tried: how many configurations were.
-    """
-    return Entry(
-        config=asdict(config),
-        path=path,
-        seconds=paths[path],
-        heuristic=heuristic or paths.get("kernel", paths[path]),
-        tried=tried,
-        source=source_hash(*problem.kernels()),
-        mlx=version("mlx"),
-        paths=paths,
-        date=datetime.now(UTC).strftime("%Y-%m-%d"),
-        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-    )
 
 
 @contextlib.contextmanager

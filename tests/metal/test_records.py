@@ -9,13 +9,13 @@ from counted import Counted
 from numerics import FACTOR
 
 from mlx_qlayers import use_backend
-from mlx_qlayers.dispatch.tunable import PROBLEMS
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention import layout
+from mlx_qlayers.metal.grid_sample import record as grid_sample
+from mlx_qlayers.metal.records import RECORDS
 from mlx_qlayers.options import Router
 from mlx_qlayers.reference import quantized_matmul as reference
 from mlx_qlayers.runtime import host, metal, tensor_ops
-from mlx_qlayers.tuning.families import FAMILIES, grid_sample
 from mlx_qlayers.tuning.tune import tune
 
 FMT = Format(64, 4)
@@ -67,17 +67,14 @@ def small_images(monkeypatch):
     monkeypatch.setattr(grid_sample, "_PIXELS", 1 << 10)
 
 
-def test_every_problem_has_a_family():
-    assert set(ASKED) == set(PROBLEMS) == set(FAMILIES)
-    assert all(FAMILIES[name].problem is PROBLEMS[name] for name in ASKED)
+def test_every_family_is_here():
+    assert set(ASKED) == set(RECORDS)
 
 
-def agree(family, problem, outputs, truth, factor=1):
+def agree(record, outputs, truth, factor=1):
     """Outputs are right, by the tolerances of a family times a factor."""
-    found = family.numbers(outputs, problem) if len(outputs) == len(truth) else outputs
-    for y, right, tolerance in zip(
-        found, truth, family.tolerances(problem, len(truth)), strict=False
-    ):
+    found = record.numbers(outputs) if len(outputs) == len(truth) else outputs
+    for y, right, tolerance in zip(found, truth, record.tolerances(len(truth)), strict=False):
         allowed = factor * tolerance * mx.abs(right).max()
         assert mx.abs(y.astype(mx.float32) - right).max() <= allowed
 
@@ -92,31 +89,31 @@ def agree(family, problem, outputs, truth, factor=1):
     ],
 )
 def test_a_family_agrees_with_itself(name, asked):
-    """Its heuristic is legal and right, a question gives its problem, and stock is a path."""
-    family, (question, key) = FAMILIES[name], asked
-    problem = PROBLEMS[name](*question)
-    assert problem.key == f"{name} {key}" and isinstance(problem.heuristic("cuda"), problem.configs)
+    """Its heuristic is legal and right, a question gives its record, and stock is a path."""
+    question, key = asked
+    record = RECORDS[name](*question)
+    assert record.key == f"{name} {key}" and isinstance(record.heuristic("cuda"), record.configs)
     for device in ("metal", "cuda"):
-        config = problem.heuristic(device)
+        config = record.heuristic(device)
         # Tiles take the memory that they take there: on CUDA some need no padding.
         with mock.patch.object(layout, "backend", lambda device=device: device):
-            assert family.why_not(config, problem) is None
-            assert problem.completed(config) == config
-            near = family.near(config, problem)
-            assert set(near) < set(family.all(problem, config))
-            assert bool(near) != family.is_fixed(config)
-    tuned = tune(family, problem, budget_s=0, keep=False, evaluator=Counted)
-    assert tuned.config == problem.heuristic("metal") and not tuned.trials[0].problem
-    inputs = family.inputs(problem)
-    truth = family.reference(inputs, problem)
+            assert record.why_not(config) is None
+            assert record.completed(config) == config
+            near = record.near(config)
+            assert set(near) < set(record.all(config))
+            assert bool(near) != record.is_fixed(config)
+    tuned = tune(record, budget_s=0, keep=False, evaluator=Counted)
+    assert tuned.config == record.heuristic("metal") and not tuned.trials[0].problem
+    inputs = record.inputs()
+    truth = record.reference(inputs)
     with use_backend("host"):
-        paths = family.paths(inputs, problem)
+        paths = record.paths(inputs)
         assert "stock" in paths
         for name, path in paths.items():
             # Of a step MLX gives its caches behind what is compared.
-            of_step = name == "stock" and problem.family == "attention_step"
+            of_step = name == "stock" and record.family == "attention_step"
             found = path(inputs)
-            agree(family, problem, found[:1] if of_step else found, truth, FACTOR)
+            agree(record, found[:1] if of_step else found, truth, FACTOR)
 
 
 @pytest.mark.parametrize(
@@ -133,55 +130,54 @@ def test_tensor_operations_are_paths(name, missing, taken, machine, monkeypatch)
     monkeypatch.setattr(metal, "bind", host.bind)
     monkeypatch.setattr(tensor_ops, "missing", lambda: None)
     monkeypatch.setattr(tensor_ops, "missing_codes", lambda: missing)
-    family, problem = FAMILIES[name], PROBLEMS[name](*ASKED[name][0])
-    inputs = family.inputs(problem)
-    paths, truth = family.paths(inputs, problem), family.reference(inputs, problem)
+    record = RECORDS[name](*ASKED[name][0])
+    inputs = record.inputs()
+    paths, truth = record.paths(inputs), record.reference(inputs)
     assert {"tensor", "codes"} & paths.keys() == taken
     for path in taken:
-        agree(family, problem, paths[path](inputs), truth, FACTOR)
+        agree(record, paths[path](inputs), truth, FACTOR)
 
 
 @pytest.mark.parametrize("name", ["row_sum", "qmv", "grid_sample"])
 def test_what_a_cpu_runs_can_be_searched_there(name):
-    family, problem = FAMILIES[name], PROBLEMS[name](*ASKED[name][0])
-    config = problem.heuristic("host")
-    near = family.near(config, problem)
-    assert isinstance(config, problem.configs) and near
-    inputs = family.inputs(problem)
-    truth = family.reference(inputs, problem)
+    record = RECORDS[name](*ASKED[name][0])
+    config = record.heuristic("host")
+    near = record.near(config)
+    assert isinstance(config, record.configs) and near
+    inputs = record.inputs()
+    truth = record.reference(inputs)
     with use_backend("host"):
-        agree(family, problem, family.bind(inputs, problem, near[0])(inputs), truth)
+        agree(record, record.bind(inputs, near[0])(inputs), truth)
 
 
 def test_attention_of_keys_that_are_not_packed():
-    problem = PROBLEMS["attention_decode"](mx.bfloat16, 7, 64, 64, 0, 2, 200)
-    family = FAMILIES["attention_decode"]
-    tuned = tune(family, problem, budget_s=0, keep=False, evaluator=Counted)
+    record = RECORDS["attention_decode"](mx.bfloat16, 7, 64, 64, 0, 2, 200)
+    tuned = tune(record, budget_s=0, keep=False, evaluator=Counted)
     assert not tuned.trials[0].problem
 
 
 @pytest.mark.parametrize("kind", ["norm-3", "norm-gate", "residual"])
 def test_products_with_what_stands_around_them(kind):
     mx.random.seed(7)
-    family, problem = FAMILIES["qmv"], PROBLEMS["qmv"](3, 48, 128, mx.bfloat16, FMT, kind)
-    assert problem.key.endswith(f"affine-64-4-t-{kind}")
-    inputs, (config, *_) = family.inputs(problem), problem.starts("metal")[1:]
-    truth = family.reference(inputs, problem)
+    record = RECORDS["qmv"](3, 48, 128, mx.bfloat16, FMT, kind)
+    assert record.key.endswith(f"affine-64-4-t-{kind}")
+    inputs, (config, *_) = record.inputs(), record.starts("metal")[1:]
+    truth = record.reference(inputs)
     columns = {"norm-3": [16] * 3, "norm-gate": [24], "residual": [48]}[kind]
     assert [each.shape for each in truth] == [(3, n) for n in columns]
     with use_backend("host"):
-        agree(family, problem, family.bind(inputs, problem, config)(inputs), truth)
-    agree(family, problem, family.paths(inputs, problem)["stock"](inputs), truth, FACTOR)
+        agree(record, record.bind(inputs, config)(inputs), truth)
+    agree(record, record.paths(inputs)["stock"](inputs), truth, FACTOR)
 
 
 def test_a_search_begins_with_both_kernels_where_it_is_not_known_which_is_faster():
-    problem = PROBLEMS["qmv"](1, 64, 128, mx.bfloat16, FMT)
-    units, stays, threads = problem.configs
-    assert {type(config) for config in problem.starts("metal")[1:]} == {units, threads}
-    assert [type(config) for config in problem.starts("cuda")] == [units]
-    large = replace(problem, n=1 << 15)
+    record = RECORDS["qmv"](1, 64, 128, mx.bfloat16, FMT)
+    units, stays, threads = record.configs
+    assert {type(config) for config in record.starts("metal")[1:]} == {units, threads}
+    assert [type(config) for config in record.starts("cuda")] == [units]
+    large = replace(record, n=1 << 15)
     assert [type(config) for config in large.starts("cuda")] == [stays, units]
-    single = replace(problem, dtype=mx.float32)
+    single = replace(record, dtype=mx.float32)
     assert len(single.starts("metal")[1:]) == 1
 
 
@@ -209,17 +205,17 @@ def test_the_truth_is_float32_where_a_gpu_has_units_of_tf32(
         rows.append(x.shape[-2])
         return run(x, *arguments, **options)
 
-    family, problem = FAMILIES[name], PROBLEMS[name](*question)
-    inputs = family.inputs(problem)
-    expected = family.stock(inputs, problem)
+    record = RECORDS[name](*question)
+    inputs = record.inputs()
+    expected = record.stock(inputs)
     monkeypatch.setattr(place, operator, counted)
-    truth = family.reference(inputs, problem)
+    truth = record.reference(inputs)
     assert rows and max(rows) <= 8
-    agree(family, problem, expected, truth)
+    agree(record, expected, truth)
     rows.clear()
-    family.stock(inputs, problem)
+    record.stock(inputs)
     assert max(rows) == inputs[0].shape[-2]
     rows.clear()
     monkeypatch.setenv("MLX_ENABLE_TF32", "0")
-    family.reference(inputs, problem)
+    record.reference(inputs)
     assert max(rows) == inputs[0].shape[-2]

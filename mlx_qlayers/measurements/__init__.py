@@ -1,0 +1,1 @@
+"""Measurements: what ships with the package, and what was measured on this machine."""

@@ -1,0 +1,294 @@
+"""The records of attention: of few queries, of many, and of latent rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from ...measurements.thresholds import threshold
+from ...options import AttentionCall, Scores
+from ...reference import attention as reference
+from ...reference.latent_attention import latent_attention
+from ...runtime import tensor_ops
+from ...runtime.backend import backend
+from ...runtime.kernel import Kernel
+from ...runtime.spec import Spec
+from ..record import (
+    CALIBRATED_KEYS,
+    CALIBRATED_PROMPTS,
+    CallRecord,
+    Fixed,
+    Inputs,
+    Path,
+    Record,
+    in_parts,
+    normal,
+    rounded,
+    too_much,
+)
+from . import decode, forward, latent
+from .forward import Launcher
+from .layout import Layout, layout, memory, registers
+from .tensor import attention_tensor, why_no_tensors
+
+# Beyond these a thread's operands, sums and weights leave no room for addresses.
+_MOST_REGISTERS = 160
+# Elements of a group of packed keys and values.
+GROUP = 64
+# Kernels for GPUs and for CPUs, plain and packed keys.
+_DECODE = ((False, False), (False, True), (True, False), (True, True))
+
+
+def slices(record: Any) -> list[int]:
+    """Into how many slices the values may be cut: a SIMD group takes each."""
+    return [-(-record.v_width // width) for width in record.values["slice"]]
+
+
+@dataclass(frozen=True)
+class AttentionDecodeRecord(Record):
+    """One query for each of so many rows over the keys of so many caches.
+
+    Attributes:
+        rows: queries of one key head.
+        width, v_width: of keys and of values.
+        bits: of packed keys and values; 0 for plain ones.
+        caches: those of the batch and of all key heads.
+        keys: of each.
+    """
+
+    dtype: mx.Dtype
+    rows: int
+    width: int
+    v_width: int
+    bits: int
+    caches: int
+    keys: int
+    family, sized, sizes_measured = "attention_decode", "keys", CALIBRATED_KEYS
+    stock_waits = False
+    configs = (decode.Decode, decode.Serial)
+    values: ClassVar = {
+        "min_keys": (16, 32, 64, 128, 256, 512),
+        "max_splits": (16, 32, 64, 128, 256),
+        "slice": (16, 32, 64),
+        "blocks": (1, 2, 4),
+        "columns": (1, 2, 4, 8),
+        "combine": (4, 8, 16),
+    }
+
+    def heuristic(self, device: str) -> decode.Decode | decode.Serial:
+        splits = threshold("attention_decode_splits", device=device)
+        size = self.rows, (self.width, self.v_width), self.bits, self.keys
+        return decode.configure(device, self.dtype, *size, splits)
+
+    def admits(self, name: str) -> Sequence[int]:
+        return slices(self) if name == "simds" else super().admits(name)
+
+    def completed(self, config: decode.Decode | decode.Serial) -> decode.Decode | decode.Serial:
+        if isinstance(config, decode.Serial):
+            return config
+        return replace(config, simds=-(-self.v_width // config.slice))
+
+    def why_not(self, config: decode.Decode | decode.Serial) -> str | None:
+        if isinstance(config, decode.Serial):
+            return None
+        if config.columns > max(1, -(-self.rows // 8)):
+            return f"{config.columns} columns of 8 rows for {self.rows}"
+        if config.columns * config.slice > 256:
+            return f"{config.columns * config.slice} sums a lane"
+        if config.min_keys < config.tile and config.min_keys != 16:
+            return f"splits of {config.min_keys} keys are those of {config.tile}"
+        sizes: Any = {n: getattr(config, n) for n in ("columns", "simds", "blocks", "run")}
+        return too_much(decode._memory(T=self.dtype, D=self.width, **sizes))
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return (
+            *(decode._kernel(serial, packed, False, False) for serial, packed in _DECODE),
+            decode._combine(False),
+        )
+
+    def bucket(self) -> tuple[tuple[int, ...], str]:
+        shape = self.caches, self.rows, rounded(self.keys), self.width, self.v_width
+        return shape, f"bits-{self.bits}"
+
+    def variant(self, config: decode.Decode | decode.Serial) -> Any:
+        if isinstance(config, decode.Serial):
+            return config
+        return replace(config, min_keys=1, max_splits=1), config.splits(self.keys) > 1
+
+    def bytes(self) -> float:
+        bits = self.bits or 8 * self.dtype.size
+        return self.caches * self.keys * (self.width + self.v_width) * bits / 8
+
+    def inputs(self) -> Inputs:
+        heads, keys = (1, self.caches * self.rows, 1), (1, self.caches, self.keys)
+        shapes = (*heads, self.width), (*keys, self.width), (*keys, self.v_width)
+        return _packed(normal(self.dtype, *shapes), self.bits)
+
+    def bind(self, inputs: Inputs, config: decode.Decode) -> Path:
+        launch = decode.attention_decode(_call(inputs, Scores(self.width**-0.5)), config)
+        return lambda inputs: launch(*inputs, None, None)
+
+    def stock(self, inputs: Inputs) -> Inputs:
+        return stock(inputs, Scores(self.width**-0.5))
+
+
+@dataclass(frozen=True)
+class AttentionForwardRecord(Record):
+    """Attention of many queries, without a mask but the causal one.
+
+    Attributes:
+        shape: (B, H, Hkv, L, S, D, Dv).
+        bits: of packed keys and values; 0 for plain ones.
+    """
+
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+    causal: bool
+    bits: int = 0
+    family, sizes_measured, configs = "attention_forward", CALIBRATED_PROMPTS, (Layout,)
+    values: ClassVar = {
+        "blocks": (1, 2),
+        "simds": (2, 4, 8),
+        "slices": (1, 2, 4),
+        "tile": (16, 32, 64, 128),
+        "alternate": (False, True),
+        "ahead": (False, True),
+    }
+
+    def heuristic(self, device: str) -> Layout:
+        kernel = "packed" if self.bits else "forward"
+        return layout(kernel, device, self.dtype, max(self.shape[5:]))
+
+    def why_not(self, config: Layout) -> str | None:
+        if config.threads > 1024:
+            return f"{config.threads} threads"
+        *_, width, v_width = self.shape
+        values = {"T": self.dtype, "D": width, "DV": v_width, **config.template()}
+        if (found := registers("forward", values)) > _MOST_REGISTERS:
+            return f"{found} registers"
+        return too_much(memory("forward", values))
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return (forward._PACKED if self.bits else forward._FORWARD,)
+
+    def bucket(self) -> tuple[tuple[int, ...], str]:
+        lengths, packed = map(rounded, self.shape[3:5]), f"-bits-{self.bits}" if self.bits else ""
+        kind = "causal" if self.causal else "full"
+        return (*self.shape[:3], *lengths, *self.shape[5:]), kind + packed
+
+    @property
+    def size(self) -> int:
+        return self.shape[3]
+
+    def at(self, size: int) -> AttentionForwardRecord:
+        return replace(self, shape=(*self.shape[:3], size, size, *self.shape[5:]))
+
+    def bytes(self) -> float:
+        batch, _, kv_heads, _, keys, width, v_width = self.shape
+        return batch * kv_heads * keys * (width + v_width) * self.dtype.size
+
+    def operations(self) -> float:
+        batch, heads, _, queries, keys, width, v_width = self.shape
+        pairs = queries * (keys - queries / 2 if self.causal else keys)
+        return 2.0 * batch * heads * pairs * (width + v_width)
+
+    def larger(self) -> Iterator[Record]:
+        *heads, queries, keys, width, v_width = self.shape
+        longer = (n for n in CALIBRATED_PROMPTS if n >= keys and n > queries)
+        return (replace(self, shape=(*heads, n, n, width, v_width)) for n in longer)
+
+    def inputs(self) -> Inputs:
+        batch, heads, kv_heads, queries, keys, width, v_width = self.shape
+        shapes = (heads, queries, width), (kv_heads, keys, width), (kv_heads, keys, v_width)
+        return _packed(normal(self.dtype, *((batch, *shape) for shape in shapes)), self.bits)
+
+    def bind(self, inputs: Inputs, config: Layout) -> Path:
+        call = _call(inputs, Scores(self.shape[5] ** -0.5, self.causal))
+        launch = forward.attention_forward(Launcher(call), config)
+        return lambda inputs: launch(*inputs, None, None)[:1]
+
+    def stock(self, inputs: Inputs) -> Inputs:
+        q, *caches = inputs
+        if self.bits:  # no operator of MLX takes them without all scores in memory
+            dequantize: Any = partial(mx.dequantize, group_size=GROUP, bits=self.bits)
+            caches = [dequantize(*parts) for parts in (caches[:3], caches[3:])]
+        return stock([q, *caches], Scores(self.shape[5] ** -0.5, self.causal))
+
+    def paths(self, inputs: Inputs) -> dict[str, Path]:
+        found = super().paths(inputs)
+        if backend() == "metal" and tensor_ops.missing() is None and not self.bits:
+            call = _call(inputs, Scores(self.shape[5] ** -0.5, self.causal))
+            if why_no_tensors(Launcher(call)) is None:
+                found["tensor"], found["tensor_memory"] = (
+                    partial(_by_tensors, attention_tensor(Launcher(call, handed)))
+                    for handed in (True, False)
+                )
+        return found
+
+
+class LatentRecord(CallRecord):
+    """Attention to latent rows: of rows, batch, heads and both widths; nothing else."""
+
+    family = "latent_attention"
+    sizes_measured = CALIBRATED_KEYS
+
+    @property
+    def stage(self) -> int:
+        return int(self.sizes[1] > 1)
+
+    def variant(self, config: Fixed) -> Any:
+        return latent.splits_of(self.sizes[0]) > 1
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return (latent._kernel(False),)
+
+    def bytes(self) -> float:
+        rows, batch, _, width, turned = self.sizes
+        return float(rows * batch * (width + turned) * self.dtype.size)
+
+    def inputs(self) -> Inputs:
+        rows, batch, heads, *widths = self.sizes
+        shapes = [(batch, heads, 1, n) for n in widths] + [(batch, 1, rows, n) for n in widths]
+        return [*normal(self.dtype, *shapes), mx.array(rows - 1)]
+
+    def bind(self, inputs: Inputs, config: Fixed) -> Path:
+        q, r, c, *_ = map(Spec.of, inputs)
+        launch = latent.latent_step(q, r, c, None, sum(self.sizes[3:]) ** -0.5)
+        return lambda inputs: launch(*inputs)
+
+    def stock(self, inputs: Inputs) -> Inputs:
+        return latent_attention(sum(self.sizes[3:]) ** -0.5)(*inputs, None)
+
+
+def _by_tensors(launch: Callable[..., Inputs], inputs: Inputs) -> Inputs:
+    return launch(*inputs, None, None)[:1]
+
+
+def _packed(inputs: Inputs, bits: int) -> Inputs:
+    """Queries, keys and values, the latter packed if there are bits."""
+    q, *caches = inputs
+    return [q, *(a for x in caches for a in (mx.quantize(x, GROUP, bits) if bits else (x,)))]
+
+
+def _call(inputs: Inputs, scores: Scores) -> AttentionCall:
+    """Queries, keys and values, the latter of one array or of three."""
+    q, *caches = map(Spec.of, inputs)
+    half = len(caches) // 2
+    return AttentionCall(q, tuple(caches[:half]), tuple(caches[half:]), scores)
+
+
+def stock(inputs: Inputs, scores: Scores) -> Inputs:
+    """As ``auto`` computes attention without a kernel."""
+    q, *caches = inputs
+    queries, keys, found = q.shape[2], caches[0].shape[2], list[mx.array]()
+    for at in in_parts(queries):
+        # The last of fewer queries sees fewer keys.
+        last = keys - max(queries - at.stop, 0) if scores.causal else keys
+        given = [q[:, :, at], *(a[:, :, :last] for a in caches)]
+        call = _call(given, scores)
+        found += (reference.stock(call) or reference.attention(call))(*given, None, None)
+    return [mx.concatenate(found, axis=2)]

@@ -1,0 +1,222 @@
+"""The record of a step of decoding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from ...measurements.thresholds import threshold
+from ...options import Rotation, Scores, StepCall
+from ...reference.attention_step import packed_rows, parts_of_rows
+from ...runtime.backend import backend
+from ...runtime.kernel import Kernel
+from ...runtime.spec import Spec
+from ..record import (
+    CALIBRATED_KEYS,
+    Inputs,
+    Path,
+    Record,
+    exactly,
+    in_float32,
+    normal,
+    rounded,
+    too_much,
+)
+from . import decode, step
+from .records import GROUP, slices, stock
+
+# Batches of decoding of which a device is calibrated, of all sequences the most keys, and how
+# packed caches are packed.
+_BATCHES, _MOST_KEYS, _BITS = (1, 8, 32), 1 << 17, (8, 4)
+# Positions that a step takes at least, and rows of its tail.
+_POSITIONS, _TAIL = 8, 256
+
+
+@dataclass(frozen=True)
+class AttentionStepRecord(Record):
+    """One token of each sequence, which attends to a cache of so many rows, and to half a tail.
+
+    Where it is measured the cache has room for the rows of the tail and holds them: MLX, which has
+    no tail, writes the token behind them and attends to the cache.
+
+    Attributes:
+        batch, heads, kv_heads, width, v_width: the shape.
+        keys: rows of the cache.
+        group_size, bits: of packed keys and values; 0 for plain ones.
+    """
+
+    dtype: mx.Dtype
+    batch: int
+    heads: int
+    kv_heads: int
+    keys: int
+    width: int
+    v_width: int
+    group_size: int = 0
+    bits: int = 0
+    family, sized, sizes_measured = "attention_step", "keys", CALIBRATED_KEYS
+    stock_waits = False
+    configs = (step.Step,)
+    values: ClassVar = {
+        "splits": (0, 4, 8, 16, 24, 32, 64),
+        "tail_splits": (1, 2, 4),
+        "slice": (16, 32, 64),
+        "blocks": (1, 2),
+        "columns": (1, 2, 4),
+        "teams": (1, 2, 4),
+    }
+
+    def heuristic(self, device: str) -> step.Step:
+        names = ("attention_step_packed_splits",) * (self.bits > 0) + ("attention_step_splits",)
+        splits = next(filter(None, (threshold(name, device=device) for name in names)))
+        size = self.heads // self.kv_heads, self.keys, (self.width, self.v_width)
+        return step.configure(device, self.dtype, *size, splits, self.bits)
+
+    def admits(self, name: str) -> Sequence[int]:
+        return slices(self) if name == "simds" else super().admits(name)
+
+    def completed(self, config: step.Step) -> step.Step:
+        return replace(config, simds=-(-self.v_width // config.slice))
+
+    def why_not(self, config: step.Step) -> str | None:
+        if config.columns > max(1, -(-self.heads // self.kv_heads // 8)):
+            return f"{config.columns} columns of 8 rows for {self.heads} heads"
+        if config.columns * config.slice > 128:
+            return f"{config.columns * config.slice} sums a lane"
+        if config.splits * config.tile > max(self.keys, config.tile):
+            return f"{config.splits} splits of {self.keys} keys"
+        if config.splits == 0 and config.tail_splits > 1:
+            return "one threadgroup takes the tail with the cache"
+        if config.threads > 1024:
+            return f"{config.threads} threads"
+        sizes: dict[str, Any] = {"T": self.dtype, "D": self.width, "Dv": self.v_width}
+        return too_much(step._memory(**sizes, bits=self.bits, joined=True, **asdict(config)))
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return step._kernel(self.bits > 0, False, False), decode._combine(False)
+
+    def bucket(self) -> tuple[tuple[int, ...], str]:
+        heads = self.batch, self.heads, self.kv_heads
+        form = f"packed-{self.group_size}-{self.bits}" if self.bits else ""
+        return (*heads, rounded(self.keys), self.width, self.v_width), form
+
+    def variant(self, config: step.Step) -> step.Step:
+        return replace(config, splits=min(config.splits, 1), tail_splits=1)
+
+    @property
+    def stage(self) -> int:
+        return int(self.batch > 1 or self.bits > 0)
+
+    def calibrated(self) -> Iterator[Record]:
+        """In batches, too, up to so many keys, and with packed keys as mlx-lm packs them."""
+        whole = self.width % GROUP == self.v_width % GROUP == 0
+        kinds = [(0, 0), *((GROUP, bits) for bits in _BITS if whole)]
+        for (group, bits), batch in product(kinds, _BATCHES):
+            rest = replace(self, batch=self.batch * batch, group_size=group, bits=bits)
+            yield from (rest.at(n) for n in self.sizes_measured if batch * n <= _MOST_KEYS)
+
+    def larger(self) -> Iterator[Record]:
+        """In the next larger batch, too: the kernel is the same."""
+        for batch in (n for n in _BATCHES if n >= self.batch):
+            rest = replace(self, batch=batch)
+            keys = (n for n in self.sizes_measured if n >= self.keys)
+            yield from (rest.at(n) for n in keys if (batch, n) != (self.batch, self.keys))
+
+    def bytes(self) -> float:
+        bits = self.bits + 32 / self.group_size if self.bits else 8 * self.dtype.size
+        return self.batch * self.kv_heads * self.keys * (self.width + self.v_width) * bits / 8
+
+    def inputs(self) -> Inputs:
+        batch, kv_heads, (first, held) = self.batch, self.kv_heads, self._ranges()
+        widths = self.width, self.v_width
+        rows = self.heads * self.width, *(kv_heads * n for n in widths)
+        token = normal(self.dtype, *((batch, 1, n) for n in rows))
+        caches, tails = list[mx.array](), list[mx.array]()
+        for n in widths:
+            shapes = [(batch, kv_heads, rows, n) for rows in (self.keys, _TAIL - held)]
+            cache, more = (self._parts(a) for a in normal(self.dtype, *shapes))
+            pairs = zip((a[:, :, first : first + held] for a in cache), more, strict=True)
+            tail = [mx.concatenate([*pair], axis=2) for pair in pairs]
+            caches += cache
+            tails += [packed_rows(tail)] if self.bits else tail
+        positions = [first, held, *[first + held] * max(_POSITIONS, batch)]
+        return [*token, *caches, *tails, mx.array(positions, mx.int32)]
+
+    def bind(self, inputs: Inputs, config: step.Step) -> Path:
+        optional: list[Any] = [None] * 5
+        if backend() == "cuda":
+            optional.append(mx.zeros(max(_POSITIONS, self.batch * self.heads), mx.int32))
+        specs = (*map(Spec.of, inputs), *[None] * 5, *map(Spec.of, optional[5:]))
+        launch = step.attention_step(specs, self.width**-0.5, Rotation(self.width), config)
+        return lambda inputs: launch(*inputs, *optional)
+
+    def stock(self, inputs: Inputs) -> Inputs:
+        """Attention, and the caches with the token's rows."""
+        call, (first, held) = StepCall.of(inputs), self._ranges()
+        q, k = (a.reshape(len(a), -1, 1, self.width) for a in inputs[:2])
+        at, v = first + held, call.v.reshape(len(q), -1, 1, self.v_width)
+        q, k, start = _turned(q, at), _turned(k, at), mx.array([at])
+        new = [*self._parts(k), *self._parts(v)]
+        pairs = zip((*call.k_cache, *call.v_cache), new, strict=True)
+        written = [mx.slice_update(a, row.astype(a.dtype), start, (2,)) for a, row in pairs]
+        seen = [a[:, :, : at + 1] for a in written]
+        out = stock([q, *seen], Scores(self.width**-0.5))[0]
+        return [out.reshape(len(out), 1, -1), *written]
+
+    def replaced(self, path: str) -> range:
+        caches = 6 if self.bits else 2
+        return range(3, 3 + caches) if path == "stock" else range(3 + caches, 5 + caches)
+
+    def reference(self, inputs: Inputs) -> Inputs:
+        out, *caches = super().reference(inputs)
+        first, held = self._ranges()
+        half = len(caches) // 2
+        tails = (self._numbers(parts) for parts in (caches[:half], caches[half:]))
+        behind = [(0, 0), (0, 0), (0, _TAIL - held - 1), (0, 0)]
+        return [out, *(mx.pad(a[:, :, first : first + held + 1], behind) for a in tails)]
+
+    def numbers(self, outputs: Inputs) -> Inputs:
+        out, *tails = outputs
+        if self.bits:
+            for i, n in enumerate((self.width, self.v_width)):
+                sizes = n * self.bits // 32, n // self.group_size
+                like = [Spec((size,), self.dtype) for size in (*sizes, sizes[1])]
+                tails[i] = self._numbers(parts_of_rows(tails[i], like))
+        return [out, *tails]
+
+    def tolerances(self, outputs: int) -> list[float]:
+        first, *others = super().tolerances(outputs)
+        # A row that was rounded before it was packed may have another code.
+        return [first, *([2 / (2**self.bits - 1)] * len(others) if self.bits else others)]
+
+    def _ranges(self) -> tuple[int, int]:
+        """The keys of the cache that count, and those of the tail."""
+        held = min(_TAIL, self.keys) // 2
+        return self.keys - held - 1, held
+
+    def _parts(self, x: mx.array) -> Inputs:
+        """Keys or values, packed if there are bits."""
+        return list(mx.quantize(x, self.group_size, self.bits)) if self.bits else [x]
+
+    def _numbers(self, parts: Sequence[mx.array]) -> mx.array:
+        """Keys or values in float32."""
+        first, *groups = map(in_float32, parts)
+        dequantize: Any = partial(mx.dequantize, group_size=self.group_size, bits=self.bits)
+        return dequantize(first, *groups) if groups else first
+
+
+def _turned(x: mx.array, at: int) -> mx.array:
+    """Heads at a position; exactly by exact angles: MLX's are products in float32."""
+    half, base = x.shape[-1] // 2, 10000.0
+    if not exactly.get():
+        return mx.fast.rope(x, 2 * half, traditional=False, base=base, scale=1.0, offset=at)
+    angles = [at * base ** (-i / half) for i in range(half)]
+    cos, sin = (mx.array(list(map(f, angles)), x.dtype) for f in (math.cos, math.sin))
+    a, b = mx.split(x, 2, axis=-1)
+    return mx.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)

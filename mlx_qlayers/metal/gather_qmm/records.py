@@ -1,0 +1,228 @@
+"""The records of products with experts, of few rows and of many, and of the choice of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import mlx.core as mx
+
+from ...formats import Format
+from ...options import MatmulCall, PackedMatrix, Router
+from ...reference import gather_qmm as reference
+from ...reference.experts import experts_chosen
+from ...runtime import tensor_ops
+from ...runtime.backend import backend
+from ...runtime.devices import device_of
+from ...runtime.kernel import Kernel
+from ...runtime.spec import Spec
+from ..quantized_matmul.qmm_tensor import tensor_config
+from ..quantized_matmul.records import packed
+from ..record import (
+    CALIBRATED_PROMPTS,
+    CallRecord,
+    Fixed,
+    Inputs,
+    Path,
+    Record,
+    exactly,
+    normal,
+    rounded,
+)
+from . import experts, gather_qmm
+from .gather_qmv import Pairs, configuration, gather_qmv
+
+
+class ExpertsRecord(CallRecord):
+    """Products with experts: of rows, experts, experts of a row, N, K; a format and a kind.
+
+    Of one matrix (``one``), of two (``pair``), of these gated (``gate``), of a row for each expert
+    (``each``), or of such rows, added up by scores (``sum``).
+    """
+
+    family = "experts"
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return ((experts._combined if self.form[-1] == "sum" else experts._products)(()),)
+
+    def variant(self, config: Any) -> bool:
+        rows, count, each, *_ = self.sizes
+        return experts.share_experts((rows, each), count)
+
+    def calibrated(self) -> Iterator[Record]:
+        # Where rows seldom share experts sums take the place of the products.
+        kind, every = self.form[-1], map(self.at, self.sizes_measured)
+        only = kind in ("each", "sum")
+        return (each for each in every if not only or each.variant(None) == (kind == "each"))
+
+    def bytes(self) -> float:
+        (rows, count, each, n, k), (_, group, bits, kind) = self.sizes, self.form
+        matrices = min(rows * each, count) * (1 + (kind in ("pair", "gate")))
+        return float(matrices * n * k * (bits + 32 / group) / 8)
+
+    def inputs(self) -> Inputs:
+        (rows, count, each, n, k), (mode, group, bits, kind) = self.sizes, self.form
+        # Of others nothing is read; whether rows share experts stays as it is.
+        count = min(count, 2 * rows * each)
+        x = normal(self.dtype, (rows, each, k) if kind in ("each", "sum") else (rows, k))
+        chosen = mx.argsort(mx.random.uniform(shape=(rows, count)), axis=-1)[:, :each]
+        found = [*x, chosen.astype(mx.uint32)]
+        found += [mx.random.uniform(shape=(rows, each))] * (kind == "sum")
+        for _ in range(1 + (kind in ("pair", "gate"))):
+            parts = packed((count * n, k), self.dtype, Format(group, bits, mode))
+            found += [a.reshape(count, n, -1) for a in parts]
+        return found
+
+    def _parts(self, given: list[Any]) -> tuple[Any, Any, Any, list[PackedMatrix]]:
+        """Rows, experts, scores or None, and matrices: arrays or specs."""
+        (x, chosen, *rest), kind = given, self.form[-1]
+        scores = rest.pop(0) if kind == "sum" else None
+        each = len(rest) // (1 + (kind in ("pair", "gate")))
+        matrices = [PackedMatrix(*rest[i : i + each]) for i in range(0, len(rest), each)]
+        return x, chosen, scores, matrices
+
+    def bind(self, inputs: Inputs, config: Fixed) -> Path:
+        x, chosen, scores, matrices = self._parts([*map(Spec.of, inputs)])
+        mode, group, bits, kind = self.form
+        fmt = Format(group, bits, mode)
+        if kind == "sum":
+            return experts.experts_combined(x, chosen, scores, matrices[0], None, fmt)
+        few, gate = device_of().few_registers, {"gate": "silu"}.get(kind)
+        share = 1 if kind == "each" else self.sizes[2]
+        return experts.experts_products(x, chosen, matrices, fmt, gate, share, few)
+
+    def stock(self, inputs: Inputs) -> Inputs:
+        x, chosen, scores, matrices = self._parts(inputs)
+        rows = x[..., None, :] if x.ndim > chosen.ndim else x[..., None, None, :]
+        found = [_gathered(rows, matrix, chosen, self.form).squeeze(-2) for matrix in matrices]
+        if scores is not None:
+            return [(found[0] * scores[..., None]).sum(axis=-2).astype(x.dtype)]
+        gated = self.form[-1] == "gate"
+        return [found[0] * mx.sigmoid(found[0]) * found[1]] if gated else found
+
+
+class GatherRecord(CallRecord):
+    """Products of rows sorted by expert, as of a prompt: of rows, experts, N, K; a format."""
+
+    family = "gather_qmm"
+    sizes_measured = CALIBRATED_PROMPTS
+
+    def at(self, size: int) -> GatherRecord:
+        """Of a prompt of so many tokens, where this is of the longest."""
+        rows = self.sizes[0] * size // CALIBRATED_PROMPTS[-1]
+        return replace(self, sizes=(rows, *self.sizes[1:]))
+
+    def larger(self) -> Iterator[Record]:
+        return (replace(self, sizes=(self.sizes[0] * n, *self.sizes[1:])) for n in (2, 4, 8))
+
+    def variant(self, config: Fixed) -> Any:
+        (rows, count, _, k), (mode, group, bits) = self.sizes, self.form
+        fmt = Format(group, bits, mode)
+        tensors = tensor_config(rows // count, k, self.dtype, fmt, True)
+        return gather_qmm.gather_qmm_config(rows, count, self.dtype, fmt), tensors
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return gather_qmm._LIST, gather_qmm._TILES, gather_qmm._TENSORS
+
+    def bucket(self) -> tuple[tuple[int, ...], str]:
+        rows, *others = self.sizes
+        return (rounded(rows), *others), "-".join(map(str, self.form))
+
+    def bytes(self) -> float:
+        (rows, count, n, k), (_, group, bits) = self.sizes, self.form
+        return float(min(rows, count) * n * k * (bits + 32 / group) / 8)
+
+    def operations(self) -> float:
+        rows, _, n, k = self.sizes
+        return 2.0 * rows * n * k
+
+    def inputs(self) -> Inputs:
+        (rows, count, n, k), (mode, group, bits) = self.sizes, self.form
+        parts = packed((count * n, k), self.dtype, Format(group, bits, mode))
+        chosen = mx.arange(rows) * count // rows
+        x, matrix = normal(self.dtype, (rows, 1, k)), (a.reshape(count, n, -1) for a in parts)
+        return [*x, chosen.astype(mx.uint32), *matrix]
+
+    def bind(self, inputs: Inputs, config: Any) -> Path:
+        """By a configuration of tensor operations, or as the launcher chooses."""
+        (rows, count, *_), (mode, group, bits) = self.sizes, self.form
+        x, _, *matrix = map(Spec.of, inputs)
+        call = MatmulCall(x, PackedMatrix(*matrix), True, Format(group, bits, mode))
+        pairs = Pairs((rows,), 1, True)
+        if config == Fixed():
+            config = gather_qmm.gather_qmm_config(rows, count, self.dtype, call.fmt)
+            if backend() == "host" or rows < count:
+                config = configuration(backend(), 1, True, True, call.fmt)
+                return partial(_given, gather_qmv(call, pairs, config))
+        return partial(_given, gather_qmm.gather_qmm_sorted(call, pairs, config))
+
+    def stock(self, inputs: Inputs) -> Inputs:
+        x, chosen, *matrix = inputs
+        # Rows in no order go one by one, so that no unit of TF32 has a part in the right result.
+        return [_gathered(x, PackedMatrix(*matrix), chosen, self.form, not exactly.get())]
+
+    def paths(self, inputs: Inputs) -> dict[str, Path]:
+        found = super().paths(inputs)
+        if backend() == "metal" and tensor_ops.missing() is None:
+            (rows, count, _, k), (mode, group, bits) = self.sizes, self.form
+            fmt = Format(group, bits, mode)
+            found["tensor"] = self.bind(
+                inputs, tensor_config(rows // count, k, self.dtype, fmt, True)
+            )
+        return found
+
+
+class RouterRecord(CallRecord):
+    """The choice of experts: of rows, experts; a router, and whether there are bias and factors."""
+
+    family = "router"
+
+    def bucket(self) -> tuple[tuple[int, ...], str]:
+        router, bias, factors = self.form
+        defaults = Router._field_defaults
+        changed = (item for item in router._asdict().items() if item[1] != defaults.get(item[0]))
+        words = [f"{name}={value}".replace("mlx.core.", "") for name, value in changed]
+        return self.sizes, "-".join([*words, *["bias"] * bias, *["factors"] * factors])
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return (experts._chosen(()),)
+
+    def bytes(self) -> float:
+        return float(prod(self.sizes) * self.dtype.size)
+
+    def inputs(self) -> Inputs:
+        (rows, count), (_, biased, scaled) = self.sizes, self.form
+        return normal(self.dtype, (rows, count), *[(count,)] * (biased + scaled))
+
+    def _optional(self, rest: list[Any]) -> tuple[Any, Any]:
+        """Bias and factors, or None."""
+        _, biased, scaled = self.form
+        return rest[0] if biased else None, rest[-1] if scaled else None
+
+    def bind(self, inputs: Inputs, config: Fixed) -> Path:
+        logits, *rest = map(Spec.of, inputs)
+        launch = experts.experts_chosen(logits, *self._optional(rest), self.form[0])
+        return lambda inputs: launch(inputs)[1:]
+
+    def stock(self, inputs: Inputs) -> Inputs:
+        """What is compared are the shares, the largest first."""
+        logits, *rest = inputs
+        return experts_chosen(logits, *self._optional(rest), router=self.form[0])[1:]
+
+
+def _gathered(
+    x: mx.array, matrix: PackedMatrix, chosen: mx.array, form: Any, in_order: bool = False
+) -> mx.array:
+    """Products by MLX's operator."""
+    mode, group, bits, *_ = form
+    call = MatmulCall(Spec.of(x), matrix, True, Format(group, bits, mode))
+    product = reference.gather_qmm(call, chosen.shape, in_order)
+    return product(x, *matrix[:3], None, chosen, None)
+
+
+def _given(launch: Any, inputs: Inputs) -> Inputs:
+    x, chosen, w, scales, *biases = inputs
+    return [launch(x, w, scales, biases[0] if biases else None, None, chosen, None)]
