@@ -87,7 +87,8 @@ class Tailed:
         found: dict[int, list[str]] = {number: [] for number in chain(*self.groups)}
         for path, count in captured.counts.items():
             number, name = int(path.split(".")[1]), path.split(".")[2]
-            if number not in found or count != tails.counter(number, name)._replace(const=1):
+            begun = name == "_idx" and tails.keys[number][1] == "begins"
+            if number not in found or not (begun or count == tails.counter(number, name, 1)):
                 raise Unsupported("a cache without a tail counts, or in another way")
             found[number].append(name)
         return found

@@ -82,6 +82,7 @@ def tail_of(caches: Sequence[Any]) -> Tail:
         _check_batch(caches, size if first.get("rotated") else row)
     count = min(tail_rows((batch, heads), rows), rows - keep)
     goes_round = size > 0 and length >= size - 1
+    row = keep if goes_round and row == size else row
     if not keep <= row < rows or rows > (size or rows) or not (goes_round or row == length):
         raise Unsupported("a cache holds its tokens in another way")
     start = min(length, rows if goes_round else rows - count)

@@ -114,9 +114,9 @@ class Tails(NamedTuple):
         where, other, *_ = name.split(".")
         return where == "cache" and self.first(int(other)) == self.first(number)
 
-    def counter(self, number: int, attribute: str) -> Size:
-        """A count of a cache as it is in the graph."""
-        return Size(0, ((self.names[f"{number}.{attribute}"], 1),))
+    def counter(self, number: int, attribute: str, more: int = 0) -> Size:
+        """A count of a cache as it is in the graph, and so many more."""
+        return Size(more, ((self.names[f"{number}.{attribute}"], 1),))
 
 
 class Written(NamedTuple):
@@ -183,15 +183,16 @@ def _part(node: Node | None, tails: Tails) -> tuple[int, Size, int, str, Node, N
     if kind not in COUNTERS or case == "empty":
         return None
     row, position = (tails.counter(int(number), each) for each in COUNTERS[kind])
-    stop = position._replace(const=1)
-    allowed = {"fills": (None, stop), "full": (None,), "": (stop,)}
-    if (
-        node.arg[1][2] != row
-        or counted not in allowed.get(case, ())
-        or (case != "full" and row != position)
-    ):
+    stop, settings = position._replace(const=1), dict(attributes)
+    if case == "begins":
+        row = Size(settings["keep"], ())
+    allowed = {"fills": (None, stop), "full": (None,), "begins": (None,), "": (stop,)}
+    goes_round = case in ("full", "begins")
+    if node.arg[1][2] != (row if row.terms else row.const) or counted not in allowed[case]:
         return None
-    size = dict(attributes)["max_size"] if case == "full" else 0
+    if not goes_round and row != position:
+        return None
+    size = settings["max_size"] if goes_round else 0
     return int(number), row, size, name, buffer, new
 
 
@@ -378,9 +379,8 @@ def by_steps(graph: Graph, tails: Tails) -> Graph:
             for buffer in each.buffers:
                 outputs.pop(buffer.arg[0], None)
         place = _input(f"at.{tails.first(keys.number)}", (8,))
-        ((row, _),) = keys.row.terms
         if not keys.size:
-            at[row] = place, (0, 1)
+            at[keys.row.terms[0][0]] = place, (0, 1)
         if tails.keys[keys.number][0] not in BATCHES:
             at[tails.names[f"{keys.number}.offset"]] = place, (2,)
     positions: list[Rule] = [(Pattern(("Numbers", "Arange")), lambda root: _position(root, at))]
