@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import chain, cycle, repeat
-from math import isqrt
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -24,6 +23,9 @@ import mlx.core as mx
 from ..ops.attention_step import MIN_POSITIONS, MIN_TICKETS, packed_rows, parts_of_rows
 from ..runtime.devices import device_of
 from ..runtime.windows import are_alike, halves, joined
+from .tails import arrays_of as arrays_of
+from .tails import one_token as one_token
+from .tails import tail_rows as tail_rows
 
 # Rows of a tail at most, as many as a cache grows by; and of all sequences and key heads together.
 _ROWS = 256
@@ -78,12 +80,6 @@ def positions_of(before: int, held: int, offsets: mx.array) -> mx.array:
     return mx.concatenate([positions(before, held, 0)[:2], offsets, positions(0, 0, 0)])
 
 
-@lru_cache(maxsize=64)
-def one_token(size: int) -> mx.array:
-    """What a token adds to so many positions."""
-    return mx.array([0] + [1] * (size - 1))
-
-
 def tail_of(last: Tail | None, caches: Sequence[Any], length: int) -> Tail:
     """The tail of caches that hold so many keys, with room for a token: the last, or a new one."""
     last = last if last is not None and _untouched(last, caches) else None
@@ -106,27 +102,6 @@ def tail_of(last: Tail | None, caches: Sequence[Any], length: int) -> Tail:
     if device_of().launches_views and all(are_alike(*each) for each in both):
         tails = [joined(*each) for each in both]
     return Tail(buffers, tails, start)
-
-
-def tail_rows(heads: tuple[int, ...], rows: int) -> int:
-    """How many rows the tail of a cache has, for sequences and key heads, and rows of its buffers.
-
-    A tail is written anew for each token, and buffers once in a tail: R + 4 / 3 * S / R rows are
-    the fewest at the root of 4 / 3 * S, while fewer launches are needed the longer it is. So it is
-    long where that costs little. A 7B model (28 layers, 4 key heads of 128 in half precision)
-    writes, as the checked build counts, 14.9 MB a token and sequence with 256 rows, 3.9 MB with 64
-    (of 8 sequences) and 2.9 MB with 48 (of 32 behind 1,024 keys). On NVIDIA GPUs they are 256,
-    with which all was measured there.
-
-    Example:
-        >>> [tail_rows((batch, 4), 1024) for batch in (1, 2, 8, 32)]
-        [256, 256, 64, 48]
-    """
-    if (device := device_of()).gpu and device.measured:
-        return min(_ROWS, rows)
-    batch, count = heads
-    fewest = max(_ALL_ROWS // (batch * count), isqrt(4 * rows // 3))
-    return min(_ROWS, rows, -(-fewest // 16) * 16)
 
 
 def more_rows(cache: Any) -> int:
@@ -180,11 +155,6 @@ def layout_of(buffers: Sequence[Buffer], attributes: dict[str, Any]) -> Layout:
 def rows_of(buffer: Buffer) -> int:
     """S of a buffer."""
     return arrays_of(buffer)[0].shape[2]
-
-
-def arrays_of(buffer: Buffer) -> Sequence[mx.array]:
-    """The array of a buffer, or all three."""
-    return (buffer,) if isinstance(buffer, mx.array) else buffer
 
 
 def merged(buffer: Buffer, tail: mx.array, start: mx.array) -> Buffer:
