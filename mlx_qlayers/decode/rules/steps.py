@@ -239,26 +239,6 @@ def attended(node: Node) -> Attended | None:
     return Attended(q, keys, values, found.get("mask"), None, scale)
 
 
-class _Heads(NamedTuple):
-    """Queries or keys, before what attention does with them."""
-
-    rows: Node
-    rope: Node | None
-    norm: Node | None
-
-
-def _heads(node: Node, at: Callable[[Node | None], bool]) -> _Heads:
-    """What queries or keys (B, H, 1, D) were before a rotary embedding and a norm."""
-    rope = norm = None
-    own = next((v for v in views(node) if v.op == "RoPE"), None)
-    if own is not None and own.src[0] is not None and at(own.src[1]):
-        rope, node = own, own.src[0]
-    found = next((v for v in views(node) if v.op == "RMSNorm"), None)
-    if found is not None and found.src[0] is not None and found.shape[-1] == node.shape[-1]:
-        norm, node = found, found.src[0]
-    return _Heads(node, rope, norm)
-
-
 def _is_at(offset: Node | None, number: int, tails: Tails) -> bool:
     """Whether it is the position of a cache's token."""
     if offset is None:
@@ -277,21 +257,23 @@ def _rows(node: Node) -> Node:
     return Node("Reshape", (node,), (shape,), (Spec(shape, node.dtype),))
 
 
-class _Turned(NamedTuple):
-    """Queries and keys as rows, and what is done to both of them before they meet.
+def _behind(node: Node, op: str) -> tuple[Node, Node | None]:
+    """What an operation is done to, of which a node is a view, and the operation."""
+    found = next((v for v in views(node) if v.op == op and v.shape[-1] == node.shape[-1]), None)
+    source = found.src[0] if found is not None else None
+    return (node, None) if source is None else (source, found)
 
-    Attributes:
-        scale: what the products are multiplied by besides.
-        norms: the weights of the RMS norms of heads, or None.
-    """
+
+class _Turned(NamedTuple):
+    """Queries and keys as rows, and what attention does to both of them before they meet."""
 
     q: Node
     k: Node
     scale: float
-    rotation: Rotation
-    freqs: Node | None
-    norms: tuple[Node | None, Node | None]
-    epsilon: float
+    rotation: Rotation = Rotation(0)
+    epsilon: float = 0.0
+    freqs: Node | None = None
+    norms: tuple[Node | None, Node | None] = (None, None)
 
 
 def _turned(q: Node, k: Node, at: Callable[[Node | None], bool]) -> _Turned:
@@ -302,26 +284,22 @@ def _turned(q: Node, k: Node, at: Callable[[Node | None], bool]) -> _Turned:
         inner = next((s for s in q.src if s and s.shape == q.shape and s.op != "Broadcast"), None)
         if number is not None and inner is not None:
             scale, q = number, inner
-    of_q, of_k = _heads(q, at), _heads(k, at)
-    rotation, freqs = Rotation(0), None
-    if not _alike(of_q.rope, of_k.rope):
-        return _Turned(_rows(q), _rows(k), scale, rotation, None, (None, None), 0.0)
-    if of_q.rope is not None:
-        dims, traditional, base, factor, _ = of_q.rope.arg
-        freqs = of_q.rope.src[2] if len(of_q.rope.src) > 2 else None
+    given = _Turned(_rows(q), _rows(k), scale)
+    (q, one), (k, other) = _behind(q, "RoPE"), _behind(k, "RoPE")
+    if one is not None and other is not None:
+        if (one.arg, one.src[1:]) != (other.arg, other.src[1:]) or not at(one.src[1]):
+            return given
+        dims, traditional, base, factor, _ = one.arg
+        freqs = one.src[2] if len(one.src) > 2 else None
         rotation = Rotation(dims, traditional, None if freqs else base, factor)
-    one, other = of_q.norm, of_k.norm
+        given = _Turned(_rows(q), _rows(k), scale, rotation, freqs=freqs)
+    elif one is not other:
+        return given
+    (q, one), (k, other) = _behind(q, "RMSNorm"), _behind(k, "RMSNorm")
     if one is None or other is None or one.arg != other.arg or None in (one.src[1], other.src[1]):
-        q, k = one or of_q.rows, other or of_k.rows
-        return _Turned(_rows(q), _rows(k), scale, rotation, freqs, (None, None), 0.0)
-    rows = _rows(of_q.rows), _rows(of_k.rows)
-    return _Turned(*rows, scale, rotation, freqs, (one.src[1], other.src[1]), one.arg[0])
-
-
-def _alike(one: Node | None, other: Node | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one.arg == other.arg and one.src[1:] == other.src[1:]
+        return given
+    weights = one.src[1], other.src[1]
+    return given._replace(q=_rows(q), k=_rows(k), epsilon=one.arg[0], norms=weights)
 
 
 def _input(name: str, shape: tuple[Any, ...], dtype: mx.Dtype = mx.int32) -> Node:
