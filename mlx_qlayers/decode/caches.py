@@ -166,11 +166,13 @@ def settings(
     """
     one = Setting(batch, length, {}, {})
     other = Setting(other_batch, length, {}, {})
-    ways = _ways(some, reach)
+    ways, ways_round = _ways(some, reach), _ways_round(some)
     for number, each in enumerate(some):
         if each.rows is None:
             continue
         moved, rows = _moved(each, ways, length, reach)
+        if _goes_round(each):
+            moved["_idx"] = each.at + ways_round[each.at]
         for name, value in each.counters.items():
             one.counters[number, name], other.counters[number, name] = value, moved[name]
         one.rows[number], other.rows[number] = each.rows, rows
@@ -190,6 +192,28 @@ def _ways(some: Sequence[Facts], reach: int) -> dict[int, int]:
     return {value: way or -1 for value, way in found.items()}
 
 
+def _goes_round(each: Facts) -> bool:
+    return each.key[0] in _RINGS and each.key[1] == "full"
+
+
+def _ways_round(some: Sequence[Facts]) -> dict[int, int]:
+    """The same for rows of rings that are full: for each row a way of its own to one close by.
+
+    By equal ways, what depends on one row would seem to depend on either.
+    """
+    rings = [(each.at, dict(each.key[2:])) for each in some if _goes_round(each)]
+    found: dict[int, int] = {}
+    for at in dict.fromkeys(row for row, _ in rings):
+        least = max(ring.get("keep", 0) for row, ring in rings if row == at)
+        most = min(ring["max_size"] for row, ring in rings if row == at) - 1
+        free = [way for way in (1, 2, -2, -1) if way not in found.values()]
+        way = next((way for way in free if least <= at + way <= most), 0)
+        if not way and least < most:
+            raise Unsupported("rotating caches are at too many rows")
+        found[at] = way
+    return found
+
+
 def _moved(
     each: Facts, ways: dict[int, int], length: int, reach: int
 ) -> tuple[dict[str, int], int]:
@@ -200,9 +224,7 @@ def _moved(
     moved = {name: v + ways.get(v, 0) for name, v in each.counters.items()}
     if is_ring and case == "begins":
         return moved | {"_idx": each.at}, each.rows
-    if is_ring and case == "full":
-        after = each.at + 1 < settings["max_size"]
-        moved["_idx"] = each.at + 1 if after else max(each.at - 1, settings.get("keep", 0))
+    if _goes_round(each):
         return moved, each.rows
     if "start_position" in moved:
         moved["start_position"] += moved["offset"] - each.counters["offset"]
@@ -253,8 +275,11 @@ def held_by(own: Sequence[Any], lists: Iterable[tuple[int, str]]) -> Held:
     return Held([*map(type, own)], items)
 
 
-def more_steps(each: Facts, c: Any, length: int) -> int:
-    """For how many more steps a cache's case is the same, behind one that left it as it is now."""
+def more_steps(each: Facts, c: Any, length: int, fills: bool = False) -> int:
+    """For how many more steps a cache's case is the same, behind one that left it as it is now.
+
+    Or for how many it has room, if one that fills it is none of its own.
+    """
     (kind, case, *_), own = each.key, vars(c)
     kinds = (*_kinds(own, each.counters),)
     if each.key[-len(kinds) :] != kinds:
@@ -266,7 +291,7 @@ def more_steps(each: Facts, c: Any, length: int) -> int:
     counts, last = each.counters, _MANY
     if each.last is not None:
         last = (each.last - counts["_offset" if "_offset" in counts else "offset"]) // length
-    return min(last, (each.rows - each.at - length - 1) // length)
+    return min(last, (each.rows - each.at - length - (not fills)) // length)
 
 
 def put(own: Sequence[Any], items: Sequence[dict[str, Any]]) -> None:

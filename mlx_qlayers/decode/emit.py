@@ -136,7 +136,7 @@ class Program:
             return _Call(function, [*given, *more], target)
         names = {n for s in node.src if s for each in s.outputs for n in names_in(each.shape)}
         known = all(n in self.values or _is_rows(n) for n in names)
-        call = partial(_dispatched, function)
+        call = partial(_dispatched, function, len(node.outputs))
         return _Call(call, given, target, function if known and self.binds else None)
 
     def _folded(self, node: Node, call: _Call | None) -> _Call | None:
@@ -235,6 +235,8 @@ def _bind(found: _Bound, at: int, call: _Call, *arrays: Any) -> Any:
     with mode(Mode.INFERENCE):
         made = dispatch(operation, arrays, static)
         known = planned(operation, arrays, static)
+    if isinstance(call.target, slice) and len(made) > call.target.stop - call.target.start:
+        return made[: call.target.stop - call.target.start]
     if known is not None:
         run, rows = known
         given, more = call.given, None  # type: list[int], Sequence[Any] | None
@@ -245,8 +247,10 @@ def _bind(found: _Bound, at: int, call: _Call, *arrays: Any) -> Any:
     return made
 
 
-def _dispatched(call: Dispatched, *arrays: Any) -> Any:
-    return dispatch(call.operation, arrays, call.static)
+def _dispatched(call: Dispatched, count: int, *arrays: Any) -> Any:
+    made = dispatch(call.operation, arrays, call.static)
+    # A kernel may give more than its operation does, for a gradient.
+    return made[:count] if call.listed else made
 
 
 class _Any(dict[str, int]):

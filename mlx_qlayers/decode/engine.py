@@ -19,6 +19,7 @@ from .effects import Effects
 from .emit import Program
 from .graph import Graph
 from .listed import Going, Listed
+from .padded import Padded
 from .rules import fused
 from .snapshot import Snapshot
 from .tailed import Tailed
@@ -87,6 +88,7 @@ class Step(NamedTuple):
         batches: the smallest and the largest batch that it is for.
         names: what a position is called in it, by the number of a cache and the attribute.
         limits: by these names the least and the largest number.
+        rows: by these names the rows of buffers that are numbers in it.
         programs: by batch size and what plans depend on.
     """
 
@@ -94,12 +96,15 @@ class Step(NamedTuple):
     graph: Graph
     batches: tuple[int, int]
     limits: dict[str, tuple[int, int]]
+    rows: dict[str, int]
     programs: dict[Any, Any]
 
     def holds(self, batch: int, at: dict[str, int]) -> bool:
         """Whether it computes such a step."""
         least, most = self.batches
-        return least <= batch <= most and all(a <= at[n] <= b for n, (a, b) in self.limits.items())
+        if not least <= batch <= most or not self.rows.items() <= at.items():
+            return False
+        return all(a <= at[n] <= b for n, (a, b) in self.limits.items())
 
 
 class _Last(NamedTuple):
@@ -200,14 +205,16 @@ class Steps:
             try:
                 last = _Last(asked, min(left, default=_KEPT), None)
                 return self._goes_on(tailed, tokens, own, last)
-            except Unsupported as error:  # as long as these caches hold what they do
-                self.stopped["tails", key] = str(error)
+            except Unsupported:  # as long as these caches hold what they do
+                pass
         logits: mx.array
-        length, step = tokens.shape[1], self._listed(found, batch)
+        length, step = tokens.shape[1], self._listed(found, batch, some)
         logits, now = step.run(tokens, own, Going(step, at))
-        steps = [more_steps(each, c, length) for each, c in zip(some, own, strict=True)]
+        fills, pairs = isinstance(step, Padded), zip(some, own, strict=True)
+        steps = [more_steps(each, c, length, fills) for each, c in pairs]
         steps += [(most - at[name]) // length for name, (_, most) in found.limits.items()]
-        self.progress[own[0]] = _Last((tokens.shape, tokens.dtype, _place()), min(steps), now)
+        asked = tokens.shape, tokens.dtype, where() if fills else _place()
+        self.progress[own[0]] = _Last(asked, min(steps), now)
         return logits
 
     def _goes_on(self, step: Any, tokens: mx.array, own: list[Any], last: _Last) -> mx.array:
@@ -216,8 +223,15 @@ class Steps:
         self.progress[own[0]] = _Last(last.asked, last.left - 1, now)
         return logits
 
-    def _listed(self, found: Step, batch: int) -> Listed:
-        key = batch, _place()
+    def _listed(self, found: Step, batch: int, some: Sequence[Facts]) -> Listed:
+        """The step, compiled as it is where that can be done."""
+        key: Any = batch, where() or _place()
+        if key not in found.programs and where():
+            try:
+                keys = [each.key for each in some]
+                found.programs[key] = Padded(found.captured, found.graph, batch, keys)
+            except Unsupported as error:
+                self.stopped[key] = str(error)
         if key not in found.programs:
             on_cpu = mx.default_device().type == mx.cpu
             program = Program(found.graph, batch, found.captured.weights, binds=on_cpu)
@@ -231,8 +245,7 @@ class Steps:
         if key not in found.programs:
             try:
                 found.programs[key] = Tailed(found.captured, batch, [each.key for each in some])
-            except Unsupported as error:
-                self.stopped[key] = str(error)
+            except Unsupported:
                 found.programs[key] = None
         return found.programs[key]
 
@@ -275,7 +288,8 @@ class Steps:
             if name in ("offset", "_offset") or pair[1] - pair[0] > 2:
                 limits[f"{number}.{name}"] = pair[0], pair[1]
         batches = one.batch, max(one.batch, other.batch)
-        return Step(step, fused(step.graph), batches, limits, {})
+        rows = {f"{i}.rows": n for i, n in one.rows.items() if n == other.rows[i]}
+        return Step(step, fused(step.graph), batches, limits, rows, {})
 
 
 def captured(

@@ -22,7 +22,7 @@ class Listed:
 
     def __init__(self, captured: Captured, program: Program) -> None:
         self.program = program
-        names = [name for _, name in program.inputs if name != "tokens"]
+        names = [name for _, name in program.inputs if name.startswith("cache.")]
         self.given = [*zip(names, places(names), strict=True)]
         self.states = [name for name in program.outputs if name != "logits"]
         self.places = places(self.states)
@@ -38,7 +38,7 @@ class Listed:
         for path, (number, name, index) in self.given:
             value = held[number][name]
             arrays[path] = value if index is None else value[index]
-        made = self.program.run(arrays, at)
+        made, array = self.computed(arrays, now)
         items: list[dict[str, Any]] = [{} for _ in own]
         for path, (number, name, index) in zip(self.states, self.places, strict=True):
             if index is None:
@@ -52,7 +52,11 @@ class Listed:
             items[number][name] = count
         put(own, items)
         after = {**at, **dict(zip(self.counters, counts, strict=True))}
-        return made["logits"], Going(self, after, held_by(own, self.lists))
+        return made["logits"], Going(self, after, held_by(own, self.lists), array)
+
+    def computed(self, arrays: dict[str, mx.array], now: Going) -> tuple[dict[str, Any], Any]:
+        """The outputs by their names, and the positions of the next step as an array, if any."""
+        return self.program.run(arrays, now.at), None
 
 
 class Going(NamedTuple):
@@ -62,11 +66,13 @@ class Going(NamedTuple):
         step: which goes on.
         at: the positions of the next token.
         held: what all caches have.
+        array: the positions on the device, for a step that takes them so.
     """
 
     step: Listed
     at: dict[str, int]
     held: Held | None = None
+    array: mx.array | None = None
 
     def holds(self, own: Sequence[Any]) -> bool:
         """Whether the caches are as the step left them."""

@@ -63,6 +63,37 @@ def _at(axes: tuple[int, ...], x: mx.array, update: mx.array, start: mx.array) -
     return mx.slice_update(x, update, start, axes)
 
 
+def _slice_update_at(node: Node) -> Call:
+    return Call(partial(_at, node.arg))
+
+
+def _slice_at(node: Node) -> Call:
+    axes, _ = node.arg
+    return Call(lambda x, start, sizes: mx.slice(x, start, axes, sizes), lambda arg: (arg[1],))
+
+
+def _positions(node: Node) -> Call:
+    """Numbers that depend on positions, of the array that has all of those."""
+    places = [each for _, each in node.arg]
+
+    def moved(positions: mx.array, const: Any, terms: tuple[tuple[int, int], ...]) -> mx.array:
+        total = None if isinstance(const, int) and not const else mx.array(const, node.dtype)
+        for index, count in terms:
+            one = positions[index].astype(node.dtype)
+            one = one if count == 1 else count * one
+            total = one if total is None else one + total
+        return mx.array(0, node.dtype) if total is None else total
+
+    def at(positions: mx.array, *numbers: Any) -> mx.array:
+        if all(each == places[0] for each in places):
+            found = moved(positions, [*numbers] if len(numbers) > 1 else numbers[0], places[0])
+        else:
+            found = mx.stack(list(map(partial(moved, positions), numbers, places)))
+        return found.reshape(node.shape)
+
+    return Call(at, lambda arg: tuple(number for number, _ in arg))
+
+
 def _gather(node: Node) -> Call:
     axes, sizes = node.arg
     source = node.src[0]
@@ -259,6 +290,7 @@ CALLS: dict[str, Entry] = {
     **{name: Call(function) for name, function in _PLAIN.items()},
     "AddMM": _matmul_added,
     "Arange": lambda node: Call(partial(mx.arange, dtype=node.dtype), lambda arg: arg),
+    "At": _positions,
     "ArgPartition": Call(mx.argpartition, _as_they_are),
     "ArgReduce": _arg_reduce,
     "ArgSort": lambda node: Call(partial(mx.argsort, axis=node.arg[0])),
@@ -294,7 +326,9 @@ CALLS: dict[str, Entry] = {
     "Scan": _scan,
     "ScatterAxis": _scatter_axis,
     "Slice": Call(operator.getitem, lambda arg: (_slices(*arg),)),
+    "SliceAt": _slice_at,
     "SliceUpdate": _slice_update,
+    "SliceUpdateAt": _slice_update_at,
     "Softmax": _softmax,
     "Sort": lambda node: Call(partial(mx.sort, axis=node.arg[0])),
     "Split": Call(mx.split, lambda arg: ([*arg[0]], arg[1])),

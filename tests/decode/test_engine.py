@@ -14,6 +14,7 @@ from decoding import BITS, KINDS, logits
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from numerics import assert_same_model
 from small_qwen import qwen
+from stepping import ByGraph
 
 from mlx_qlayers import use_backend
 from mlx_qlayers.decode import engine
@@ -34,21 +35,6 @@ NAMES = [
     "nemotron_h",
 ]
 DECODED = [kind for kind in KINDS if kind != "none"]
-
-
-class ByGraph:
-    """A model whose steps are by graphs."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.steps = model, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        found = engine.step(self.model, tokens, cache) if tokens.shape[1] == 1 else None
-        self.steps += found is not None
-        return self.model(tokens, cache=cache) if found is None else found
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,133 @@
+"""Steps whose positions are an array: what they compute, and what caches hold behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from architecture_table import ARCHITECTURES
+from architectures import VOCABULARY, build
+from decoding import BITS, logits
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from numerics import assert_same_model
+from python_calls import on
+from small_qwen import qwen
+from stepping import (
+    KINDS,
+    TOKENS,
+    ByGraph,
+    Stepped,
+    assert_same,
+    begun,
+    sequences,
+    state,
+)
+
+from mlx_qlayers.decode import engine
+from mlx_qlayers.decode.padded import Padded
+
+
+@pytest.fixture(autouse=True)
+def on_a_mac() -> Iterator[None]:
+    """As where no kernel was measured: stock operations are what is fast. Nothing is compiled."""
+    mx.disable_compile()
+    with on("gpu"):
+        yield
+    mx.enable_compile()
+    engine._steps.clear()
+
+
+def forms(model: Any) -> set[type]:
+    """Of what the steps of a model were."""
+    found = engine._steps[id(model)].steps.values()
+    made = {type(form) for steps in found for step in steps for form in step.programs.values()}
+    return made - {type(None)}
+
+
+# Masks of windows and paddings, shared keys, latent ones, the best keys, states, chunks, sinks.
+CASES = [
+    ("gemma3_text", "own", 1),
+    ("gemma3_text", "padded right", 3),
+    ("gpt_oss", "rotating", 3),
+    ("gemma2", "own", 3),
+    ("gemma3n", "padded left", 3),
+    ("llama4", "own", 1),
+    ("deepseek_v3", "own", 3),
+    ("deepseek_v32", "padded left", 3),
+    ("iquestloopcoder", "padded left", 3),
+    ("recurrent_gemma", "padded right", 3),
+    ("falcon_h1", "quantized", 1),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "batch"), CASES)
+def test_logits(name: str, kind: str, batch: int) -> None:
+    stock, model = (build(name, ARCHITECTURES[name]) for _ in range(2))
+    stepped = ByGraph(model)
+    found = logits([stock, stepped], kind, batch, VOCABULARY)
+    for number, (want, each) in enumerate(zip(*found, strict=True)):
+        bits = BITS if kind == "quantized" else None
+        assert_same_model(each, want, bits=bits, what=f"{name}, {kind}, step {number}")
+    assert stepped.steps == 3 and forms(model) == {Padded}, engine.stopped(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_caches_that_go_round_and_are_looked_at(kind: str) -> None:
+    model = qwen()
+    ours, theirs = Stepped(model, kind, True), Stepped(model, kind, False)
+    for count in (1, 8, 14):
+        assert_same(ours(count), theirs(count), kind, ours.at)
+        assert_same(state(ours.cache), state(theirs.cache), kind, ours.at)
+    assert engine.stopped(model) is None and forms(model) == {Padded}
+
+
+def test_rings_that_begin_anew_at_other_times() -> None:
+    """Each writes to the row of its own."""
+    model, made = qwen(), []
+    for run in (model, ByGraph(model)):
+        cache: list[Any] = [RotatingKVCache(9), RotatingKVCache(14, keep=3)]
+        run(TOKENS[:1, :20], cache=cache)
+        rows = [run(TOKENS[:1, i : i + 1], cache=cache) for i in range(20, 60)]
+        made.append([mx.concatenate(rows, axis=1), state(cache)])
+    assert_same(made[1], made[0], "rings", "behind all")
+    assert run.steps == 40 and forms(model) == {Padded}
+
+
+@pytest.mark.parametrize("kind", ["plain", "bits", "batch"])
+def test_several_tokens_and_a_cache_that_is_trimmed(kind: str) -> None:
+    """A token sees those ahead of it, and no row behind it that held another one."""
+    model, made = qwen(), []
+    for by_graph in (False, True):
+        cache, at, rows = begun(model, kind), 5, []
+        for length in (3, 1, 7, 3, 1):
+            tokens = TOKENS[: sequences(kind), at : at + length]
+            rows.append(engine.step(model, tokens, cache) if by_graph else model(tokens, cache))
+            assert rows[-1] is not None, engine.stopped(model)
+            if length == 7:
+                assert [c.trim(4) for c in cache] == [4, 4]
+            at += length
+        made.append([mx.concatenate(rows, axis=1), state(cache)])
+    assert_same(made[1], made[0], kind, "behind all")
+    assert forms(model) == {Padded}
+
+
+def test_compiled_steps_across_the_end_of_a_buffer() -> None:
+    """And each token is written where the buffer lies, but where that grows."""
+    mx.enable_compile()
+    model, made, moved = qwen(), [], []
+    for run in (model, ByGraph(model)):
+        cache, place = make_prompt_cache(model), 0
+        run(TOKENS.reshape(1, -1)[:, :250], cache=cache)
+        rows = []
+        for i in range(12):
+            rows.append(run(TOKENS[:1, i : i + 1], cache=cache))
+            mx.eval(rows[-1], cache[0].keys)
+            lies = np.array(cache[0].keys, copy=False).__array_interface__["data"][0]
+            moved += [i] * (lies != place and run is not model)
+            place = lies
+        made.append([mx.concatenate(rows, axis=1), state(cache)])
+    assert_same(made[1], made[0], "plain", "behind all")
+    assert moved == [0, 6] and forms(model) == {Padded}

@@ -1,0 +1,97 @@
+"""Models that make tokens by graphs of steps, and what their caches hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import (
+    BatchKVCache,
+    BatchRotatingKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+from mlx_qlayers.decode import engine
+
+TOKENS = mx.random.randint(0, 96, (3, 90), key=mx.random.key(1))
+PADDING = [2, 0, 4]
+KINDS = ("plain", "bits", "ring", "kept", "batch", "batch of rings", "mixed")
+
+
+class ByGraph:
+    """A model whose steps are by graphs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.steps = model, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        found = engine.step(self.model, tokens, cache) if tokens.shape[1] == 1 else None
+        self.steps += found is not None
+        return self.model(tokens, cache=cache) if found is None else found
+
+
+def begun(model: nn.Module, kind: str, prompt: int = 5) -> list[Any]:
+    """Caches of one kind behind a prompt."""
+    made: dict[str, Callable[[int], Any]] = {
+        "ring": lambda i: RotatingKVCache(12),
+        "kept": lambda i: RotatingKVCache(12, keep=3),
+        "batch": lambda i: BatchKVCache(PADDING),
+        "batch of rings": lambda i: BatchRotatingKVCache(12, PADDING),
+        "mixed": lambda i: RotatingKVCache(9) if i else KVCache(),
+    }
+    cache = make_prompt_cache(model)
+    cache = [made[kind](i) for i in range(len(cache))] if kind in made else cache
+    model(TOKENS[: sequences(kind), :prompt], cache=cache)
+    return [c.to_quantized(32, 8) for c in cache] if kind == "bits" else cache
+
+
+def sequences(kind: str) -> int:
+    return len(PADDING) if "batch" in kind else 1
+
+
+class Stepped:
+    """A model whose tokens are by tails, or by its own code."""
+
+    def __init__(self, model: nn.Module, kind: str, by_tails: bool, prompt: int = 5) -> None:
+        self.model, self.by_tails, self.at = model, by_tails, prompt
+        self.cache, self.rows = begun(model, kind, prompt), sequences(kind)
+
+    def __call__(self, count: int) -> mx.array:
+        """The logits of so many more tokens."""
+        made = []
+        for i in range(self.at, self.at + count):
+            token = TOKENS[: self.rows, i : i + 1]
+            step = engine.step if self.by_tails else lambda m, t, c: m(t, cache=c)
+            logits = step(self.model, token, self.cache)
+            assert logits is not None, engine.stopped(self.model)
+            made.append(logits)
+        self.at += count
+        return mx.concatenate(made, axis=1)
+
+
+def state(cache: list[Any]) -> list[mx.array]:
+    """What caches say that they hold, quantized ones as numbers."""
+    found = []
+    for c in cache:
+        counts = (c._idx, c._offset) if hasattr(c, "_offset") else ()
+        found += [mx.array(c.offset), *map(mx.array, counts)]
+        for part in c.keys_and_values() if hasattr(c, "keys_and_values") else c.state[:2]:
+            part = part if isinstance(part, mx.array) else mx.dequantize(*part, 32, 8)
+            found.append(part[:, :, : c.size() or c.offset])
+    return found
+
+
+def assert_same(ours: Any, theirs: Any, kind: str, what: object) -> None:
+    # A number may be rounded to the other of two that are packed.
+    atol = 0.1 if kind == "bits" else 1e-4
+    for (_, a), (_, b) in zip(tree_flatten(ours), tree_flatten(theirs), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype, what
+        assert mx.abs(a - b).max() <= atol * max(1.0, mx.abs(b).max().item()), what
