@@ -222,7 +222,7 @@ def main() -> None:
     if args.product:
         bits, half = args.product
         return product(int(bits), half)
-    if backend() == "ops":
+    if backend() == "reference":
         raise BackendError("no backend runs kernels on this machine")
     print_facts()
     with output(args, "attention_decode"):

@@ -279,6 +279,6 @@ def main() -> None:
 
 DEVICE = backend()
 if __name__ == "__main__":
-    if DEVICE == "ops":
+    if DEVICE == "reference":
         raise BackendError("no backend runs kernels on this machine")
     main()

@@ -128,7 +128,7 @@ def backward(repeats: int) -> list[Table]:
 
 def projections(repeats: int, transpose: bool = True) -> list[Table]:
     """The first projection of a model's experts, or the gradient of its input."""
-    on_cpu = backend() in ("host", "ops")
+    on_cpu = backend() in ("host", "reference")
     names = ("stock", "reference", "kernel") if on_cpu else ("stock", "kernel", *CALLS)
     columns = {"model": 18, "product": 10, "tokens": 6} | dict.fromkeys(names, 12) | {"ratio": 8}
     table = Table(columns)
@@ -140,7 +140,7 @@ def projections(repeats: int, transpose: bool = True) -> list[Table]:
         for tokens in (1, 4, 16) if on_cpu else (1, 4, 16, 64, 128, 512):
             x, indices = rows_and_choices(model, tokens, transpose)
             case = Case(x, packed, indices, transpose, fmt)
-            if backend() != "ops":
+            if backend() != "reference":
                 verify(case)
             times, ratio = (_on_cpu if on_cpu else _on_gpu)(case, repeats)
             table.add(
@@ -158,8 +158,8 @@ Measured = tuple[dict[str, Sample], float]
 
 def _on_cpu(case: Case, repeats: int) -> Measured:
     """Single products; the gain of the better of our ways."""
-    paths = {"stock": "stock", "reference": "ops"}
-    if backend() != "ops":
+    paths = {"stock": "stock", "reference": "reference"}
+    if backend() != "reference":
         paths["kernel"] = backend()
     contenders = {name: call(path, case) for name, path in paths.items()}
     times = measure(contenders, repeats=repeats, warmup=0)
@@ -196,9 +196,9 @@ def host_gain(repeats: int) -> list[Table]:
                     lead = (tokens * 8, 1) if indices[0].ndim == 1 else (tokens, 1, 1)
                     x = mx.random.normal((*lead, 1024 if transpose else 768)).astype(mx.bfloat16)
                     case = Case(x, packed, indices, transpose, fmt)
-                    contenders = {path: call(path, case) for path in ("ops", "host")}
+                    contenders = {path: call(path, case) for path in ("reference", "host")}
                     times = measure(contenders, repeats=repeats, warmup=0)
-                    row[f"tokens {tokens}"] = times["ops"].median / times["host"].median
+                    row[f"tokens {tokens}"] = times["reference"].median / times["host"].median
                 table.add(format=f"{mode} {bits}", transposed=str(transpose), **row)
     return [table]
 
@@ -206,7 +206,7 @@ def host_gain(repeats: int) -> list[Table]:
 def gradients(repeats: int) -> list[Table]:
     """The gradients of scales and biases of one matrix, by autodiff of stock MLX and by kernel."""
     table = Table({"format": 12, "rows": 6, "stock": 14, "kernel": 14, "MB": 8, "kernel MB": 9})
-    on_cpu = backend() in ("host", "ops")
+    on_cpu = backend() in ("host", "reference")
     # The stock loops of CPUs take minutes in half precision.
     dtype = mx.float32 if on_cpu else mx.bfloat16
     print(f"milliseconds and memory beyond the arguments, 3584 x 3584, {dtype}")

@@ -165,7 +165,7 @@ def main() -> None:
     if args.model:
         write_output(args, "gptq_model", [whole_model(args.samples, args.length)])
         return
-    on_cpu = args.host or backend() in ("host", "ops")
+    on_cpu = args.host or backend() in ("host", "reference")
     table = Table(
         {"N x K": 14, "path": 6, "hessian s": 10, "inverse s": 10, "gptq s": 10}
         | {"mlx-lm loop s": 14, "of rounding": 12}
@@ -173,7 +173,7 @@ def main() -> None:
     table.print_header()
     for n, k in CPU if on_cpu else GPU:
         w, x = inputs(n, k)
-        for path in ("ops", "host") if args.host else ("auto",):
+        for path in ("reference", "host") if args.host else ("auto",):
             with use_backend(path):
                 gptq(w[:, :256], hessian(x[:, :256]), FMT)  # compiles
                 h = hessian(x)

@@ -169,7 +169,7 @@ def main() -> None:
     add_output(parser)
     args = parser.parse_args()
     print_facts()
-    on_cpu = args.host or backend() in ("host", "ops")
+    on_cpu = args.host or backend() in ("host", "reference")
     with use_backend("host" if args.host else "auto"):
         cases = [
             case for case in (CPU if on_cpu else GPU) if not args.sizes or case[1] in args.sizes

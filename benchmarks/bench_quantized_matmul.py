@@ -81,9 +81,9 @@ def compare(table: Table, rows: int, n: int, k: int, dtype: str, fmt: Format, re
     x, packed = problem(rows, n, k, DTYPES[dtype], fmt)
     contenders: dict[str, Callable[[], mx.array]] = {
         "stock": lambda: mx.quantized_matmul(x, *packed, True, *fmt),
-        "reference": on("ops", x, packed, fmt),
+        "reference": on("reference", x, packed, fmt),
     }
-    if backend() == "host" or (rows <= MAX_QMV_ROWS and backend() != "ops"):
+    if backend() == "host" or (rows <= MAX_QMV_ROWS and backend() != "reference"):
         contenders["kernel"] = on(backend(), x, packed, fmt)
     allowed = 2 * mx.finfo(DTYPES[dtype]).eps + 1e-5
     errors = {name: error(f(), x, packed, fmt) for name, f in contenders.items() if name != "stock"}
@@ -163,9 +163,11 @@ def host_gain(repeats: int) -> list[Table]:
                 fmt, row = Format(sizes[len(sizes) // 2], bits, mode), {}
                 for m in counts:
                     x, packed = problem(m, 2048, 2048, mx.bfloat16, fmt)
-                    contenders = {p: on(p, x, packed, fmt, transpose) for p in ("ops", "host")}
+                    contenders = {
+                        p: on(p, x, packed, fmt, transpose) for p in ("reference", "host")
+                    }
                     times = measure(contenders, repeats=repeats)
-                    row[f"rows {m}"] = times["ops"].median / times["host"].median
+                    row[f"rows {m}"] = times["reference"].median / times["host"].median
                 table.add(**{next(iter(table.columns)): f"{mode} {bits}"}, **row)
         tables.append(table)
     return tables

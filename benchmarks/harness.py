@@ -51,7 +51,7 @@ def case(
         runs = {"operators": _tasks(stock(shape), inputs)}
         for path in args.paths:
             forced = [_on_backend(path, run) for run in _tasks(ours(shape), inputs)]
-            runs["reference" if path == "ops" else path] = forced
+            runs["reference" if path == "reference" else path] = forced
         for task, name in enumerate(TASKS):
             now = {path: both[task] for path, both in runs.items()}
             first = verified(now, tolerance(shape), wrong)
@@ -72,7 +72,7 @@ def arguments(description: str) -> tuple[argparse.ArgumentParser, bool]:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--repeats", type=int, default=5)
     gpu = mx.default_device() == mx.Device(mx.gpu)
-    usual = list(filter(_can_run, ["metal", "cuda"] if gpu else ["ops", "host"]))
+    usual = list(filter(_can_run, ["metal", "cuda"] if gpu else ["reference", "host"]))
     help = f"of ops, metal, cuda and host; by default {' and '.join(usual)}"
     parser.add_argument("--paths", nargs="*", default=usual, help=help)
     add_output(parser)

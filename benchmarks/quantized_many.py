@@ -303,7 +303,7 @@ def _taken(auto: Product, x: mx.array, packed: Packed) -> tuple[str, float]:
     mx.eval(y)
     peak = mx.get_peak_memory() - before - y.nbytes
     decision = next(d for d in explain() if d.op == "quantized_matmul")
-    if decision.path == "ops":
+    if decision.path == "reference":
         return "stock", peak
     names = {DENSE: "unpacked", SKINNY: "skinny"}
     taken = (name for kernel, name in names.items() if kernel in decision.reason)

@@ -48,8 +48,8 @@ def as_graphs() -> Iterator[list[object]]:
         calls.append(self)
         return run(self, *args)
 
-    context = "ops", threading.get_ident()
-    with pytest.MonkeyPatch.context() as patch, use_backend("ops"):
+    context = "reference", threading.get_ident()
+    with pytest.MonkeyPatch.context() as patch, use_backend("reference"):
         attention_by_kernels(patch)
         patch.setattr(step_graph.StepGraph, "computed", counted)
         patch.setattr(compiled.Graph, "ready", lambda self, *args: self.graph)

@@ -100,7 +100,7 @@ def interrupts_of_blocks(rounds: int) -> None:
 
     def enter() -> None:
         for _ in range(20):
-            with use_backend("ops"), mode(Mode.INFERENCE), use_backend("auto"):
+            with use_backend("reference"), mode(Mode.INFERENCE), use_backend("auto"):
                 pass
 
     def observe() -> None:
@@ -159,7 +159,7 @@ def interrupts_of_graphs(rounds: int) -> None:
         ):
             assert_same_sums(ours, stock)
 
-    with mock.patch.object(dispatcher, "_can_compile", lambda: True), use_backend("ops"):
+    with mock.patch.object(dispatcher, "_can_compile", lambda: True), use_backend("reference"):
         advance_epoch()
         interrupted(rounds, compute, check)
     advance_epoch()
@@ -225,7 +225,7 @@ def threads(rounds: int) -> None:
     watcher = threading.Thread(target=_noting(errors, watch))
     watcher.start()
     with ThreadPoolExecutor(4) as pool:
-        names = ("host", "ops", "host", "ops")
+        names = ("host", "reference", "host", "reference")
         list(pool.map(_noting(errors, work), names))
     over.set()
     watcher.join()
@@ -265,7 +265,7 @@ def tasks(rounds: int) -> None:
             assert requested() == "auto"
 
     async def together() -> None:
-        await asyncio.gather(*map(work, ("ops", "host", "ops", "host")))
+        await asyncio.gather(*map(work, ("reference", "host", "reference", "host")))
 
     asyncio.run(together())
 

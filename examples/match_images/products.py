@@ -203,7 +203,7 @@ def added(
     x: mx.array, rest: mx.array | None, bias: mx.array | None = None, selu: bool = False
 ) -> mx.array:
     """x (..., C) and what there is of a rest and a bias (C,), and SELU of their sum."""
-    if selu and backend() != "ops":
+    if selu and backend() != "reference":
         count, threads = _threads(4096)
         sizes = x.size, x.shape[-1], int(rest is not None), int(bias is not None)
         (y,) = _SELU(
@@ -224,7 +224,7 @@ def added(
 
 def gelu(x: mx.array) -> mx.array:
     """GELU by the error function."""
-    if backend() == "ops":
+    if backend() == "reference":
         return nn.gelu(x)
     count, threads = _threads(4096)
     (y,) = _GELU(
@@ -264,7 +264,7 @@ def maxima(scores: mx.array, radius: int) -> mx.array:
     Around is a square of ``radius`` pixels to either side. Those that are near the largest are left
     out, and among the rest the same is done twice more.
     """
-    if backend() == "ops":
+    if backend() == "reference":
         found = scores == _largest(scores, radius)
         for _ in range(2):
             near = _largest(found.astype(mx.float32), radius) > 0

@@ -147,7 +147,11 @@ def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int, temp: floa
 def add_layers(parser: argparse.ArgumentParser) -> None:
     """Whether the model's layers are converted, how, and what is said about it."""
     option = parser.add_argument
-    option("--backend", metavar="NAME", help="run kernels on metal, cuda, host or ops (none); auto")
+    option(
+        "--backend",
+        metavar="NAME",
+        help="run kernels on metal, cuda, host or reference (none); auto",
+    )
     option("--no-fuse", action="store_true", help="one launch for each product")
     add_activations(parser)
     option("--stock", action="store_true", help="leave the model's layers as they are")

@@ -38,7 +38,10 @@ def run(args: argparse.Namespace) -> None:
     converted = copy.deepcopy(stock)  # the arrays are shared
     print(convert_model(converted, config=quantization).summary(), end="\n\n")
     prompt = tokenizer.encode(args.prompt)
-    contenders = [("stock mlx-lm", stock, "ops"), ("converted, reference path", converted, "ops")]
+    contenders = [
+        ("stock mlx-lm", stock, "reference"),
+        ("converted, reference path", converted, "reference"),
+    ]
     if backend() == "host":
         contenders.append(("converted, Metal kernels on the CPU", converted, "auto"))
 
@@ -52,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
         echo = None if rows else sys.stdout
         with use_backend(path):
             # Before the clock runs all is paged in, and the same text has compiled every kernel.
-            if path == "ops":
+            if path == "reference":
                 generate(model, max_tokens=2)
             else:
                 with tqdm(total=args.max_tokens, desc="compiling kernels", disable=None) as bar:

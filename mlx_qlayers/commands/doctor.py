@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"there is no check {', '.join(sorted(unknown))}")
     asked = [name for name in (*families(), MODEL) if not args.only or name in args.only]
     made = outcomes(
-        [MODEL] * (MODEL in asked) if path == "ops" else asked, path, end, args.one_process
+        [MODEL] * (MODEL in asked) if path == "reference" else asked, path, end, args.one_process
     )
     found = [*tqdm(made, disable=None, leave=False)]
     checked = [each for each in found if isinstance(each, Outcome)]

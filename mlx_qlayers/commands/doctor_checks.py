@@ -211,7 +211,7 @@ def _attention_by(tensors: bool, *arrays: mx.array, handed: bool = True) -> list
     the kernels of Hopper GPUs.
     """
     q, k, v = map(Spec.of, arrays)
-    if requested() == "ops":
+    if requested() == "reference":
         run = partial(attention, scale=0.125, mask="causal")
         y, gradients = mx.vjp(lambda *given: [run(*given)], [*arrays], [run(*arrays)])
         return [*y, *gradients]
@@ -233,10 +233,10 @@ def _by_tensors(transpose: bool, fmt: Format, *arrays: Any, codes: bool = False)
     call = MatmulCall(x, PackedMatrix(*packed), transpose, fmt)
     config = tensor_config(x.shape[0], x.shape[-1], x.dtype, fmt, transpose)
     if chosen is None:
-        if requested() == "ops":
+        if requested() == "reference":
             return [_quantized(quantized_matmul, fmt, transpose=transpose)(*arrays)]
         return [tensor_product(codes, call)(*arrays, None)]
-    if requested() == "ops":
+    if requested() == "reference":
         run = _quantized(gather_qmm, fmt, transpose=transpose, sorted_indices=True)
         return [run(*arrays[:4], None, chosen)]
     launch = gather_qmm_sorted(call, Pairs(chosen.shape, 1, True), config)

@@ -152,7 +152,7 @@ def _outcome(check: Check, path: str, end: float) -> Outcome:
         # MLX 0.32.4 may crash where two CPU threads are the first to read an array of a GPU.
         read: list[Any] = [memoryview(in_float32(a)) for a in check.arrays]
         # To compile for a CPU needs a C++ compiler: many Macs have none.
-        with use_backend("ops"), mx.stream(mx.cpu), uncompiled():
+        with use_backend("reference"), mx.stream(mx.cpu), uncompiled():
             expected = check.run(*map(mx.array, read))
             mx.eval(expected)
             errors = [

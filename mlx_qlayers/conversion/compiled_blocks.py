@@ -184,7 +184,7 @@ def _in_parts(
     """Products with rows of a matrix, which are matrices of their own."""
     spans = [slice(*span) for span in pairwise((0, *ends))]
     parts = [None if a is None else part_rows(a, span) for span in spans for a in packed]
-    if backend() != "ops":  # constants of a graph, which share the memory
+    if backend() != "reference":  # constants of a graph, which share the memory
         mx.async_eval([part for part in parts if part is not None])
     arrays = (*rows[:3], None, None, *parts)
     products: list[mx.array] = dispatch(FUSED_PRODUCTS, arrays, (*static[:4], gate))

@@ -365,7 +365,7 @@ def _run_uncomputed(model: Any) -> None:
 
     learned = None
     prompt, token = mx.zeros((1, 2), mx.int32), mx.zeros((1, 1), mx.int32)
-    with use_backend("ops"):
+    with use_backend("reference"):
         begun(prompt)  # what a model keeps of its first call is there then
         effects = Effects(model.modules())
         begun(prompt)

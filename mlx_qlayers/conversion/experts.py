@@ -86,7 +86,7 @@ def how_chosen(module: nn.Module) -> str:
         return f"{call}"
     for width in dict.fromkeys(filter(None, map(_width, module.modules()))):
         try:
-            with use_backend("ops"), recording(recorder):
+            with use_backend("reference"), recording(recorder):
                 mx.compile(partial(call, module))(mx.zeros((1, 1, width)))
         except Exception:  # this is not the width of its input, or it takes more
             continue

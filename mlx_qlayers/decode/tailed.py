@@ -164,7 +164,7 @@ class Tailed:
 
 def _why_not(call: StepCall, batch: int) -> str | None:
     """Why attention has no kernel, unless nobody wants one."""
-    if requested() == "ops":
+    if requested() == "reference":
         return None
     heads = call.k_cache[0].shape[1]
     share = call.q.shape[2] // (heads * call.width)

@@ -16,7 +16,7 @@ class Choice(NamedTuple):
 
     Attributes:
         op: the operation's public name.
-        path: ``"metal"``, ``"cuda"``, ``"host"``, or ``"ops"`` for the reference.
+        path: ``"metal"``, ``"cuda"``, ``"host"``, or ``"reference"`` for the reference.
         reason: why, for :func:`~mlx_qlayers.explain`.
         evidence: ``"rule"``, ``"asked for"``, ``"shipped result"``, ``"measured here"`` or
             ``"proof"``.
@@ -76,31 +76,31 @@ def choose(
     """
     wanted = requested()
     suffix = f", by {by}" if by else ""
-    if wanted == "ops":
-        return Choice(op, "ops", "asked for", "asked for")
+    if wanted == "reference":
+        return Choice(op, "reference", "asked for", "asked for")
     if wanted != "auto":
         if wanted not in kernels:
             why = f": {unless}" if unless else ""
             raise BackendError(f"{op} has no {wanted} kernel for these arguments{why}")
         return Choice(op, wanted, "asked for" + suffix, "asked for")
     if refusal := _refusal.get():
-        return Choice(op, "ops", refusal, "proof")
+        return Choice(op, "reference", refusal, "proof")
     if unless is not None and refusal is None:
-        return Choice(op, "ops", unless, evidence if kernels else "rule")
+        return Choice(op, "reference", unless, evidence if kernels else "rule")
     if (name := backend()) not in kernels:
-        return Choice(op, "ops", _no_kernel(name, kernels))
+        return Choice(op, "reference", _no_kernel(name, kernels))
     if name != "host":
         return Choice(op, name, "auto" + suffix, evidence)
     if host_gain is None:
-        return Choice(op, "ops", "the kernel was not measured on a CPU")
+        return Choice(op, "reference", "the kernel was not measured on a CPU")
     if host_gain <= 1:
         reason = f"on a CPU the kernel has {host_gain:.2g} times the speed of MLX's operators"
-        return Choice(op, "ops", reason, evidence)
+        return Choice(op, "reference", reason, evidence)
     reason = f"auto: {host_gain:.2g} times the speed of MLX's operators on a CPU"
     return Choice(op, "host", reason + suffix, evidence)
 
 
 def _no_kernel(name: str, kernels: Sequence[str]) -> str:
-    if name == "ops" and "host" in kernels and (why := unavailable("host")):
+    if name == "reference" and "host" in kernels and (why := unavailable("host")):
         return f"no GPU, and no host backend: {why}"
     return f"no {name} kernel for these arguments"

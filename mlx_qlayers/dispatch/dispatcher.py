@@ -337,7 +337,7 @@ def _with_values(
             return run(*arrays)
         if forced or reference is None:
             raise BackendError(f"{operation.name}: {traced}")
-        count((row(operation.name, "ops", traced),))
+        count((row(operation.name, "reference", traced),))
         with unasked():
             return reference(*arrays)
 
@@ -348,7 +348,7 @@ def _can_compile() -> bool:
     """Whether a graph may be replayed: on a GPU, where no debug mode wants to see its launches."""
     return (
         mx.default_device().type == mx.gpu
-        and backend() in ("metal", "cuda", "ops")
+        and backend() in ("metal", "cuda", "reference")
         and not epoch.debug
     )
 

@@ -99,7 +99,7 @@ def plan_of(operation: Any, static: tuple[Any, ...], specs: Sequence[Any]) -> An
         with refused(why):
             return plan()
     except (Unproven, KernelError):  # it launches kernels whatever was chosen
-        with use_backend("ops"):
+        with use_backend("reference"):
             return plan()
 
 
@@ -250,7 +250,7 @@ def _expected(
     in_float32, besides = all(map(_is_float, actual)), job.operation.besides
     exact = [a.astype(mx.float32) if in_float32 and _is_float(a) else a for a in arrays]
     specs = [a if a is None else Spec.of(a) for a in exact]
-    with use_backend("ops"):
+    with use_backend("reference"):
         expected = _results(job, _plan(job, specs), exact, specs, of)
         both = ([], []) if of or besides is None else besides(actual, exact, *job.static)
     return expected, both

@@ -122,7 +122,7 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
     if 0 in (shape := (*call.q.shape[:3], call.v_width)):
         return Plan(choice, lambda *_: [mx.zeros(shape, common)])
     composed = reference.attention(call)
-    if choice.path == "ops":
+    if choice.path == "reference":
         if _is_too_much(call):
             return _plan_wide(call, static, choice)
         # The masks of windows are other than the reference's, which somebody asked for.
@@ -307,7 +307,7 @@ def _plan_forward(arrays: Sequence[Any], *scores: Any) -> Plan:
     k, v = caches[: len(caches) // 2], caches[len(caches) // 2 :]
     call = AttentionCall(q, tuple(k), tuple(v), Scores(*scores), mask, sinks)
     composed = reference.attention(call)
-    if requested() == "ops":
+    if requested() == "reference":
         return Plan(None, composed)
     return _by_forward(None, call)._replace(reference=composed)
 

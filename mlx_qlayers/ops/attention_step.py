@@ -128,7 +128,7 @@ def _plan(
     share, shape = q.shape[2] // (kv_heads * width), (batch, kv_heads, size, width)
     choice = _choose(q.dtype, share, shape, v_width, call.packing)
     composed = reference.attention_step(arrays, scale, rotation, epsilon)
-    if choice.path == "ops":
+    if choice.path == "reference":
         return Plan(choice, composed)
     question = kernels.question(q, Spec(shape, q.dtype), v_width, call.packing)
     config = configure("attention_step", choice.path, *question)
@@ -183,7 +183,7 @@ def why_not(
     if not _covers(dtype, share, k_shape, v_width, packing):
         return "no kernel for these shapes"
     choice = _choose(dtype, share, k_shape, v_width, packing)
-    return choice.reason if choice.path == "ops" else None
+    return choice.reason if choice.path == "reference" else None
 
 
 def _choose(

@@ -90,10 +90,10 @@ def _plan(arrays: Sequence[Any], padding_mode: str, pixels: bool, *extents: Any)
     )
     if empty:
         shape = *locations.shape[:2], values.shape[2] * values.shape[3]
-        zeros = choice._replace(path="ops", reason=empty)
+        zeros = choice._replace(path="reference", reason=empty)
         return Plan(zeros, lambda *_: mx.zeros(shape, values.dtype))
     composed = reference.attender(options)
-    if choice.path == "ops":
+    if choice.path == "reference":
         return Plan(choice, composed)
     config = kernels.heuristic(values.shape[3], locations.shape[4], values.dtype, choice.path)
     launch = cache(lambda: kernels.gradient(arrays, options, config))  # where it is asked for

@@ -72,7 +72,7 @@ def _plan(arrays: Sequence[Any], group_size: int | None, bits: int | None, mode:
     if not (device_of().stock_compiles and covered):  # elsewhere MLX's gathers are there at once
         return Plan(None, composed)
     choice = choose("quantized_rows")
-    if choice.path == "ops":
+    if choice.path == "reference":
         return Plan(choice, composed)
     dtype = mx.bfloat16 if biases is None else scales.dtype
     launch = dequantize_rows(numbers, PackedMatrix(w, scales, biases, None), fmt, dtype)

@@ -158,7 +158,7 @@ def _plan_chosen(arrays: Sequence[Any], router: Router) -> Plan:
     )
     question = "router", sizes, logits.dtype, form
     choice = choose_measured("experts_chosen", KERNELS if fits else (), *question)
-    if choice.path == "ops":
+    if choice.path == "reference":
         return Plan(choice, composed)
     launch = kernels.experts_chosen(logits, bias, factors, router)
 
@@ -212,7 +212,7 @@ def _plan_products(
     kind = "gate" if gate else "pair" if len(matrices) > 1 else "one"
     kind = "each" if x.ndim > experts.ndim else kind
     choice = _choice("experts_products", x, experts, matrices, fmt, kind)
-    if choice.path == "ops":
+    if choice.path == "reference":
         return Plan(choice, composed)
     share = 1 if x.ndim > experts.ndim else experts.shape[-1]
     few = device_of().few_registers
@@ -239,7 +239,7 @@ def _plan_combined(arrays: Sequence[Any], fmt: Format) -> Plan:
         return [total if residual is None else residual + total]
 
     choice = _choice("experts_combined", x, experts, [matrix], fmt, "sum")
-    if choice.path == "ops":
+    if choice.path == "reference":
         return Plan(choice, composed)
     launch = kernels.experts_combined(x, _INDICES(experts.shape), scores, matrix, residual, fmt)
 
@@ -310,7 +310,7 @@ def _choice(
 def leaves_experts(x: mx.array, experts: mx.array, matrix: PackedMatrix, fmt: Format) -> bool:
     """Whether ``auto`` leaves products of a row for each expert to stock operators."""
     choice = _choice("experts_products", x, experts, [matrix], fmt, "each")
-    return requested() == "auto" and choice.path == "ops"
+    return requested() == "auto" and choice.path == "reference"
 
 
 def _check(x: Any, experts: Any, matrices: Sequence[PackedMatrix], fmt: Format) -> None:

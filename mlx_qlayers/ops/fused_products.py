@@ -163,7 +163,7 @@ def _plan(
         by=by,
         evidence=evidence,
     )
-    if choice.path == "ops":
+    if choice.path == "reference":
         return Plan(choice, composed)
     if dense:
         run = _composed(_dense(x, matrices, fmt, gate), epsilon, None)

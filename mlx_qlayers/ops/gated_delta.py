@@ -75,7 +75,7 @@ def _plan(arrays: Sequence[Any], norms: tuple[float, float, float] | None) -> Pl
         evidence=source_of("gated_delta_gain"),
     )
     composed = partial(reference.gated_delta, norms=numbers)
-    if choice.path == "ops":
+    if choice.path == "reference":
         return Plan(choice, _stock(arrays, norms) or composed)
     return Plan(
         choice, kernels.gated_delta(arrays, *numbers), gradient_of(composed, arrays), composed

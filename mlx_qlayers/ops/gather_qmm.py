@@ -130,7 +130,7 @@ def _plan(
         columns = w.shape[-2] if transpose else fmt.dims(w)
         shape = *leading, x.shape[-2], columns
         return Plan(choice, lambda *_: mx.zeros(shape, out))
-    if choice.path == "ops":
+    if choice.path == "reference":
         return Plan(choice, stock)
     pairs = _pairs(arrays, leading, sorted_indices)
     of_x, *others = _gradients(choice.path, call, pairs)

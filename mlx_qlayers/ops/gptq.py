@@ -222,7 +222,7 @@ def _plan_fixed(arrays: Sequence[Spec], bits: int) -> Plan:
 def _plan(run: Any, bind: Callable[[], Any]) -> Plan:
     faster, evidence = threshold("gptq_gain", device="host"), source_of("gptq_gain")
     choice = choose("gptq", host_gain=faster, evidence=evidence)
-    return Plan(choice, run) if choice.path == "ops" else Plan(choice, bind(), (), run)
+    return Plan(choice, run) if choice.path == "reference" else Plan(choice, bind(), (), run)
 
 
 def _sample(arrays: list[mx.array], *static: Any) -> list[mx.array]:

@@ -89,8 +89,10 @@ def _plan(
     )
     if empty:
         shape = *grid.shape[:-1], x.shape[-1]
-        return Plan(choice._replace(path="ops", reason=empty), lambda *_: mx.zeros(shape, x.dtype))
-    if choice.path == "ops":
+        return Plan(
+            choice._replace(path="reference", reason=empty), lambda *_: mx.zeros(shape, x.dtype)
+        )
+    if choice.path == "reference":
         return Plan(choice, composed)
     question = x.shape[-1], x.dtype, options.deterministic, grid.shape[-1]
     config = configure("grid_sample", choice.path, *question)

@@ -141,7 +141,7 @@ def _plan(arrays: Sequence[Any], block: int, eps: float | None, gate: Gate | Non
         return mx.vjp(prepared, given, [dx.astype(x.dtype)])[1]
 
     products = composed
-    if choice.path != "ops":
+    if choice.path != "reference":
         rows = int8_rows(x, other, block, eps, gate)
         products = launches(rows, x, [(w.shape[0], bias is not None) for w, _, bias in matrices])
     of = (0,) if other is None else (0, 1)

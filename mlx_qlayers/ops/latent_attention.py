@@ -58,7 +58,7 @@ def latent_attention(
 def takes_latent(q: Any, r: Any, c: Any, p: Any) -> bool:
     """Whether a kernel computes it for such arrays, on this machine."""
     alike = isinstance(c, mx.array) and len({a.dtype for a in (q, r, c, p)}) == 1
-    return alike and requested() != "ops" and _choose(q, r, c).path != "ops"
+    return alike and requested() != "reference" and _choose(q, r, c).path != "reference"
 
 
 def _choose(q: Any, r: Any, c: Any) -> Choice:
@@ -77,7 +77,7 @@ def _plan(arrays: Sequence[Any], scale: float) -> Plan:
     q, r, c, _, _, mask = arrays
     choice = _choose(q, r, c)
     composed = reference.latent_attention(scale)
-    if choice.path == "ops":
+    if choice.path == "reference":
         return Plan(choice, composed)
     launch = kernels.latent_step(q, r, c, mask, scale)
     return Plan(choice, launch, gradient_of(composed, arrays), composed)

@@ -187,7 +187,7 @@ def _plan_cholesky(arrays: Sequence[Spec], upper: bool) -> Plan:
     _SQUARE.check(a)
     flat, choice = _flat(a), _choose("cholesky", a)
     compute: Callable[..., Any] = reference.cholesky
-    if choice.path != "ops":
+    if choice.path != "reference":
         compute = launch.cholesky(flat, _block())
 
     def forward(function: Callable[..., Any], a: mx.array) -> list[mx.array]:
@@ -222,7 +222,7 @@ def _plan_solve(arrays: Sequence[Spec], upper: bool, transpose: bool) -> Plan:
     flat_a, flat_b = (Spec((prod(lead), *s.shape[-2:]), s.dtype) for s in arrays)
     choice = _choose("solve_triangular", a, b)
     compute: Callable[..., mx.array] = reference.solve_lower
-    if choice.path != "ops":
+    if choice.path != "reference":
         compute = launch.solve_lower(flat_a, flat_b, _block())
 
     def forward(function: Callable[..., mx.array], a: mx.array, b: mx.array) -> mx.array:
@@ -271,7 +271,7 @@ def _plan_qr(arrays: Sequence[Spec], mode: str) -> Plan:
         if mode != "reduced":
             shapes = [(k, n)] if mode == "r" else [(n, m), (k,)]
         return Plan(choice, lambda a: [mx.zeros((*lead, *shape)) for shape in shapes])
-    if choice.path == "ops":
+    if choice.path == "reference":
         run = stock
     else:
         factorise, form = blocked.qr(flat), blocked.q_of(flat)
@@ -312,7 +312,7 @@ def _plan_subtract(arrays: Sequence[Spec]) -> Plan:
     shape = (*lead, *b.shape[-2:])
     flat = [Spec((prod(lead), *s.shape[-2:]), s.dtype) for s in arrays]
     choice = _choose("subtract_product", *arrays)
-    if choice.path == "ops" or not prod(shape):
+    if choice.path == "reference" or not prod(shape):
         return Plan(choice, reference.subtract_product)
     bound = launch.subtract_product(flat[0], flat[1], flat[2])
 
@@ -353,7 +353,7 @@ def _choose(op: str, *arrays: Spec) -> Any:
     faster, evidence = gain("linalg_gain", arrays[0].shape[-1], op), source_of("linalg_gain")
     empty = next((f"{a.shape} is empty" for a in arrays if not a.size), None)
     choice = choose(op, unless=empty, host_gain=faster, evidence=evidence)
-    return choice._replace(path="ops") if empty else choice
+    return choice._replace(path="reference") if empty else choice
 
 
 def _block() -> int:

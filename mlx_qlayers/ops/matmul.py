@@ -61,7 +61,7 @@ def _plan(arrays: Sequence[Spec], allow_tf32: bool) -> Plan:
         return [matmul(dy, b, allow_tf32=allow_tf32), matmul(a, dy, allow_tf32=allow_tf32)]
 
     run = stock
-    if choice.path != "ops":
+    if choice.path != "reference":
         flat = prod(lead)
         launched = launch.product(flat, m, k, n)
 
@@ -79,9 +79,11 @@ _MATMUL = Operation("matmul", _plan)
 def _choose(arrays: Sequence[Spec], allow_tf32: bool) -> Choice:
     a, b = arrays
     if allow_tf32:
-        return Choice("matmul", "ops", "TF32 is allowed", "asked for")
+        return Choice("matmul", "reference", "TF32 is allowed", "asked for")
     if a.dtype != mx.float32 or not (a.size and b.size):
-        return Choice("matmul", "ops", "the kernel is for float32 matrices that are not empty")
+        return Choice(
+            "matmul", "reference", "the kernel is for float32 matrices that are not empty"
+        )
     faster = gain("linalg_gain", a.shape[-2], "subtract_product")
     evidence = source_of("linalg_gain")
     return choose("matmul", unless=_why_exact(), host_gain=faster, evidence=evidence)

@@ -85,7 +85,7 @@ def _plan(
         if problem := fmt.mismatch_of_global(global_scale, 1):
             raise ValueError(problem)
         return Plan(None, _with_global_scale(static, Spec(x.shape, x.dtype)))
-    if x.ndim == 1 and requested() != "ops":  # of which MLX has no product on NVIDIA GPUs
+    if x.ndim == 1 and requested() != "reference":  # of which MLX has no product on NVIDIA GPUs
 
         def run(x: mx.array, *rest: mx.array | None) -> Any:
             return dispatch(QUANTIZED_MATMUL, (x[None], *rest), static)[0]
@@ -94,7 +94,7 @@ def _plan(
     call = MatmulCall(x, PackedMatrix(w, scales, biases, bias), transpose, fmt)
     to = route("quantized_matmul", call, current.get().mode.single)
     composed = by_reference(transpose, fmt)
-    if requested() == "ops" or w.ndim > 2:
+    if requested() == "reference" or w.ndim > 2:
         return Plan(to.choice, composed)
     out = x.dtype if biases is None else mx.result_type(x.dtype, scales.dtype, biases.dtype)
     pair = None if biases is None else mx.result_type(scales.dtype, biases.dtype)
@@ -195,7 +195,7 @@ def _plan_scales_and_biases(arrays: Sequence[Any], transpose: bool, fmt: Format)
 
         return mx.vjp(product, list(packed), [dy])[1]
 
-    if choice.path == "ops":
+    if choice.path == "reference":
         return Plan(choice, composed)
     call = MatmulCall(x, PackedMatrix(w, scales, biases), transpose, fmt)
     launch = scales_and_biases_gradient(call, dy, choice.path)

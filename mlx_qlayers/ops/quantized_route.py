@@ -46,7 +46,7 @@ class Route(NamedTuple):
     """How one product is computed.
 
     Attributes:
-        choice: the backend of the kernels or ``"ops"``, and why.
+        choice: the backend of the kernels or ``"reference"``, and why.
         kernel: which of them.
         others: those that were no slower than the stock operator, where it fails its proof.
     """
@@ -242,7 +242,7 @@ def product(to: Route, call: MatmulCall) -> Product:
 
 def _product(to: Route, call: MatmulCall) -> Product:
     (x, matrix, transpose, fmt), path, kernel = call, to.choice.path, to.kernel
-    if path == "ops":
+    if path == "reference":
         return by_reference(transpose, fmt)
     (rows, n, k), dtype = call.shape, x.dtype
     if kernel in (QMV, QVM) and rows > MAX_QMV_ROWS:

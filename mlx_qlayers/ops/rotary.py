@@ -76,7 +76,7 @@ def _plan(arrays: Sequence[Any], *options: Any) -> Plan:
         evidence=source_of("rotary_gain"),
     )
     composed = reference.rotary_embedding(rotation)
-    if choice.path == "ops":
+    if choice.path == "reference":
         return Plan(choice, composed)
     share = q.shape[2] + k.shape[2] if choice.path == "host" else _SHARE
     launch = kernels.rotary_embedding(q, k, offset, rotation, share)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 
-BACKENDS = ("auto", "metal", "cuda", "host", "ops")
+BACKENDS = ("auto", "metal", "cuda", "host", "reference")
 _ENVIRONMENT = "MLX_QLAYERS_BACKEND"
 
 
@@ -204,7 +204,7 @@ missing: dict[str, Callable[[], str | None]] = {
     "metal": lambda: None if mx.metal.is_available() else "mx.metal.is_available() is false",
     "cuda": lambda: None if mx.cuda.is_available() else "mx.cuda.is_available() is false",
     "host": _host_missing,
-    "ops": lambda: None,
+    "reference": lambda: None,
 }
 
 
@@ -230,6 +230,7 @@ def falls_back(error: ToolchainError) -> bool:
 
 
 def _check(name: str) -> str:
+    name = "reference" if name == "ops" else name  # as it was called before
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {name!r}")
     if name != "auto" and (why := missing[name]()):
@@ -267,16 +268,16 @@ def backend() -> str:
     """The backend that kernels run on now.
 
     Returns:
-        ``"metal"``, ``"cuda"``, ``"host"`` or ``"ops"``; where nothing was forced, what
+        ``"metal"``, ``"cuda"``, ``"host"`` or ``"reference"``; where nothing was forced, what
         ``"auto"`` stands for on this machine.
 
     Raises:
         BackendError: the backend forced by ``MLX_QLAYERS_BACKEND`` cannot run here.
 
     Example:
-        >>> with use_backend("ops"):
+        >>> with use_backend("reference"):
         ...     backend()
-        'ops'
+        'reference'
     """
     if (name := requested()) != "auto":
         return name
@@ -291,16 +292,16 @@ class use_backend(_Block):
     (:func:`contextvars.copy_context`). :func:`set_backend` forces one without a block.
 
     Args:
-        name: ``"metal"``, ``"cuda"``, ``"host"``, ``"ops"``, or ``"auto"`` to choose again.
+        name: ``"metal"``, ``"cuda"``, ``"host"``, ``"reference"``, or ``"auto"`` to choose again.
 
     Raises:
         ValueError: no backend has that name.
         BackendError: that backend cannot run on this machine. It never falls back silently.
 
     Example:
-        >>> with use_backend("ops"):
+        >>> with use_backend("reference"):
         ...     backend()
-        'ops'
+        'reference'
     """
 
     __slots__ = ()
@@ -313,16 +314,16 @@ def set_backend(name: str) -> None:
     """Force the backend of this package's operations from now on, in this thread or async task.
 
     Args:
-        name: ``"metal"``, ``"cuda"``, ``"host"``, ``"ops"``, or ``"auto"`` to choose again.
+        name: ``"metal"``, ``"cuda"``, ``"host"``, ``"reference"``, or ``"auto"`` to choose again.
 
     Raises:
         ValueError: no backend has that name.
         BackendError: that backend cannot run on this machine. It never falls back silently.
 
     Example:
-        >>> set_backend("ops")
+        >>> set_backend("reference")
         >>> backend()
-        'ops'
+        'reference'
         >>> set_backend("auto")
     """
     current.set(current.get()._replace(requested=_check(name)))

@@ -20,7 +20,7 @@ class Decision:
 
     Attributes:
         op: the operation's public name, or ``kernel NAME`` for launches.
-        path: the backend, ``"ops"`` for stock operators, or what became of something else.
+        path: the backend, ``"reference"`` for stock operators, or what became of something else.
         reason: why.
         calls: how many times.
         evidence: what the choice rests on: ``"rule"``, ``"asked for"``, ``"shipped result"`` or
@@ -160,11 +160,11 @@ def explain(*, reset: bool = False) -> Decisions:
         they are a table, in which reasons that differ in figures alone share a row.
 
     Example:
-        >>> with use_backend("ops"):
+        >>> with use_backend("reference"):
         ...     y = grid_sample(mx.ones((1, 4, 4, 3)), mx.zeros((1, 2, 2, 2)))
         >>> explain()
-        operation    path  calls  evidence   reason
-        grid_sample  ops   1      asked for  asked for
+        operation    path       calls  evidence   reason
+        grid_sample  reference  1      asked for  asked for
     """
     decisions = Decisions()
     with _lock:

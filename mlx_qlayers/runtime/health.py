@@ -110,7 +110,7 @@ def checked(
         with health_checks():
             return kernel(*args, **kwargs)
     except HealthError as error:
-        note(op, "ops", str(error))
+        note(op, "reference", str(error))
         return reference(*args, **kwargs)
 
 

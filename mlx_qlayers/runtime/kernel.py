@@ -84,7 +84,7 @@ class Kernel(Declaration):
 
         Raises:
             KernelError: something does not fit the declaration or the limits of the hardware.
-            BackendError: the current backend is ``ops``, or one that cannot run.
+            BackendError: the current backend is ``reference``, or one that cannot run.
         """
         try:
             if not isinstance(inputs, (list, tuple)) or {*map(type, inputs)} - {mx.array}:
@@ -119,12 +119,14 @@ class Kernel(Declaration):
 
         Raises:
             KernelError: something does not fit the declaration or the limits of the hardware.
-            BackendError: the current backend is ``ops``, or one that cannot run.
+            BackendError: the current backend is ``reference``, or one that cannot run.
             Unproven: ``auto`` stands for ``metal``, where nobody has proven this launch.
         """
         name = backend()
-        if name == "ops":
-            raise BackendError(f"kernel {self.name} was called, but the ops backend runs none")
+        if name == "reference":
+            raise BackendError(
+                f"kernel {self.name} was called, but the reference backend runs none"
+            )
         launch, device = checked_launch(self, name, inputs, **options), device_of(name)
         tell = admit(launch, self.folder) if device.needs_proof else None
         if "health" in epoch.debug:

@@ -95,5 +95,5 @@ def no_derivative(*_: Any) -> NoReturn:
     raise ValueError(
         "a kernel's launch has no derivative of its own: wrap it in mx.custom_function. For second "
         "derivatives and mx.jvp of this package's operations take the reference path, "
-        'use_backend("ops")'
+        'use_backend("reference")'
     )

@@ -69,7 +69,7 @@ def operations() -> Iterator[tuple[str, str]]:
     for family in families():
         for check in () if family in _NO_FAMILIES else checks(family):
             actual = check.run(*check.arrays)
-            with use_backend("ops"):
+            with use_backend("reference"):
                 expected = check.run(*map(in_float32, check.arrays))
             errors = [
                 rounding_error(*pair, check.terms, 4 * check.steps)
@@ -112,7 +112,7 @@ def decoding() -> Iterator[tuple[str, str]]:
     convert_model(model)
     for kind in ("plain", "rotating", "quantized"):
         for batch in (1, 8):
-            with use_backend("ops"):
+            with use_backend("reference"):
                 expected = _tokens(stock, kind, batch)
             found = _tokens(model, kind, batch)
             differs = "" if found == expected else f"{found} is not {expected}"
@@ -141,7 +141,7 @@ def training() -> Iterator[tuple[str, str]]:
     """Two steps of LoRA."""
     stock, model = _model(), _model()
     convert_model(model)
-    with use_backend("ops"):
+    with use_backend("reference"):
         expected = _loss_of_lora(stock)
     found = _loss_of_lora(model)
     yield "LoRA step", "" if abs(found - expected) <= 1e-3 * expected else f"{found}, {expected}"
@@ -163,7 +163,7 @@ def quantizing() -> Iterator[tuple[str, str]]:
         layer = model.layers[0].mlp.up_proj
         return mx.dequantize(layer.weight, layer.scales, layer.biases, 64, 4)
 
-    with use_backend("ops"):
+    with use_backend("reference"):
         expected = weights()
     # A weight between two codes may get the other one.
     share = (mx.abs(weights() - expected).mean() / mx.abs(expected).mean()).item()
@@ -185,7 +185,7 @@ def serving() -> Iterator[tuple[str, str]]:
 
     stock, model = _model(), _model()
     convert_model(model)
-    with use_backend("ops"):
+    with use_backend("reference"):
         expected = texts(stock)
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(texts(model)))

@@ -59,7 +59,7 @@ def _held(name: str, run: Any, *arrays: mx.array) -> tuple[str, str]:
     explain(reset=True)
     found = run(*arrays)
     reasons = {each.reason: each.path for each in explain() if each.op == name}
-    with use_backend("ops"):
+    with use_backend("reference"):
         expected = run(*map(in_float32, arrays))
     errors = [rounding_error(a, b, _K, 8) for a, b in zip(found, expected, strict=True)]
     wrong = next((f"{error} > {most}" for error, most in errors if not error <= most), "")

@@ -99,7 +99,9 @@ def test_server_streams(server: tuple[str, Path], expected: str) -> None:
     assert "".join(json.loads(part)["choices"][0]["text"] for part in parts) == expected
 
 
-@pytest.mark.parametrize("flags", [[], ["--no-fuse", "--backend", "ops"], ["--stock"]], ids=str)
+@pytest.mark.parametrize(
+    "flags", [[], ["--no-fuse", "--backend", "reference"], ["--stock"]], ids=str
+)
 def test_chat_by_script(
     flags: list[str],
     talker: Path,
@@ -117,8 +119,8 @@ def test_chat_by_script(
     assert "".join(line for line in err.splitlines(True) if "compiling" not in line) == report
     decisions = explain()
     assert bool(decisions) == ("--stock" not in flags)
-    if "ops" in flags:
-        assert {(d.path, d.reason) for d in decisions} == {("ops", "asked for")}
+    if "reference" in flags:
+        assert {(d.path, d.reason) for d in decisions} == {("reference", "asked for")}
 
 
 def test_chat_ends_at_the_end_of_its_input(
@@ -139,8 +141,8 @@ def test_the_backend_holds_in_threads_of_the_command(monkeypatch: pytest.MonkeyP
         thread.join()
 
     monkeypatch.setattr(import_module("mlx_lm.server"), "main", serve)
-    assert main(["server", "--backend", "ops"]) == 0
-    assert seen == ["ops"] and requested() == "auto"
+    assert main(["server", "--backend", "reference"]) == 0
+    assert seen == ["reference"] and requested() == "auto"
 
 
 def texts(folder: Path) -> Path:

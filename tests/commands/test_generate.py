@@ -89,8 +89,8 @@ def test_the_backend_is_chosen_and_the_report_is_printed(
 ) -> None:
     explain(reset=True)
     arguments = [f"--model={tiny_model}", f"--prompt={PROMPT}", "--max-tokens=2"]
-    assert main(["generate", *arguments, "--backend=ops", "--report"]) == 0
-    assert {(d.path, d.reason) for d in explain()} == {("ops", "asked for")}
+    assert main(["generate", *arguments, "--backend=reference", "--report"]) == 0
+    assert {(d.path, d.reason) for d in explain()} == {("reference", "asked for")}
     err = capsys.readouterr().err
     assert "model.layers.0-1.self_attn.q_proj" in err and "17 swapped" in err
 

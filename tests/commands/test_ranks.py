@@ -37,7 +37,7 @@ def generate(path: str, number: int) -> None:
 
     mlx_lm.stream_generate = begun
     for tokens in (9, 1 << 20):
-        arguments = ["--prompt", "Once", "--max-tokens", str(tokens), "--backend", "ops"]
+        arguments = ["--prompt", "Once", "--max-tokens", str(tokens), "--backend", "reference"]
         assert cli.main(["generate", "--model", path, *arguments]) == 0
         assert sys.stdout.name == (os.devnull if rank else "<stdout>")
 
@@ -63,7 +63,7 @@ def test_all_end_with_one(model: str, number: int, what: str) -> None:
 
 def chat_and_serve(path: str, port: int) -> tuple[str, list[str], int]:
     """What a chat of two questions prints, answers to two requests at once, and how Ctrl-C ends."""
-    arguments = ["--model", path, "--max-tokens", "5", "--backend", "ops"]
+    arguments = ["--model", path, "--max-tokens", "5", "--backend", "reference"]
     sys.stdin, sys.stdout = io.StringIO("Once\nr\nA cat\nq\n"), io.StringIO()
     printed, answers = sys.stdout, []
     assert cli.main(["chat", *arguments]) == 0

@@ -23,7 +23,7 @@ def gpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     the same functions with the same arguments, but each time, so that every launch in them is a
     kernel of the host build: that one needs the values of its inputs, which a graph has not.
     """
-    backend = {"compiled": "ops", "kernels": "host"}[request.param]
+    backend = {"compiled": "reference", "kernels": "host"}[request.param]
 
     def context() -> tuple[str, int, str] | None:
         if current.get().mode is not Mode.EAGER:
@@ -43,7 +43,7 @@ def gpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     ours = [d for d in explain() if d.op in ("fused_products", "attention_step")]
     assert {d.path for d in ours} <= {backend}
     kernels = {d.op for d in explain() if d.op.startswith("kernel ")}
-    assert not kernels if backend == "ops" else kernels or not ours
+    assert not kernels if backend == "reference" else kernels or not ours
 
 
 @pytest.fixture
@@ -65,10 +65,10 @@ def compiled_steps(by_kernels: None, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
     def context() -> tuple[str, int] | None:
         eager = current.get().mode is Mode.EAGER and not step_slots.current_step.get()
-        return ("ops", threading.get_ident()) if eager else None
+        return ("reference", threading.get_ident()) if eager else None
 
     monkeypatch.setattr(compiled, "context", context)
-    with use_backend("ops"):
+    with use_backend("reference"):
         yield
 
 

@@ -26,7 +26,7 @@ def test_graphs_belong_to_a_thread_a_stream_and_a_backend(monkeypatch):
     thread.join()
     with mx.stream(mx.new_stream(mx.cpu)):
         found.append(compiled.context())
-    with use_backend("ops"):
+    with use_backend("reference"):
         found.append(compiled.context())
     assert len({first, *found}) == 4 and compiled.context() == first
     with health_checks():
@@ -50,7 +50,7 @@ def test_operations_are_compiled_once_for_their_static_arguments_and_a_context()
 
     x = mx.array([1.0, 2.0])
     assert scaled.__doc__ == "Documented."
-    here = "ops", threading.get_ident(), "stream"
+    here = "reference", threading.get_ident(), "stream"
     for where, factor in ((None, 2), (None, 2), (here, 2), (here, 2), (here, 3)):
         assert scaled(where, factor)(x, None).tolist() == [factor, 2 * factor]
     assert scaled(here, 3)(x, x).tolist() == [4, 8]

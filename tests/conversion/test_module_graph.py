@@ -30,7 +30,7 @@ NAME = "deepseek_v41"
 def graphs(monkeypatch):
     """As on a GPU, with MLX's own operators."""
     monkeypatch.setattr(compiled, "context", lambda: ("test",))
-    with use_backend("ops"):
+    with use_backend("reference"):
         yield
 
 

@@ -99,7 +99,7 @@ def test_recognised_as_what_it_gives(name: str, dtype: mx.Dtype) -> None:
     # The last row is one that is no number.
     logits = mx.random.normal((5, 1, E), key=mx.random.key(3)).astype(dtype)
     logits[4, 0, 7] = mx.nan
-    with recording(Recorder({})) as recorder, use_backend("ops"):
+    with recording(Recorder({})) as recorder, use_backend("reference"):
         indices, shares = called(choose, logits, *more)
         router = recognise_router(recorder, indices, shares, "")
         assert str(router) == RECOGNISED[name]
@@ -256,7 +256,7 @@ def test_a_router_beside_its_experts() -> None:
     report = convert_model(model, verify=False)
     assert {"model.layers.0.experts", "model.layers.0"} <= {row.path for row in report.fusions}
     x = mx.random.normal((1, 1, 128), key=mx.random.key(0))
-    with use_backend("ops"), recording(Recorder(experts.RULES)) as recorder:
+    with use_backend("reference"), recording(Recorder(experts.RULES)) as recorder:
         found, *_ = model.layers[0](x, None, None)
     expected, *_ = stock.layers[0](x, None, None)
     assert "2 of 8 experts by logits" in str(recorder.reports[0]) and recorder.reports[0]

@@ -78,7 +78,7 @@ def lora(folder: Path) -> list[float]:
 def two_ranks(folder: str) -> dict:
     """All that two ranks are asked, in one start."""
     group = mx.distributed.init()
-    with use_backend("ops"):  # kernels that would take long to compile change nothing here
+    with use_backend("reference"):  # kernels that would take long to compile change nothing here
         with without_compilation():
             check_all(Path(folder), group)
         found = lora(Path(folder))
@@ -168,7 +168,7 @@ def check_gpu_path(group: mx.distributed.Group) -> None:
 
     compiled_step._Plan.run = counted
     cache_slots.why_not = lambda *args: None
-    for backend in ("ops", "host"):
+    for backend in ("reference", "host"):
         key = backend, threading.get_ident(), repr(mx.default_stream(mx.default_device()))
         compiled.context = lambda key=key: None if current_step.get() else key
         if backend == "host":
@@ -224,7 +224,7 @@ def check_agreement(group: mx.distributed.Group) -> None:
 
 def four_ranks() -> None:
     """All that four ranks are asked."""
-    with use_backend("ops"), without_compilation():
+    with use_backend("reference"), without_compilation():
         check_more(mx.distributed.init())
 
 
@@ -253,7 +253,7 @@ def test_heads_that_share_a_group() -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    with use_backend("ops"), mx.stream(mx.cpu):
+    with use_backend("reference"), mx.stream(mx.cpu):
         one = lora(tmp_path)
     assert len(one) == STEPS and one[-1] != one[0]
     for rank in run(FILE, "two_ranks", 2, str(tmp_path)):

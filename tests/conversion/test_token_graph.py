@@ -42,7 +42,7 @@ def metal(monkeypatch, by_kernels):
 
 def test_the_graph_that_metal_gets(metal, tmp_path):
     """What MLX records there: the kernels that the host build runs, and no copy of a cache."""
-    with use_backend("ops"):
+    with use_backend("reference"):
         _, model = pair()
         cache = begun(model)
         mx.eval([c.state for c in cache])
@@ -62,7 +62,7 @@ def test_bytes_of_a_token_of_a_layer_as_wide_as_7b(metal, tmp_path):
     model.set_dtype(mx.bfloat16)
     nn.quantize(model)
     model.eval()
-    with use_backend("ops"):
+    with use_backend("reference"):
         convert_model(model, verify=False)
     for rows, bits in ((4352, 0), (16640, 0), (33024, 0), (4352, 4), (33024, 4), (33024, 8)):
         (cache,) = caches = make_prompt_cache(model)

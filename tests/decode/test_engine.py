@@ -204,7 +204,7 @@ def test_steps_by_another_backend_in_between() -> None:
     model, rows, made = qwen(), [], []
     cache = make_prompt_cache(model)
     decoded(ByGraph(model), cache, 3)
-    for backend in ("host", "ops", "host", "ops"):
+    for backend in ("host", "reference", "host", "reference"):
         with use_backend(backend), trace() as launches:
             rows.append(engine.step(model, mx.array([[5]]), cache))
             mx.eval(rows[-1])
@@ -246,7 +246,7 @@ def test_an_empty_cache_of_states_is_no_step() -> None:
     assert mx.abs(found - want).max() < 1e-3 * mx.abs(want).max()
 
 
-@pytest.mark.parametrize("backend", ["ops", "host"])
+@pytest.mark.parametrize("backend", ["reference", "host"])
 def test_steps_that_are_compiled(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: by what mx.compile makes of MLX's operators, and by kernels one by one."""
     monkeypatch.setattr(engine, "where", lambda: "a GPU")
@@ -300,7 +300,7 @@ def test_logits_by_tails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for i, kind in enumerate(k for k in DECODED if k not in ARCHITECTURES[name].without):
             engine._steps.clear()
             stepped = ByGraph(model)
-            with use_backend("ops"):
+            with use_backend("reference"):
                 found = logits([stock, stepped], kind, (1, 3)[i % 2], VOCABULARY)
             bits = BITS if kind == "quantized" else None
             for number, (want, each) in enumerate(zip(*found, strict=True)):

@@ -126,7 +126,7 @@ def test_several_tokens_of_a_recurrent_layer_take_one_launch(name: str) -> None:
     model = build(name, ARCHITECTURES[name])
     results = []
     for graph in (False, True):
-        with use_backend("host" if graph else "ops"):
+        with use_backend("host" if graph else "reference"):
             cache = make_prompt_cache(model)
             mx.eval(model(PROMPT, cache=cache))
             tokens = mx.array([[4, 9, 71]])

@@ -20,11 +20,11 @@ CONVERSION = Path(mlx_qlayers.__file__).parent / "conversion"
 def test_paths_and_reasons(machine):
     machine("metal")
     assert choose("a", ALL) == Choice("a", "metal", "auto")
-    assert choose("b", ("cuda",)) == Choice("b", "ops", "no metal kernel for these arguments")
+    assert choose("b", ("cuda",)) == Choice("b", "reference", "no metal kernel for these arguments")
     reason = "K is not a multiple of 64"
-    assert choose("c", ALL, unless=reason) == Choice("c", "ops", reason)
-    with use_backend("ops"):
-        assert choose("d", ALL) == Choice("d", "ops", "asked for", "asked for")
+    assert choose("c", ALL, unless=reason) == Choice("c", "reference", reason)
+    with use_backend("reference"):
+        assert choose("d", ALL) == Choice("d", "reference", "asked for", "asked for")
     with use_backend("metal"):
         # Asked for: what auto would avoid is done.
         assert choose("e", ALL, unless=reason) == Choice("e", "metal", "asked for", "asked for")
@@ -38,15 +38,15 @@ def test_paths_and_reasons(machine):
 def test_the_reason_names_a_missing_compiler(machine):
     machine()
     assert choose("a", ALL).reason == "no GPU, and no host backend: no host here"
-    assert choose("b", ("metal",)).reason == "no ops kernel for these arguments"
-    assert choose("a", ALL).path == choose("b", ("metal",)).path == "ops"
+    assert choose("b", ("metal",)).reason == "no reference kernel for these arguments"
+    assert choose("a", ALL).path == choose("b", ("metal",)).path == "reference"
 
 
 @pytest.mark.parametrize(
     ("gain", "expected", "reason"),
     [
-        (None, "ops", "the kernel was not measured on a CPU"),
-        (0.5, "ops", "on a CPU the kernel has 0.5 times the speed of MLX's operators"),
+        (None, "reference", "the kernel was not measured on a CPU"),
+        (0.5, "reference", "on a CPU the kernel has 0.5 times the speed of MLX's operators"),
         (36.1, "host", "auto: 36 times the speed of MLX's operators on a CPU"),
     ],
 )
@@ -65,7 +65,7 @@ def test_on_metal_the_gain_on_a_cpu_does_not_matter(machine):
 def test_on_metal_what_nobody_measured_is_left(machine):
     machine("metal")
     assert choose_measured("op", ALL, "latent_attention", (256, 1, 4, 64, 32), mx.float16, ()) == (
-        Choice("op", "ops", "the kernel was not measured on an Apple GPU")
+        Choice("op", "reference", "the kernel was not measured on an Apple GPU")
     )
 
 

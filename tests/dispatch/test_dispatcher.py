@@ -22,7 +22,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch):
     """Let plans be compiled as on a GPU, on the path that can be compiled here."""
     monkeypatch.setattr(dispatcher, "_can_compile", lambda: True)
     advance_epoch()
-    with use_backend("ops"):
+    with use_backend("reference"):
         yield
     advance_epoch()
 
@@ -32,7 +32,7 @@ def operation(made, compiled=False):
 
     def plan(specs, factor=2):
         made.append((specs, factor, current.get().mode))
-        return Plan(Choice("test", "ops", "a test"), lambda x: factor * x)
+        return Plan(Choice("test", "reference", "a test"), lambda x: factor * x)
 
     return Operation("test", plan, compiled)
 
@@ -59,7 +59,7 @@ def test_what_a_plan_depends_on_makes_another():
     made, x = [], mx.ones(3)
     twice = operation(made)
     dispatch(twice, (x,))
-    with use_backend("ops"):
+    with use_backend("reference"):
         dispatch(twice, (x,))
     with mode(Mode.INFERENCE):
         dispatch(twice, (x,))
@@ -153,7 +153,7 @@ def test_threads_have_plans_of_their_own(on_a_gpu):
     mx.eval(x, packed)  # streams belong to threads, and so does what was not evaluated
 
     def work(_):
-        with use_backend("ops"), mx.stream(mx.new_stream(mx.cpu)):
+        with use_backend("reference"), mx.stream(mx.new_stream(mx.cpu)):
             for _ in range(20):
                 y = quantized_matmul(x, *packed)
                 mx.eval(y)
@@ -176,9 +176,9 @@ def test_tasks_have_backends_of_their_own():
         return paths
 
     async def both():
-        return await asyncio.gather(task("ops"), task("host"))
+        return await asyncio.gather(task("reference"), task("host"))
 
-    assert asyncio.run(both()) == [["ops"] * 5, ["host"] * 5]
+    assert asyncio.run(both()) == [["reference"] * 5, ["host"] * 5]
 
 
 def test_shapes_of_arrays_are_told_apart():

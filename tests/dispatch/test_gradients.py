@@ -29,7 +29,7 @@ def product(computed):
     )
 
 
-@pytest.mark.parametrize("backend", ["host", "ops"])
+@pytest.mark.parametrize("backend", ["host", "reference"])
 @pytest.mark.parametrize("asked, names", [(0, "a"), (1, "b"), ((0, 1), "ab")])
 def test_one_by_one(backend, asked, names):
     computed = []
@@ -43,7 +43,7 @@ def test_one_by_one(backend, asked, names):
     assert str(found) == str(expected)
 
 
-@pytest.mark.parametrize("backend", ["host", "ops"])
+@pytest.mark.parametrize("backend", ["host", "reference"])
 def test_an_argument_that_is_used_twice(backend):
     with use_backend(backend):
         function, a = product([]), mx.array([2.0, 3.0])
@@ -51,7 +51,7 @@ def test_an_argument_that_is_used_twice(backend):
     assert found.tolist() == mx.grad(lambda a: (a * a + a * mx.exp(a) * a).sum())(a).tolist()
 
 
-@pytest.mark.parametrize("backend", ["host", "ops"])
+@pytest.mark.parametrize("backend", ["host", "reference"])
 def test_gradients_that_are_computed_together_and_a_single_argument(backend):
     calls = []
 
@@ -74,7 +74,7 @@ def composed(x, y, codes, extra):
     return [x * y + (0 if extra is None else extra), x**2 * codes.astype(x.dtype)]
 
 
-@pytest.mark.parametrize("backend", ["host", "ops"])
+@pytest.mark.parametrize("backend", ["host", "reference"])
 def test_the_gradient_of_a_composition(backend):
     arrays = mx.array([1.0, 2.0]), mx.array([3.0, 4.0]), mx.array([5, 6], mx.uint32), None
     with use_backend(backend):
@@ -92,7 +92,7 @@ def test_the_gradient_of_a_composition(backend):
             mx.grad(lambda codes: run(*arrays[:2], codes, None)[0].sum())(arrays[2])
 
 
-@pytest.mark.parametrize("backend", ["host", "ops"])
+@pytest.mark.parametrize("backend", ["host", "reference"])
 @pytest.mark.parametrize("asked", [1, 2])
 def test_every_argument_of_integers_refuses(backend, asked):
     arrays = mx.array([1.0, 2.0]), mx.array([5, 6], mx.uint32), mx.array([True, False])

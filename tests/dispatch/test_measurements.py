@@ -334,14 +334,14 @@ def test_ops_take_the_kernel_where_it_won_and_say_so(monkeypatch):
 def test_ops_take_stock_where_it_won_and_say_so(monkeypatch):
     keep(path="stock")
     choice, _ = chosen(monkeypatch)
-    assert choice[1:] == ("ops", f"measured here: {TIMES}", "measured here")
+    assert choice[1:] == ("reference", f"measured here: {TIMES}", "measured here")
 
 
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
         ("", ("cuda", "auto", "rule")),
-        ("stock", ("ops", f"measured here: {TIMES}", "measured here")),
+        ("stock", ("reference", f"measured here: {TIMES}", "measured here")),
         ("kernel", ("cuda", f"auto, by its kernel, measured here: {TIMES}", "measured here")),
     ],
 )
@@ -353,7 +353,7 @@ def test_an_operation_of_one_kernel_goes_by_what_won(path, expected, monkeypatch
         keep("latent_attention", question, path=path)
     asked = "latent_attention", (200, *question[0][1:]), *question[1:]
     assert choose_measured("op", ("cuda",), *asked)[1:] == expected
-    assert choose_measured("op", (), *asked).path == "ops"
+    assert choose_measured("op", (), *asked).path == "reference"
 
 
 def test_ops_take_the_dense_product_where_it_won(monkeypatch):

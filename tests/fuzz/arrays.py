@@ -17,7 +17,7 @@ from mlx_qlayers.runtime.host import checks
 from tests.numerics import assert_accurate, behind_one, round_to, to64
 
 # A quarter of what runs on the host backend is checked; that build is slower.
-BACKENDS = st.sampled_from(["host", "host", "host", "checked", "ops", "ops", "auto"])
+BACKENDS = st.sampled_from(["host", "host", "host", "checked", "reference", "reference", "auto"])
 # The smallest numbers above zero.
 _SUBNORMAL = {mx.float32: 2.0**-149, mx.float16: 2.0**-24, mx.bfloat16: 2.0**-133}
 # The smallest normal ones.
@@ -160,7 +160,7 @@ def answer(call: Callable[[], Any], backend: str) -> Answer:
 
 def same_answers(call: Callable[[], Any]) -> None:
     """Assert that all backends take a call, with the same shapes, or that all refuse it."""
-    answers = {name: answer(call, name) for name in ("ops", "auto", "host")}
+    answers = {name: answer(call, name) for name in ("reference", "auto", "host")}
     kinds = [a for a in answers.values() if a[0] != "no kernel"]
     assert all(a == kinds[0] for a in kinds), f"backends do not agree: {answers}"
 

@@ -60,7 +60,7 @@ def _covered(case: SimpleNamespace) -> bool:
 @fuzz(ATTENTION)
 def test_attention(case: SimpleNamespace) -> None:
     rng, dtype = np.random.default_rng(case.seed), arrays.dtype_of(case.dtype)
-    backend = case.backend if case.backend in ("ops", "auto") or _covered(case) else "auto"
+    backend = case.backend if case.backend in ("reference", "auto") or _covered(case) else "auto"
     (q, k, v), keys, options = _arguments(case, rng, dtype)
     if 0 in q.shape and case.packing:
         return

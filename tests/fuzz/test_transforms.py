@@ -214,7 +214,7 @@ OPERATIONS: dict[str, Callable[[SimpleNamespace, np.random.Generator], Call]] = 
 
 def _summed(run: Callable[..., list[mx.array]], rng: np.random.Generator, given: Arrays) -> Any:
     """The sum of what a call gives, times random weights."""
-    with use_backend("ops"):
+    with use_backend("reference"):
         weights = [random(rng, y.shape) for y in run(*given)]
 
     def loss(*arrays: mx.array) -> mx.array:
@@ -246,7 +246,7 @@ def _vmap(run: Any, given: Arrays, rng: np.random.Generator) -> Any:
 def _vjp(run: Any, given: Arrays, rng: np.random.Generator) -> Any:
     gradient = _gradient(_summed(run, rng, given))
     found = gradient(*given)
-    with use_backend("ops"):
+    with use_backend("reference"):
         return found, gradient(*given)
 
 
@@ -276,7 +276,7 @@ def _second(run: Any, given: Arrays, rng: np.random.Generator) -> Any:
     weight = random(rng, given[0].shape)
     second = mx.grad(lambda *a: (mx.grad(loss)(*a) * weight).sum())
     found = second(*given)
-    with use_backend("ops"):
+    with use_backend("reference"):
         return [found], [second(*given)]
 
 
@@ -299,7 +299,7 @@ TRANSFORMATIONS: dict[str, Callable[[Any, Arrays, np.random.Generator], Any]] = 
         transformation=st.sampled_from(sorted(TRANSFORMATIONS)),
         fmt=FORMAT,
         rows=st.sampled_from([1, 2, 5, 17]),
-        backend=st.sampled_from(["host", "ops", "auto"]),
+        backend=st.sampled_from(["host", "reference", "auto"]),
     ),
     examples=60,
     seconds=3.0,
@@ -315,7 +315,7 @@ def test_transformations(case: SimpleNamespace) -> None:
         # What stock operators lack is a RuntimeError.
         assert isinstance(error, BackendError | ValueError) or _LACKING.search(str(error)), case
         return
-    with use_backend("ops"):
+    with use_backend("reference"):
         size = mx.stack([mx.abs(y).max() for y in run(*given)]).max(keepdims=True)
     for y, exact in zip(found, wanted, strict=True):
         assert (y.dtype, y.shape) == (exact.dtype, exact.shape)

@@ -135,7 +135,7 @@ def trained(steps=60, **options):
 )
 def test_learns_to_copy_the_token_before(options):
     """By kernels in both directions: the loss falls, and as it does by MLX's operators."""
-    with use_backend("ops"):
+    with use_backend("reference"):
         stock = trained(**options)
     with use_backend("host"), trace() as launches:
         found = trained(**options)

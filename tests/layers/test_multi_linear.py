@@ -32,13 +32,13 @@ def by_dense(ours: Any, x: mx.array, transpose: bool) -> mx.array:
         return x @ (dense.swapaxes(1, 2) if transpose else dense)
 
 
-@pytest.mark.parametrize("backend", ["auto", "ops", *GPUS])
+@pytest.mark.parametrize("backend", ["auto", "reference", *GPUS])
 @pytest.mark.parametrize("transpose", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_each_head_has_its_matrix(shape: tuple[int, ...], transpose: bool, backend: str) -> None:
     ours = layer()
     x = mx.random.normal((*shape, 64 if transpose else 96))
-    with use_backend("ops" if backend == "ops" else "auto"):
+    with use_backend("reference" if backend == "reference" else "auto"):
         found, expected = to64(ours(x, transpose)), to64(by_dense(ours, x, transpose))
     # Of float32 MLX's product on CUDA keeps what TF32 does.
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-2 * np.abs(expected).max())

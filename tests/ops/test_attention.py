@@ -31,7 +31,7 @@ SHAPES = [
 
 @pytest.fixture(autouse=True)
 def on_the_reference_path():
-    with use_backend("ops"):
+    with use_backend("reference"):
         yield
 
 
@@ -134,7 +134,7 @@ def test_auto_says_why_it_takes_no_kernel(width, scale, why):
     with mock.patch.dict("mlx_qlayers.runtime.backend.missing", no_gpu), use_backend("auto"):
         attention(q, q, q, scale=scale)
     (decision,) = (d for d in explain() if d.op == "attention")
-    assert decision.path == "ops" and why.lower() in decision.reason.lower()
+    assert decision.path == "reference" and why.lower() in decision.reason.lower()
 
 
 def test_mask_and_sinks_in_other_dtypes():

@@ -34,7 +34,7 @@ def test_a_call_is_checked_once_for_all_that_are_alike(monkeypatch):
     attention(Q, K, K, scale=1.0, sinks=mx.zeros(4))
     with mode(Mode.INFERENCE):
         attention(Q, K, K, scale=1.0)
-    with use_backend("ops"):
+    with use_backend("reference"):
         attention(Q, K, K, scale=1.0)
     assert len(made) == 9
     advance_epoch()  # What was measured has changed.
@@ -95,7 +95,7 @@ def called(call):
     return frames[1:]  # without that of the call
 
 
-@pytest.mark.parametrize("path", ["host", "ops"])
+@pytest.mark.parametrize("path", ["host", "reference"])
 @pytest.mark.parametrize("case", CALLS)
 def test_a_call_like_one_before_is_eight_calls_of_python_functions(case, path):
     arrays, options = CALLS[case]

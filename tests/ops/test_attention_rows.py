@@ -20,7 +20,7 @@ def call(q, k, v, sinks, count):
 
 
 @pytest.mark.parametrize("sinking", [False, True])
-@pytest.mark.parametrize("backend", ["host", "ops"])
+@pytest.mark.parametrize("backend", ["host", "reference"])
 def test_rows_that_count(backend, sinking):
     """What lies behind them is not read, whatever it is."""
     mx.random.seed(0)

@@ -31,7 +31,7 @@ CASES = [
 ]
 
 
-@pytest.fixture(params=["ops", "host", "checked", *GPUS], autouse=True)
+@pytest.fixture(params=["reference", "host", "checked", *GPUS], autouse=True)
 def path(request):
     """The reference, the fast and the checked build of the host backend, and GPUs."""
     name = "host" if request.param == "checked" else request.param
@@ -39,7 +39,7 @@ def path(request):
         yield request.param
 
 
-def make(case, dtype, path="ops"):
+def make(case, dtype, path="reference"):
     """Random arrays and options; where nothing is held there is NaN, if the kernel reads it."""
     batch, heads, kv_heads, size, rows, width, v_width, before, held, axes, rotation = case
     rng, length = np.random.default_rng(width + before), before + held
@@ -49,7 +49,7 @@ def make(case, dtype, path="ops"):
     for count, counted in ((size, before), (rows, held)):
         for n in (width, v_width):
             buffers.append(random(rng, (batch, kv_heads, count, n), dtype))
-            if path != "ops":
+            if path != "reference":
                 buffers[-1][:, :, counted:] = float("nan")
     positions = [before, held, *(length + 3 * i for i in range(batch))]
     mask = None
@@ -116,7 +116,7 @@ def test_against_float64(case, dtype, path):
     arrays, options = make(case, dtype, path)
     with trace() as launches:
         out, *tails = attention_step(*arrays, **options)
-    assert len(launches) == (0 if path == "ops" else 1 if case[3] <= 256 else 2)
+    assert len(launches) == (0 if path == "reference" else 1 if case[3] <= 256 else 2)
     truth, terms, exact = expected(arrays, options, np.float64, None)
     rough, _, rows = expected(arrays, options, np.float32, dtype)
     assert out.dtype == dtype and out.shape == truth.shape
@@ -151,7 +151,7 @@ def test_packed_caches(case, group_size, bits, dtype, path):
     explain(reset=True)
     out, *made = attention_step(*given, **options)
     (decision,) = (d for d in explain() if d.op == "attention_step")
-    assert path == "ops" or f"attention_step_packed, {bits} bits" in decision.reason
+    assert path == "reference" or f"attention_step_packed, {bits} bits" in decision.reason
     held = case[8]
     for new, tail, own in zip(made, tails, token, strict=True):
         row = packed_rows([a.reshape(case[0], case[2], 1, -1) for a in own])
@@ -240,7 +240,7 @@ def test_teams_of_a_threadgroup_and_the_last_one_that_adds_up(
             out, *_ = attention_step(*arrays, **options, tickets=tickets)
         assert_accurate(out, truth, round_to(rough, dtype), terms=terms, what="out")
         assert not tickets.any().item()
-    counts = {"ops": 0, "checked": 1 + (splits > 0)}
+    counts = {"reference": 0, "checked": 1 + (splits > 0)}
     assert len(launches) == counts.get(path, 1 if path in ("host", "cuda") else 1 + (splits > 0))
     advance_epoch()
 
@@ -254,7 +254,7 @@ def test_gradients_are_the_references():
         return sum((y * y[..., ::-1]).sum() for y in actual)
 
     actual = mx.grad(loss, list(range(8)))(*floats, FREQS)
-    with use_backend("ops"):
+    with use_backend("reference"):
         wanted = mx.grad(loss, list(range(8)))(*floats, FREQS)
     for ours, theirs in zip(actual[:7], wanted, strict=False):
         assert mx.abs(theirs).max() > 0
@@ -285,7 +285,7 @@ def test_a_batch_gives_each_member_what_a_batch_of_one_gives(path):
         positions = mx.array([arrays[7][j].item() for j in (0, 1, 2 + i)] + [0] * 5, mx.int32)
         mask = options["mask"][i : i + 1]
         actual = attention_step(*one, positions, **options | {"mask": mask})
-        assert path == "ops" or all(
+        assert path == "reference" or all(
             mx.array_equal(a[0], b[i]) for a, b in zip(actual, together, strict=True)
         )
 
@@ -295,7 +295,7 @@ def test_says_where_it_is_not_worth_while(path):
     assert why_not(mx.float32, 1, (1, 4, 0, 64), 64) == "no kernel for these shapes"
     for size in (256, 1 << 20):
         why = why_not(mx.float32, 1, (1, 4, size, 64), 64)
-        assert why == ("asked for" if path == "ops" else None)
+        assert why == ("asked for" if path == "reference" else None)
 
 
 PACKED = mx.quantize(mx.zeros((1, 2, 40, 64)), 64, 4)

@@ -16,7 +16,7 @@ from tests.gpus import GPUS
 ARRAYS = ("x", "offset", "weight", "bias", "mask")
 
 
-@pytest.fixture(autouse=True, params=["ops", "host", *GPUS])
+@pytest.fixture(autouse=True, params=["reference", "host", *GPUS])
 def backend(request):
     with use_backend(request.param):
         yield request.param

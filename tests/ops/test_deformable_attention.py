@@ -14,7 +14,7 @@ from tests.gpus import GPUS
 SHAPES = ((5, 7), (3, 2))
 
 
-@pytest.fixture(autouse=True, params=["ops", "host", *GPUS])
+@pytest.fixture(autouse=True, params=["reference", "host", *GPUS])
 def backend(request):
     with use_backend(request.param):
         yield request.param
@@ -48,7 +48,7 @@ def test_gradients_by_finite_differences_away_from_kinks():
     assert_gradient(attend, [values, locations, weights], rng, step=0.005)
 
 
-@pytest.mark.parametrize("backend", ["ops", *GPUS], indirect=True)
+@pytest.mark.parametrize("backend", ["reference", *GPUS], indirect=True)
 def test_compiled(backend):
     arrays = inputs(3)[:3]
 
@@ -56,7 +56,7 @@ def test_compiled(backend):
         return mx.grad(lambda *a: (attend(*a) ** 2).sum(), (0, 1, 2))(*arrays)
 
     # On a CPU MLX compiles a C++ program for each handful of operators.
-    function = (lambda *a: [attend(*a)]) if backend == "ops" else gradients
+    function = (lambda *a: [attend(*a)]) if backend == "reference" else gradients
     for one, two in zip(function(*arrays), mx.compile(function)(*arrays), strict=True):
         assert_same_sums(one, two)
 

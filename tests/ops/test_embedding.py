@@ -55,7 +55,7 @@ def test_on_a_gpu(gpu, case):
         check(lambda *arrays: quantized_rows(*arrays[:4], **arrays[4]._asdict()), case)
 
 
-@pytest.mark.parametrize("path", ["ops", *GPUS])
+@pytest.mark.parametrize("path", ["reference", *GPUS])
 def test_gradients_are_those_of_the_scales(path):
     w, scales, biases = mx.quantize(mx.random.normal((16, 64)), 32, 4)
     numbers, fmt = mx.array([[3, 3, 15]]), {"group_size": 32, "bits": 4}

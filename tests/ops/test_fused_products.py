@@ -79,7 +79,7 @@ def check(found, x, packed, fmt, **options):
 
 @pytest.mark.parametrize(
     ("path", "fmt", "gate", "rows"),
-    in_turn(pairwise(("ops", "host"), FORMATS), tuple(ACTIVATIONS), (1, 7)),
+    in_turn(pairwise(("reference", "host"), FORMATS), tuple(ACTIVATIONS), (1, 7)),
     ids=str,
 )
 def test_against_float64(path, fmt, gate, rows):
@@ -123,7 +123,7 @@ def test_many_rows_by_tensor_operations(fastest, machine, monkeypatch):
     assert ("by tensor operations" in said) == (fastest != "kernel")
 
 
-@pytest.mark.parametrize("path", ["ops", "host"])
+@pytest.mark.parametrize("path", ["reference", "host"])
 def test_gradients(path):
     rng, fmt = np.random.default_rng(3), Format(64, 4)
     packed = matrices(rng, (8, 8), 64, fmt, mx.float32, (True, True))
@@ -144,12 +144,12 @@ def test_gradients(path):
         assert_gradient(added, [x, residual, packed[0].biases], rng)
         assert_gradient(both, [x], rng)
         compiled = mx.grad(lambda x: mx.checkpoint(gated)(x, weight, *packed[0][1::2]).sum())(x)
-    with use_backend("ops"):
+    with use_backend("reference"):
         plain = mx.grad(lambda x: gated(x, weight, *packed[0][1::2]).sum())(x)
     assert_same_sums(compiled, plain)
 
 
-@pytest.mark.parametrize("path", ["ops", "host"])
+@pytest.mark.parametrize("path", ["reference", "host"])
 def test_deferred_norm_of_the_next_product(path):
     """A deferred norm gives the same values, with no launch between the products."""
     rng, fmt = np.random.default_rng(9), Format(64, 4)
@@ -176,7 +176,7 @@ def test_gradient_through_a_deferred_norm():
         return fused_products(z, second, norm=(None, EPS), tile_squares=squares)[0]
 
     given = random(rng, (3, 64)), random(rng, (3, 64)), random(rng, (64,))
-    for path in ("ops", "host"):
+    for path in ("reference", "host"):
         with use_backend(path):
             assert_gradient(handed, list(given), rng)
 
@@ -203,7 +203,7 @@ def test_what_no_kernel_takes_is_composed_and_explained():
             found = fused_products(rows, chosen)
         assert [y.shape for y in found] == [(len(rows), 8)] * len(chosen)
         (decision,) = [d for d in explain() if d.op == "fused_products"]
-        assert (decision.path, decision.reason) == ("ops", reason)
+        assert (decision.path, decision.reason) == ("reference", reason)
         assert not [launch for launch in launches if len(launch.output_shapes) > 1]
         why = f"fused_products has no host kernel for these arguments: {reason}"
         with use_backend("host"), pytest.raises(BackendError, match=why):
@@ -249,7 +249,7 @@ def many_rows(rows, norm, biased, kernel, gate, gated):
     ):
         with use_backend("host"), trace() as launches:
             found = fused_products(x, chosen, **options, **more)
-        with use_backend("ops"):
+        with use_backend("reference"):
             single = fused_products(x, chosen, **options, **more)
         expected, terms = truth(x, chosen, fmt, **options, **more)
         first, *others = (launch.kernel for launch in launches)

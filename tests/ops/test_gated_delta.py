@@ -16,7 +16,7 @@ from tests.gpus import GPUS
 from tests.numerics import assert_accurate, assert_gradient, behind_one, random, round_to, to64
 
 
-@pytest.fixture(params=["ops", "checked", *GPUS], autouse=True)
+@pytest.fixture(params=["reference", "checked", *GPUS], autouse=True)
 def path(request: pytest.FixtureRequest) -> Any:
     """The reference, the checked build of the host backend, and GPUs."""
     name = "host" if request.param == "checked" else request.param
@@ -70,7 +70,7 @@ def test_against_float64(case: Any, path: str) -> None:
     given = arrays(*case)
     with trace() as launches:
         found = gated_delta(*given)
-    assert len(launches) == (path != "ops") and {run.backend for run in launches} <= {path}
+    assert len(launches) == (path != "reference") and {run.backend for run in launches} <= {path}
     truth, rounded, terms = (
         by_numpy(np.float64, given),
         by_numpy(np.float32, given),
@@ -130,14 +130,14 @@ def test_gradient() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 2, 1, 1, 24, 8), (1, 0, 1, 1, 32, 8)], ids=str)
 def test_what_the_kernel_does_not_take(shape: tuple[int, ...], path: str) -> None:
-    if path != "ops":
+    if path != "reference":
         return
     with use_backend("auto"):
         explain(reset=True)
         given = arrays(shape, mx.float32)
         y, state = gated_delta(*given)
         assert y.shape == given[2].shape and state.shape == given[5].shape
-        assert explain()[0].path == "ops"
+        assert explain()[0].path == "reference"
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from tests.packed import FORMATS
 
 SMALL = Format(32, 4)
 NVFP4 = Format(16, 4, "nvfp4")
-PATHS = ["host", "ops"]
+PATHS = ["host", "reference"]
 E, N, K = 5, 40, 64
 
 
@@ -101,7 +101,7 @@ def test_reference_in_half_precision(fmt):
     packed = random_experts(rng, (E,), N, 3 * max(fmt.group_size, 32), fmt, mx.float16)
     x = random(rng, (6, 1, 1, 3 * max(fmt.group_size, 32)), mx.float16)
     right = mx.array(rng.integers(0, E, (6, 2)))
-    with use_backend("ops"):
+    with use_backend("reference"):
         y = gather_qmm(x, *packed, None, right, **options(fmt))
     assert y.dtype == mx.float16
     check_gathered(y, x, packed, fmt, None, right)
@@ -112,7 +112,7 @@ def test_reference_large_enough_for_every_core(monkeypatch):
     rng = np.random.default_rng(4)
     packed, x = random_experts(rng, (E,), 400, 512, SMALL), random(rng, (5, 1, 512))
     right = mx.array([4, 0, 0, 2, 1])
-    with use_backend("ops"):
+    with use_backend("reference"):
         y = gather_qmm(x, *packed, None, right, **options(SMALL))
     check_gathered(y, x, packed, SMALL, None, right)
 
@@ -139,7 +139,7 @@ def test_empty():
         assert y.shape == (*x.shape[:-1], N)
 
 
-@pytest.mark.parametrize("path", ["ops", "auto"])
+@pytest.mark.parametrize("path", ["reference", "auto"])
 def test_nothing_to_add_up(path):
     """Where MLX's operator divides by zero, which ends the process."""
     w, scales, biases = random_experts(np.random.default_rng(6), (E,), N, K, SMALL)
@@ -188,7 +188,7 @@ def test_gradients(case, transpose, path):
     def ours(x, scales, biases):
         return gather_qmm(x, w, scales, biases, **fixed)
 
-    if path == "ops" and not transpose:  # stock operators have no gradient of plain scales
+    if path == "reference" and not transpose:  # stock operators have no gradient of plain scales
         assert_gradient(lambda x: ours(x, *scales_and_biases), [x], rng)
         return
     assert_gradient(ours, [x, *scales_and_biases], rng)
@@ -286,7 +286,7 @@ def test_explains_its_path():
     with use_backend("auto"):
         if backend() != "host":
             pytest.skip("a GPU is here")
-        for rows, path, reason in ((1, "host", "times the speed"), (0, "ops", "empty")):
+        for rows, path, reason in ((1, "host", "times the speed"), (0, "reference", "empty")):
             explain(reset=True)
             gather_qmm(mx.ones((2, rows, K)), *packed, None, right, **options(SMALL))
             (decision,) = (d for d in explain() if d.op == "gather_qmm")
@@ -319,8 +319,8 @@ def test_when_auto_leaves_a_gpu_to_stock(machine, device, rows, dtype, fmt, reas
     [
         ("kernel", "metal", "auto, by sorted rows, measured here"),
         ("tensor", "metal", "auto, by tensor operations, measured here"),
-        ("stock", "ops", "measured here"),
-        (None, "ops", "the kernel was not measured on an Apple GPU"),
+        ("stock", "reference", "measured here"),
+        (None, "reference", "the kernel was not measured on an Apple GPU"),
     ],
 )
 def test_sorted_rows_on_an_apple_gpu_go_by_what_was_measured(
@@ -373,7 +373,7 @@ def test_gradients_in_the_dtypes_of_their_arguments():
     d = random(rng, (2, 3, 1, N))
     with use_backend("host"):
         (y,), found = mx.vjp(lambda *a: [function(*a)], arrays, [d])
-    with use_backend("ops"):
+    with use_backend("reference"):
         expected = mx.vjp(lambda *a: [function(*a)], [a.astype(mx.float32) for a in arrays], [d])[1]
     assert y.dtype == mx.float32
     for a, b, argument in zip(found, expected, arrays, strict=True):

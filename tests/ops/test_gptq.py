@@ -15,7 +15,7 @@ from tests.gpus import GPUS
 from tests.numerics import to64
 
 
-@pytest.fixture(params=["ops", "checked", *GPUS])
+@pytest.fixture(params=["reference", "checked", *GPUS])
 def backend(request):
     name = "host" if request.param == "checked" else request.param
     with use_backend(name), checks(request.param == "checked"):
@@ -59,7 +59,7 @@ def test_every_code_is_the_nearest_to_what_the_columns_before_have_left(backend,
         mx.eval(found)
     kernel = "gptq_fixed_block" if act_order else "gptq_block"
     blocks = [run.kernel for run in launches].count(kernel)
-    assert blocks == (0 if backend == "ops" else 2)
+    assert blocks == (0 if backend == "reference" else 2)
     codes = codes_of(found[0], fmt.bits)
     scales, biases = (np.repeat(to64(x), fmt.group_size, axis=1) for x in found[1:])
     left, hessian = to64(w), to64(h)

@@ -17,7 +17,7 @@ from tests.gpus import GPUS
 HALF = [mx.float16, mx.bfloat16]
 
 
-@pytest.fixture(autouse=True, params=["ops", "host", *GPUS])
+@pytest.fixture(autouse=True, params=["reference", "host", *GPUS])
 def backend(request):
     with use_backend(request.param):
         yield request.param
@@ -111,7 +111,7 @@ def test_strided_inputs():
     assert mx.array_equal(grid_sample(same, grid), grid_sample(mx.contiguous(same), grid))
 
 
-@pytest.mark.parametrize("backend", ["ops", *GPUS], indirect=True)
+@pytest.mark.parametrize("backend", ["reference", *GPUS], indirect=True)
 def test_compiled_gradients_are_the_same():
     x, grid, _ = inputs(6)
 
@@ -196,7 +196,7 @@ def test_auto_uses_the_host_where_it_is_not_compiled():
         mx.eval(grid_sample(x, grid, mode="nearest"))
         mx.eval(grid_sample(mx.zeros((1, 8, 8, 256)), mx.zeros((1, 64, 64, 2)), mode="nearest"))
     found = sorted((d.path, d.calls) for d in explain() if d.op == "grid_sample")
-    assert found == [("host", 1), ("host", 1), ("ops", 1), ("ops", 1)]
+    assert found == [("host", 1), ("host", 1), ("reference", 1), ("reference", 1)]
 
 
 X, GRID = mx.zeros((2, 5, 7, 3)), mx.zeros((2, 4, 6, 2))
@@ -248,7 +248,7 @@ def test_bad_affine_input(theta, size, message):
         affine_grid(theta, size)
 
 
-@pytest.mark.parametrize("path", ["ops", "auto"])
+@pytest.mark.parametrize("path", ["reference", "auto"])
 @pytest.mark.parametrize(
     ("x_shape", "grid_shape"),
     [

@@ -61,7 +61,7 @@ def test_exact_sums(dtype, path):
 
 def test_the_reference_is_the_same():
     given = _sample(7, 40, 128, mx.bfloat16)
-    with use_backend("ops"):
+    with use_backend("reference"):
         _check(int8_matmul(*given), *given)
 
 
@@ -116,7 +116,7 @@ def test_gradients_of_what_is_ahead():
 
         wide = [each.astype(mx.float32) for each in given]
         truth, base = (mx.grad(unrounded, argnums=(0, 1))(*arrays) for arrays in (wide, given))
-        for path in ("host", "ops"):
+        for path in ("host", "reference"):
             with use_backend(path):
                 found = mx.grad(rounded, argnums=(0, 1))(*given)
             for one, true, other in zip(found, truth, base, strict=True):
@@ -135,7 +135,7 @@ def test_rows_that_are_not_finite_are_nan_and_zeros_are_bias():
 def test_gradient_is_that_without_rounding():
     x, w, scales, _ = _sample(5, 24, 32, mx.bfloat16)
     expected = to64(scales) @ to64(w)
-    for path in ("host", "ops"):
+    for path in ("host", "reference"):
         with use_backend(path):
             found = mx.grad(lambda x: int8_matmul(x, w, scales).sum())(x)
         truth = np.broadcast_to(expected, x.shape)

@@ -25,7 +25,7 @@ from tests.numerics import (
 )
 
 
-@pytest.fixture(params=["ops", "checked", *GPUS], autouse=True)
+@pytest.fixture(params=["reference", "checked", *GPUS], autouse=True)
 def path(request: pytest.FixtureRequest) -> Any:
     """The reference, the checked build of the host backend, and GPUs."""
     name = "host" if request.param == "checked" else request.param
@@ -68,11 +68,11 @@ def test_against_float64(case: Any, path: str) -> None:
     with trace() as launches:
         *four, mask = given
         y = latent_attention(*four, mx.array(last), scale=scale, mask=mask)
-    assert len(launches) == (path != "ops") * (1 + (shape[2] >= 128))
+    assert len(launches) == (path != "reference") * (1 + (shape[2] >= 128))
     assert {run.backend for run in launches} <= {path} and y.dtype == dtype
     truth, rounded = (by_numpy(kind, given, last, scale) for kind in (np.float64, np.float32))
     # A weight is as exact as its score, of some units; the reference rounds both to the dtype.
-    unit = EPSILON[dtype] / EPSILON[mx.float32] if path == "ops" else 1
+    unit = EPSILON[dtype] / EPSILON[mx.float32] if path == "reference" else 1
     terms = 8 * np.abs(to64(given[2])).max() * unit
     assert_accurate(y, truth, round_to(rounded, dtype), terms=terms, what=path)
 
@@ -102,18 +102,18 @@ def test_gradient() -> None:
     "shape", [(1, 2, 9, 40, 32), (1, 2, 5, 32, 32), (1, 2, 9, 544, 32)], ids=str
 )
 def test_what_the_kernel_does_not_take(shape: tuple[int, ...], path: str) -> None:
-    if path != "ops":
+    if path != "reference":
         return
     with use_backend("auto"):
         explain(reset=True)
         *four, _ = arrays(shape, mx.float32)
         assert latent_attention(*four, mx.array(3), scale=0.1).shape == four[0].shape
-        assert explain()[0].path == "ops"
+        assert explain()[0].path == "reference"
 
 
 def test_long_caches_go_by_what_was_measured(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """So many rows for each sequence, on a GPU; on request the kernel takes more."""
-    if path != "ops":
+    if path != "reference":
         return
     monkeypatch.setattr(latent, "threshold", lambda name: 8)
     with use_backend("auto"):

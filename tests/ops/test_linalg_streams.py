@@ -33,7 +33,7 @@ def build_graphs():
     """Of all functions and gradients, by kernels and by MLX's operators."""
     default_gpu.launch_nothing()
     assert mx.default_device().type == mx.gpu
-    for backend in ("cuda", "ops"):
+    for backend in ("cuda", "reference"):
         with use_backend(backend):
             for name, call in CALLS.items():
                 for shape in [(5, 5), (2, 200, 200)]:

@@ -23,7 +23,7 @@ ROWS = [1, 3, 7, 16, 41]
 
 @pytest.fixture(autouse=True)
 def reference_path():
-    with use_backend("ops"):
+    with use_backend("reference"):
         yield
 
 
@@ -159,7 +159,7 @@ def test_explains_its_path():
     explain(reset=True)
     quantized_matmul(mx.ones((2, 64)), *mx.quantize(mx.ones((8, 64))))
     (decision,) = explain()
-    assert (decision.op, decision.path, decision.calls) == ("quantized_matmul", "ops", 1)
+    assert (decision.op, decision.path, decision.calls) == ("quantized_matmul", "reference", 1)
 
 
 SMALL = Format(32, 4)
@@ -198,7 +198,7 @@ def test_kernel_promotes_as_stock_does():
         (float_, half, half, half),
     ):
         a, s, b, c = (y.astype(d) for y, d in zip((x, scales, biases, bias), kinds, strict=True))
-        for path in ("host", "ops"):
+        for path in ("host", "reference"):
             with use_backend(path):
                 plain = quantized_matmul(a, w, s, b, group_size=32)
                 y = quantized_matmul(a, w, s, b, group_size=32, bias=c)
@@ -224,7 +224,7 @@ def test_kernel_has_the_gradient_of_the_reference(mode):
         return (y * weight).sum()
 
     weight, found = random(rng, (2, 3, 40)), []
-    for path in ("host", "ops"):
+    for path in ("host", "reference"):
         with use_backend(path), trace() as launches:
             found.append(mx.grad(loss, tuple(range(len(floats))))(*floats))
         kernels = ["qmv", "qvm"]
@@ -299,7 +299,7 @@ def test_auto_takes_the_kernel_where_it_is_faster():
             (16, packed, {}, "host", "auto: 10 times"),
             (17, packed, {}, "host", "by qmv"),
             (1, packed, {"transpose": False}, "host", "auto: "),
-            (1, fp4, {"mode": "mxfp4"}, "ops", "0.9 times"),
+            (1, fp4, {"mode": "mxfp4"}, "reference", "0.9 times"),
             (2, fp4, {"mode": "mxfp4"}, "host", "auto: 1.5 times"),
         ):
             explain(reset=True)
@@ -316,7 +316,7 @@ def test_forced_kernel_refuses_what_it_does_not_take():
 
 
 @pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
-@pytest.mark.parametrize("path", ["host", "ops"])
+@pytest.mark.parametrize("path", ["host", "reference"])
 def test_global_scale(path, transpose):
     rng = np.random.default_rng(11)
     dense = random(rng, (48, 64), scale=3.0)

@@ -14,7 +14,7 @@ from tests.gpus import GPUS
 from tests.numerics import assert_accurate, assert_gradient, random, round_to, to64
 
 
-@pytest.fixture(params=["ops", "host", "checked", *GPUS], autouse=True)
+@pytest.fixture(params=["reference", "host", "checked", *GPUS], autouse=True)
 def path(request):
     """The reference, the fast and the checked build of the host backend, and GPUs."""
     name = "host" if request.param == "checked" else request.param
@@ -65,7 +65,7 @@ def test_against_float64(shape, offset, options, dtype, path):
     q, k = (random(rng, (batch, length, n, width), dtype) for n in (heads, kv_heads))
     with trace() as launches:
         found = rotary_embedding(q, k, mx.array(offset), **options)
-    assert len(launches) == (path != "ops") and {run.backend for run in launches} <= {path}
+    assert len(launches) == (path != "reference") and {run.backend for run in launches} <= {path}
     for x, y in zip((q, k), found, strict=True):
         truth = turned(x, offset, **options, dtype=np.float64)
         rounded = round_to(turned(x, offset, **options, dtype=np.float32), dtype)
@@ -79,7 +79,7 @@ def test_angles_are_as_exact_at_any_position(base, path):
     x = random(np.random.default_rng(4), (1, 1, 3, 24))
     freqs = FREQS if base is None else None
     found = rotary_embedding(x, x, mx.array(100_003), dims=24, base=base, freqs=freqs, scale=0.7)
-    if path == "ops":
+    if path == "reference":
         return
     rates = 1 / to64(FREQS) if base is None else base ** (-np.arange(0, 24, 2) / 24)
     angle = 100_003 * 0.7 * rates
@@ -117,7 +117,7 @@ def test_positions_and_frequencies_have_no_gradient(offset):
 
 
 def test_nothing_to_turn_is_explained(path):
-    if path != "ops":
+    if path != "reference":
         return
     with use_backend("auto"):
         explain(reset=True)
@@ -170,6 +170,6 @@ def test_nothing_to_turn(shape):
         found = rotary_embedding(q, k, mx.arange(shape[0]), dims=shape[3])
     assert [y.shape for y in found] == [x.swapaxes(1, 2).shape for x in (q, k)]
     if shape[2] == 0:
-        with use_backend("ops"):
+        with use_backend("reference"):
             turned_alone = rotary_embedding(k, k, mx.arange(2), dims=8)[1]
         assert mx.array_equal(found[1], turned_alone)

@@ -87,7 +87,7 @@ def accuracy(model: Transformer, x: mx.array, y: mx.array) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ops", "host"])
+@pytest.mark.parametrize("backend", ["reference", "host"])
 def test_a_spatial_transformer_learns_to_undo_rotations(backend: str) -> None:
     with use_backend(backend):
         learnt, test = digits(seed=1)

@@ -55,7 +55,7 @@ def launch_histogram(x):
 
 @pytest.mark.parametrize(
     ("names", "expected"),
-    [(ALL, "metal"), (("cuda", "host"), "cuda"), (("host",), "host"), ((), "ops")],
+    [(ALL, "metal"), (("cuda", "host"), "cuda"), (("host",), "host"), ((), "reference")],
 )
 def test_auto_prefers_metal_then_cuda_then_host(machine, names, expected):
     machine(*names)
@@ -64,24 +64,26 @@ def test_auto_prefers_metal_then_cuda_then_host(machine, names, expected):
 
 def test_a_block_forces_a_backend_and_ends(machine):
     machine("host")
-    with use_backend("ops"):
-        assert backend() == "ops"
+    with use_backend("reference"):
+        assert backend() == "reference"
         with use_backend("auto"):
             assert backend() == "host"
-        assert backend() == "ops"
+        assert backend() == "reference"
     assert backend() == "host"
 
 
-def test_forcing_for_good(machine):
+@pytest.mark.parametrize("name", ["reference", "ops"])
+def test_forcing_for_good(machine, name):
+    """Also by the name that the reference had before."""
     machine("host")
 
     def forced():
-        set_backend("ops")
-        assert backend() == "ops"
+        set_backend(name)
+        assert backend() == "reference"
         with use_backend("host"):
             set_backend("auto")
             assert backend() == "host"
-        assert backend() == "ops"
+        assert backend() == "reference"
         set_backend("auto")
         assert backend() == "host"
 
@@ -90,17 +92,17 @@ def test_forcing_for_good(machine):
 
 def test_a_block_can_be_entered_again(machine):
     machine("host")
-    forced = use_backend("ops")
+    forced = use_backend("reference")
     for _ in range(2):
         with forced:
-            assert backend() == "ops"
+            assert backend() == "reference"
         assert backend() == "host"
 
 
 def test_the_environment_forces_one(machine, environment):
     machine("host")
-    environment("ops")
-    assert backend() == "ops"
+    environment("reference")
+    assert backend() == "reference"
     with use_backend("host"):
         assert backend() == "host"
 
@@ -112,7 +114,7 @@ def test_a_forced_backend_that_cannot_run_raises(machine, environment, name):
         use_backend(name)
     with pytest.raises(BackendError, match=f"the {name} backend .* no {name} here"):
         set_backend(name)
-    assert backend() == "ops"
+    assert backend() == "reference"
     environment(name)
     with pytest.raises(BackendError, match=f"no {name} here"):
         backend()
@@ -130,12 +132,12 @@ def test_an_unknown_name_is_an_error(environment):
 
 def test_a_default_for_threads_that_force_none():
     number = epoch.number
-    with default_backend("ops"), ThreadPoolExecutor(1) as pool:
+    with default_backend("reference"), ThreadPoolExecutor(1) as pool:
         assert epoch.number > number
-        assert pool.submit(backend).result() == requested() == "ops"
+        assert pool.submit(backend).result() == requested() == "reference"
         with use_backend("host"):
             assert backend() == "host"
-            assert pool.submit(backend).result() == "ops"
+            assert pool.submit(backend).result() == "reference"
     assert requested() == "auto" and epoch.number > number + 1
     with pytest.raises(ValueError, match="not 'vulkan'"), default_backend("vulkan"):
         pass
@@ -143,7 +145,7 @@ def test_a_default_for_threads_that_force_none():
 
 def test_threads_force_backends_of_their_own():
     """Blocks that overlap in any order leave nothing forced, neither elsewhere nor behind them."""
-    seen = {"ops": set(), "host": set()}
+    seen = {"reference": set(), "host": set()}
     begin = threading.Barrier(3)
 
     def work(name):
@@ -175,15 +177,19 @@ def test_tasks_force_backends_of_their_own():
         return found | {requested()}
 
     async def together():
-        return await asyncio.gather(task("ops"), task("host"), task("ops"))
+        return await asyncio.gather(task("reference"), task("host"), task("reference"))
 
-    assert asyncio.run(together()) == [{"ops", "auto"}, {"host", "auto"}, {"ops", "auto"}]
+    assert asyncio.run(together()) == [
+        {"reference", "auto"},
+        {"host", "auto"},
+        {"reference", "auto"},
+    ]
 
 
 def test_a_choice_goes_to_another_thread_by_its_context():
-    with use_backend("ops"), ThreadPoolExecutor(1) as pool:
+    with use_backend("reference"), ThreadPoolExecutor(1) as pool:
         assert pool.submit(requested).result() == "auto"
-        assert pool.submit(contextvars.copy_context().run, requested).result() == "ops"
+        assert pool.submit(contextvars.copy_context().run, requested).result() == "reference"
 
 
 def test_interrupts_inside_blocks_leave_nothing_forced():
@@ -191,7 +197,7 @@ def test_interrupts_inside_blocks_leave_nothing_forced():
 
     def blocks():
         for _ in range(20):
-            with use_backend("ops"), mode(Mode.INFERENCE):
+            with use_backend("reference"), mode(Mode.INFERENCE):
                 requested()
 
     with interrupts() as run:
@@ -201,18 +207,18 @@ def test_interrupts_inside_blocks_leave_nothing_forced():
 
 
 def test_nothing_is_forced_before_a_block_is_entered():
-    block = use_backend("ops")
+    block = use_backend("reference")
     assert requested() == "auto"
     with block, contextlib.ExitStack() as stack:
-        assert requested() == "ops"
+        assert requested() == "reference"
         stack.enter_context(use_backend("host"))
         assert requested() == "host"
     assert requested() == "auto"
 
 
 def test_a_mode_ends_with_its_block():
-    with mode(Mode.GRADIENT), use_backend("ops"), mode(Mode.INFERENCE):
-        assert (current.get().mode, requested()) == (Mode.INFERENCE, "ops")
+    with mode(Mode.GRADIENT), use_backend("reference"), mode(Mode.INFERENCE):
+        assert (current.get().mode, requested()) == (Mode.INFERENCE, "reference")
     assert current.get() is module._INITIAL
     assert [m.name for m in Mode if m.differentiable] == ["EAGER", "TRANSFORMED"]
     assert [m.name for m in Mode if m.single] == ["EAGER", "COMPILED"]
@@ -250,8 +256,8 @@ def test_what_was_made_for_another_epoch_is_not_kept():
 
 def test_the_ops_backend_runs_no_kernel():
     with (
-        use_backend("ops"),
-        pytest.raises(BackendError, match="kernel histogram was called, but the ops backend"),
+        use_backend("reference"),
+        pytest.raises(BackendError, match="kernel histogram was called, but the reference backend"),
     ):
         launch_histogram(mx.zeros(16, mx.uint8))
 

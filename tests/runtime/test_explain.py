@@ -14,18 +14,18 @@ from tests.threads import in_threads
 
 
 def test_notes_of_ones_own():
-    note("op", "ops", "why not")
-    assert str(explain()[0]) == "op: ops (why not), 1 calls"
+    note("op", "reference", "why not")
+    assert str(explain()[0]) == "op: reference (why not), 1 calls"
 
 
 def test_a_decision_is_listed_once_for_each_reason_and_evidence():
     for _ in range(2):
-        note("op", "ops", "why", "rule")
-        note("op", "ops", "why", "measured here")
+        note("op", "reference", "why", "rule")
+        note("op", "reference", "why", "measured here")
         note("op", "host", "why")
     assert {(d.path, d.evidence, d.calls) for d in explain()} == {
-        ("ops", "rule", 2),
-        ("ops", "measured here", 2),
+        ("reference", "rule", 2),
+        ("reference", "measured here", 2),
         ("host", "rule", 2),
     }
 
@@ -33,27 +33,27 @@ def test_a_decision_is_listed_once_for_each_reason_and_evidence():
 def test_decisions_print_as_a_table_in_which_figures_do_not_count():
     for speed, calls in (("0.7", 2), ("0.71", 3), ("12", 1), ("1,200", 1)):
         for _ in range(calls):
-            note("some name", "ops", f"on a CPU the kernel has {speed} times the speed")
+            note("some name", "reference", f"on a CPU the kernel has {speed} times the speed")
     note("own", "host", "asked for", "asked for")
     assert len(explain()) == 5
     assert str(explain()) == repr(explain())
     assert str(explain()).splitlines() == [
-        "operation  path  calls  evidence   reason",
-        "some name  ops   7      rule       on a CPU the kernel has 0.71 times the speed",
-        "own        host  1      asked for  asked for",
+        "operation  path       calls  evidence   reason",
+        "some name  reference  7      rule       on a CPU the kernel has 0.71 times the speed",
+        "own        host       1      asked for  asked for",
     ]
 
 
 def test_a_reset_forgets():
-    note("op", "ops", "why")
-    assert explain(reset=True) == [Decision("op", "ops", "why")]
+    note("op", "reference", "why")
+    assert explain(reset=True) == [Decision("op", "reference", "why")]
     assert explain() == []
-    note("op", "ops", "why")
-    assert explain() == [Decision("op", "ops", "why")]
+    note("op", "reference", "why")
+    assert explain() == [Decision("op", "reference", "why")]
 
 
 def test_what_is_recorded_is_not_counted():
-    one, other = row("one", "ops", "why"), row("other", "ops", "why")
+    one, other = row("one", "reference", "why"), row("other", "reference", "why")
     with recording() as outer:
         count((one,))
         with recording() as inner:
@@ -68,7 +68,7 @@ def test_what_is_recorded_is_not_counted():
 @pytest.mark.parametrize("reset", [False, True])
 def test_no_call_of_a_thread_is_lost(reset):
     """80,000 calls, which are counted exactly, even if somebody resets the counts meanwhile."""
-    twice = Operation("twice", lambda specs: Plan(Choice("twice", "ops", "a test"), _same))
+    twice = Operation("twice", lambda specs: Plan(Choice("twice", "reference", "a test"), _same))
     x = mx.ones(1)
     mx.eval(x)
 
@@ -99,7 +99,7 @@ def test_explaining_beside_running_operations_raises_nothing():
 
     def work(_):
         for i in range(500):
-            note(f"op {i}", "ops", str(threading.get_ident()))
+            note(f"op {i}", "reference", str(threading.get_ident()))
 
     reader = threading.Thread(target=in_threads, args=(read, 2))
     reader.start()

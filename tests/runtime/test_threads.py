@@ -26,7 +26,7 @@ else:
     os._exit(0)
 def work():
     x, packed = mx.random.normal((4, 128)), mx.quantize(mx.random.normal((64, 128)))
-    with mock.patch.object(dispatcher, "_can_compile", lambda: True), use_backend("ops"):
+    with mock.patch.object(dispatcher, "_can_compile", lambda: True), use_backend("reference"):
         for rows in range(1, 5):
             mx.eval(quantized_matmul(x[:rows], *packed))
 sys.setswitchinterval(1000)

@@ -41,7 +41,7 @@ def test_from_threads_at_once():
 
 
 def test_the_function_runs_in_the_context_of_the_caller():
-    for name in ("ops", "host"):
+    for name in ("reference", "host"):
         with use_backend(name):
             assert wait_for(lambda: requested(), 5) == name
     assert wait_for(lambda: requested(), 5) == requested()

@@ -180,7 +180,7 @@ def mac(request, machine, monkeypatch, tmp_path):
 def converted():
     """The model in a process of its own."""
     model = without_numbers(qwen2.Model(qwen2.ModelArgs(**QWEN)))
-    with use_backend("ops"):
+    with use_backend("reference"):
         convert_model(model, verify=False, calibrate=False)
     return model
 

@@ -197,7 +197,7 @@ def test_finalists_are_the_heuristics_choice_and_the_best_that_work():
 
 
 def test_without_a_backend_there_is_nothing_to_tune():
-    with use_backend("ops"), pytest.raises(ValueError, match="nothing to tune"):
+    with use_backend("reference"), pytest.raises(ValueError, match="nothing to tune"):
         tune(SMALL)
 
 

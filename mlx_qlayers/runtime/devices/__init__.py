@@ -18,7 +18,7 @@ DEVICES: dict[str, Callable[[str], Device]] = {
     "cuda": nvidia.device,
     # Kernels run there as Apple's compiler would have them, a thread after the other.
     "host": lambda _: Device("host", "cpu", gpu=False),
-    "ops": lambda _: Device("ops", gpu=False),
+    "reference": lambda _: Device("reference", gpu=False),
 }
 
 

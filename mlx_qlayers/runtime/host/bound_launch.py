@@ -307,7 +307,7 @@ def _no_values(launch: Launch, error: ValueError) -> Exception:
     return BackendError(
         f"kernel {launch.program.name}: mx.compile or mx.vmap is tracing the inputs, and the host "
         "backend needs their values. Leave the call out of the compiled function, or "
-        'use_backend("ops")'
+        'use_backend("reference")'
     )
 
 

@@ -278,7 +278,7 @@ def test_caches_of_mlx_lm(make_cache):
         caches = cache.update_and_fetch(k[..., start:stop, :], v[..., start:stop, :])
         with use_backend("host"):
             actual = attention(q, *caches, **options)
-        with use_backend("ops"):
+        with use_backend("reference"):
             expected = attention(q, *caches, **options)
         assert_same_sums(actual, expected)
 
@@ -293,9 +293,9 @@ def test_gradients_are_the_references():
         return (attention(q, k, v, **{**options, "mask": mask, "sinks": sinks}) ** 2).sum()
 
     actual = {}
-    for name in ("host", "ops"):
+    for name in ("host", "reference"):
         with use_backend(name):
             actual[name] = mx.grad(loss, list(range(5)))(*inputs)
             mx.eval(actual[name])
-    for ours, stock in zip(actual["host"], actual["ops"], strict=True):
+    for ours, stock in zip(actual["host"], actual["reference"], strict=True):
         assert_same_sums(ours, stock)

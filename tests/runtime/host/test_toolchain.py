@@ -91,16 +91,16 @@ def test_auto_falls_back_and_says_so_once(
     cause: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     CAUSES[cause](folder, monkeypatch)
-    with use_backend("ops"):
+    with use_backend("reference"):
         expected = quantized_matmul(X, *PACKED)
     explain(reset=True)
     found = [quantized_matmul(X, *PACKED) for _ in range(2)]
     assert all(mx.array_equal(y, expected) for y in found)
     said = [x for x in capsys.readouterr().err.splitlines() if "no kernels run" in x]
     assert len(said) == 1 and cause in said[0]
-    (decision,) = [d for d in explain() if d.op == "quantized_matmul" and d.path == "ops"]
+    (decision,) = [d for d in explain() if d.op == "quantized_matmul" and d.path == "reference"]
     assert decision.reason.startswith("no GPU, and no host backend: ") and decision.calls == 2
-    assert cause in decision.reason and backend.backend() == "ops"
+    assert cause in decision.reason and backend.backend() == "reference"
     assert not [d for d in explain() if d.op.startswith("kernel ")]
 
 
@@ -123,7 +123,7 @@ def test_a_gradient_falls_back_where_its_kernel_cannot_be_compiled(
 ) -> None:
     def plan(arrays: tuple[object, ...]) -> Plan:
         choice = choose("exp", host_gain=2.0)
-        if choice.path == "ops":
+        if choice.path == "reference":
             return Plan(choice, reference.exp)
         forward, backward = launch.exp(arrays[0], False), launch.exp_gradient(arrays[0])
 
@@ -139,7 +139,7 @@ def test_a_gradient_falls_back_where_its_kernel_cannot_be_compiled(
     for _ in range(2):
         _, dx = mx.value_and_grad(lambda x: dispatch(operation, (x,)).sum())(x)
         assert_function(dx, np.exp, x)
-        assert backend.backend() == "ops"
+        assert backend.backend() == "reference"
     forget()
     with use_backend("host"), pytest.raises(BackendError, match="SIGKILL"):
         mx.grad(lambda x: dispatch(operation, (x,)).sum())(x)
