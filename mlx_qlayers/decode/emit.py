@@ -22,8 +22,8 @@ from ..runtime.explain import Row, count
 from ..runtime.launch import Launching
 from .capture import Unsupported
 from .graph import Graph, Node, Size, names_in, resolved
-from .operations import OPERATIONS, Dispatched
-from .primitives import Call, call_of
+from .operations import OPERATIONS
+from .primitives import Call, Dispatched, call_of
 from .rules.deferred import deferred
 from .rules.serial import serial
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -11,32 +10,45 @@ import mlx.core as mx
 from ..formats import Format
 from ..metal.gather_qmm.experts import share_experts
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
-from ..ops.experts import experts_chosen, experts_combined, experts_products, gated, leaves_experts
-from ..ops.gated_delta import gated_delta
+from ..ops.experts import (
+    EXPERTS_COMBINED,
+    EXPERTS_PRODUCTS,
+    experts_products,
+    gated,
+    leaves_experts,
+)
+from ..ops.gated_delta import GATED_DELTA
 from ..ops.gather_qmm import gather_qmm
-from ..ops.latent_attention import latent_attention
 from ..ops.quantized_route import is_qmv
 from ..options import PackedMatrix
 from ..runtime.backend import backend
+from ..runtime.spec import Spec
 from .graph import Node, resolved
+from .primitives import Dispatched
 
 
-def experts(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
+def experts(node: Node, values: Mapping[str, int]) -> Any:
     """Products with the matrices that rows chose."""
-    *fmt, gate, eps = node.arg
+    (x, chosen, squares, *_), (*fmt, gate, eps) = node.src, node.arg
+    assert x is not None and chosen is not None
+    if is_qmv(_rows(x, values, len(x.shape) > len(chosen.shape))):
+        static = Format(*fmt), gate, 0.0 if squares is None else eps
+        return Dispatched(EXPERTS_PRODUCTS, static)
     single = len(node.outputs) == 1
 
-    def products(x: mx.array, chosen: mx.array, squares: Any, *flat: Any) -> Any:
+    def products(x: mx.array, chosen: mx.array, _: None, *flat: Any) -> Any:
         matrices = [PackedMatrix(*flat[i : i + 4]) for i in range(0, len(flat), 4)]
-        norm = None if squares is None else (squares, eps)
-        if is_qmv(x[..., 0, :] if x.ndim > chosen.ndim else x):
-            made = experts_products(x, chosen, matrices, Format(*fmt), gate, norm)
-        else:
-            made = [_sorted(x, chosen, each, Format(*fmt)) for each in matrices]
-            made = made if gate is None else [gated(gate, *made)]
+        made = [_sorted(x, chosen, each, Format(*fmt)) for each in matrices]
+        made = made if gate is None else [gated(gate, *made)]
         return made[0] if single else made
 
     return products
+
+
+def _rows(x: Node, values: Mapping[str, int], chosen: bool) -> Spec:
+    """The rows that experts are chosen for, of which there may be one for each choice."""
+    *shape, width = resolved(x.shape, values)
+    return Spec((*shape[: -1 if chosen else None], width), x.dtype)
 
 
 def _sorted(x: mx.array, chosen: mx.array, matrix: PackedMatrix, fmt: Format) -> mx.array:
@@ -51,16 +63,18 @@ def _sorted(x: mx.array, chosen: mx.array, matrix: PackedMatrix, fmt: Format) ->
     return y[mx.argsort(order)].reshape(*chosen.shape, -1)
 
 
-def combined(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
+def combined(node: Node, values: Mapping[str, int]) -> Any:
     """The sum, by scores, of products with a matrix."""
-    fmt = Format(*node.arg)
+    fmt, (x, _, scores, w, *_) = Format(*node.arg), node.src
+    assert x is not None and scores is not None and w is not None
+    few = is_qmv(_rows(x, values, True))
+    if few and not share_experts(resolved(scores.shape, values), w.shape[0]):
+        return Dispatched(EXPERTS_COMBINED, (fmt,))
 
     def total(x: mx.array, chosen: mx.array, scores: mx.array, *flat: Any) -> mx.array:
         matrix, residual = PackedMatrix(*flat[:4]), flat[4]
-        if is_qmv(x[..., 0, :]) and not share_experts(scores.shape, len(matrix.w)):
-            return experts_combined(x, chosen, scores, matrix, fmt, residual)
         # Only the product reads matrices once for all sequences.
-        if is_qmv(x[..., 0, :]):
+        if few:
             (y,) = experts_products(x, chosen, [matrix], fmt)
         else:
             y = _sorted(x, chosen, matrix, fmt)
@@ -79,21 +93,11 @@ def choices(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
     return ordered
 
 
-def chosen(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
-    """Experts and their shares."""
-    (router,) = node.arg
-
-    def choose(logits: mx.array, bias: Any, factors: Any) -> list[mx.array]:
-        return experts_chosen(logits, router, bias, factors)
-
-    return choose
-
-
-def delta(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
+def delta(node: Node, values: Mapping[str, int]) -> Any:
     """The gated delta rule."""
     (norms,) = node.arg
     if backend() != "metal" or node.outputs[1].shape[-1] % 32:
-        return partial(gated_delta, norms=norms)
+        return Dispatched(GATED_DELTA, node.arg)
     from mlx_lm.models.gated_delta import gated_delta_kernel
 
     def step(q: mx.array, k: mx.array, *arrays: Any) -> Any:
@@ -122,18 +126,6 @@ def depthwise(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
         return y.astype(x.dtype)
 
     return convolve
-
-
-def latent(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
-    """Latent attention of a token."""
-    (scale,) = node.arg
-
-    def attend(
-        q: mx.array, r: mx.array, c: mx.array, p: mx.array, last: mx.array, mask: Any
-    ) -> Any:
-        return latent_attention(q, r, c, p, last, scale=scale, mask=mask)
-
-    return attend
 
 
 def heads(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:

@@ -4,37 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..dispatch import Operation
 from ..ops.attention import ATTENTION
 from ..ops.attention_rows import ATTENTION_ROWS
 from ..ops.attention_step import ATTENTION_STEP
 from ..ops.embedding import QUANTIZED_ROWS
+from ..ops.experts import EXPERTS_CHOSEN
 from ..ops.fused_products import FUSED_PRODUCTS
+from ..ops.latent_attention import LATENT_ATTENTION
 from ..ops.rotary import ROTARY
 from . import mixtures
 from .graph import Node
+from .primitives import Dispatched
 
 # From a node and the numbers that are known to what its arrays are given to.
-Maker = Callable[[Node, Mapping[str, int]], "Callable[..., Any] | Dispatched"]
-
-
-class Dispatched(NamedTuple):
-    """An operation of this package, of the arrays of a node in turn.
-
-    Attributes:
-        operation: what is dispatched.
-        static: its other arguments.
-        listed: whether it gives a list of arrays, also of one.
-    """
-
-    operation: Operation
-    static: tuple[Any, ...]
-    listed: bool = True
+Maker = Callable[[Node, Mapping[str, int]], Callable[..., Any] | Dispatched]
 
 
 def _unpacked(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
@@ -84,7 +72,7 @@ OPERATIONS: dict[str, Maker] = {
     "AttentionRows": lambda node, values: Dispatched(ATTENTION_ROWS, node.arg),
     "AttentionStep": lambda node, values: Dispatched(ATTENTION_STEP, node.arg),
     "Choices": mixtures.choices,
-    "Chosen": mixtures.chosen,
+    "Chosen": lambda node, values: Dispatched(EXPERTS_CHOSEN, node.arg),
     "Combined": mixtures.combined,
     "Depthwise": mixtures.depthwise,
     "Embedding": lambda node, values: Dispatched(QUANTIZED_ROWS, node.arg, listed=False),
@@ -94,7 +82,7 @@ OPERATIONS: dict[str, Maker] = {
     "GeluApprox": lambda node, values: nn.gelu_approx,
     "Position": _position,
     "Heads": mixtures.heads,
-    "Latent": mixtures.latent,
+    "Latent": lambda node, values: Dispatched(LATENT_ATTENTION, node.arg),
     "Products": lambda node, values: Dispatched(FUSED_PRODUCTS, node.arg),
     "Rotary": lambda node, values: Dispatched(ROTARY, node.arg),
     "Shown": _shown,

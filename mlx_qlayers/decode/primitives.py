@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..dispatch import Operation
 from .graph import Node
 
 MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
@@ -29,6 +30,20 @@ class Call(NamedTuple):
     function: Callable[..., Any]
     more: Callable[[tuple[Any, ...]], tuple[Any, ...]] = lambda arg: ()
     shaped: bool = False
+
+
+class Dispatched(NamedTuple):
+    """An operation of this package, of the arrays of a node in turn.
+
+    Attributes:
+        operation: what is dispatched.
+        static: its other arguments.
+        listed: whether it gives a list of arrays, also of one.
+    """
+
+    operation: Operation
+    static: tuple[Any, ...]
+    listed: bool = True
 
 
 # What makes a call of a node, or a call if that depends on no arguments but those of ``more``.

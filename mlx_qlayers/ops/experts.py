@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -18,6 +18,7 @@ from ..options import SCORES, Clipped, PackedMatrix, Router
 from ..reference import experts as reference
 from ..runtime.backend import requested
 from ..runtime.devices import device_of
+from ..runtime.launch import Launching
 from ..runtime.spec import Spec
 from .fused_products import normed, with_squares
 from .gather_qmm import gather_qmm
@@ -67,7 +68,7 @@ def experts_products(
     flat = [array for matrix in matrices for array in PackedMatrix(*matrix)]
     squares, epsilon = norm or (None, 0.0)
     arrays = x, experts, squares, *flat
-    outputs: list[mx.array] = dispatch(_PRODUCTS, arrays, (fmt, gate, epsilon))
+    outputs: list[mx.array] = dispatch(EXPERTS_PRODUCTS, arrays, (fmt, gate, epsilon))
     return outputs
 
 
@@ -104,7 +105,7 @@ def experts_combined(
     Source: ``mx.gather_qmm``.
     """
     arrays = (x, experts, scores, *PackedMatrix(*matrix), residual)
-    (y,) = dispatch(_COMBINED, arrays, (fmt,))
+    (y,) = dispatch(EXPERTS_COMBINED, arrays, (fmt,))
     combined: mx.array = y
     return combined
 
@@ -139,7 +140,7 @@ def experts_chosen(
 
     Source: the routers of mlx-lm's models; of groups, DeepSeek-V3 (https://arxiv.org/abs/2412.19437).
     """
-    outputs: list[mx.array] = dispatch(_CHOSEN, (logits, bias, factors), (router,))
+    outputs: list[mx.array] = dispatch(EXPERTS_CHOSEN, (logits, bias, factors), (router,))
     return outputs
 
 
@@ -161,10 +162,7 @@ def _plan_chosen(arrays: Sequence[Any], router: Router) -> Plan:
     if choice.path == "reference":
         return Plan(choice, composed)
     launch = kernels.experts_chosen(logits, bias, factors, router)
-
-    def run(*arrays: Any) -> list[mx.array]:
-        return launch([a for a in arrays if a is not None])
-
+    run = Launching(launch, [i for i, a in enumerate(arrays) if a is not None])
     return Plan(choice, run, gradient_of(composed, arrays), composed)
 
 
@@ -218,11 +216,7 @@ def _plan_products(
     few = device_of().few_registers
     right = _INDICES(experts.shape)
     launch = kernels.experts_products(x, right, matrices, fmt, gate, share, few, squares, epsilon)
-
-    def run(*arrays: Any) -> list[mx.array]:
-        x, experts, squares, *flat = arrays
-        return launch([x, _words(experts), *(a for a in (*flat, squares) if a is not None)])
-
+    run = _given(launch, arrays, (0, 1, *range(3, len(arrays)), 2))
     return Plan(choice, run, gradient_of(composed, arrays), composed)
 
 
@@ -242,17 +236,16 @@ def _plan_combined(arrays: Sequence[Any], fmt: Format) -> Plan:
     if choice.path == "reference":
         return Plan(choice, composed)
     launch = kernels.experts_combined(x, _INDICES(experts.shape), scores, matrix, residual, fmt)
-
-    def run(*arrays: Any) -> list[mx.array]:
-        x, experts, scores, *flat = arrays
-        return launch([x, _words(experts), scores, *(a for a in flat if a is not None)])
-
+    run = _given(launch, arrays, range(len(arrays)))
     return Plan(choice, run, gradient_of(composed, arrays), composed)
 
 
-def _words(experts: mx.array) -> mx.array:
-    """Indices as the kernels take them; those that are so keep their identity."""
-    return experts if experts.dtype == mx.uint32 else experts.astype(mx.uint32)
+def _given(launch: Any, arrays: Sequence[Any], order: Iterable[int]) -> Any:
+    """A launch of the arrays that there are in another order, with indices as kernels take them."""
+    run = Launching(launch, [i for i in order if arrays[i] is not None])
+    if arrays[1].dtype == mx.uint32:
+        return run
+    return lambda x, experts, *rest: run(x, experts.astype(mx.uint32), *rest)
 
 
 def gated(gate: str | Clipped, y: mx.array, up: mx.array) -> mx.array:
@@ -285,9 +278,9 @@ _SUMMED = Signature("""
     scores: float (*N, J)
     residual: x (*N, M) or None
 """)
-_PRODUCTS = Operation("experts_products", _plan_products, sample=with_squares)
-_CHOSEN = Operation("experts_chosen", _plan_chosen, sample=_apart)
-_COMBINED = Operation("experts_combined", _plan_combined)
+EXPERTS_PRODUCTS = Operation("experts_products", _plan_products, sample=with_squares)
+EXPERTS_CHOSEN = Operation("experts_chosen", _plan_chosen, sample=_apart)
+EXPERTS_COMBINED = Operation("experts_combined", _plan_combined)
 
 
 def _product(x: mx.array, experts: mx.array, matrix: PackedMatrix, fmt: Format) -> mx.array:

@@ -56,7 +56,7 @@ def gated_delta(
     Source: mlx-lm's ``gated_delta_ops``; arXiv 2412.06464.
     """
     arrays = q, k, v, g, beta, state, mask
-    outputs: list[mx.array] = dispatch(_GATED_DELTA, arrays, (norms,))
+    outputs: list[mx.array] = dispatch(GATED_DELTA, arrays, (norms,))
     return outputs
 
 
@@ -107,4 +107,4 @@ _TAKES = Signature("""
     state: float32 (B, H, Dv, Dk)
     mask: bool (B, L) or None
 """)
-_GATED_DELTA = Operation("gated_delta", _plan, sample=_sample)
+GATED_DELTA = Operation("gated_delta", _plan, sample=_sample)

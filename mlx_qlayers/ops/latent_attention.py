@@ -51,7 +51,7 @@ def latent_attention(
 
     Source: multi-head latent attention, arXiv 2405.04434; mlx-lm's ``deepseek_v3``.
     """
-    y: mx.array = dispatch(_LATENT, (q, r, c, p, last, mask), (scale,))[0]
+    y: mx.array = dispatch(LATENT_ATTENTION, (q, r, c, p, last, mask), (scale,))[0]
     return y
 
 
@@ -96,4 +96,4 @@ _TAKES = Signature("""
     last: int32 ()
     mask: bool (1|B, 1, 1, S) or None
 """)
-_LATENT = Operation("latent_attention", _plan, sample=_sample)
+LATENT_ATTENTION = Operation("latent_attention", _plan, sample=_sample)

@@ -26,7 +26,7 @@ class Launching:
 
     Args:
         launch: what is called with a list of arrays.
-        places: which of the operation's it takes, two or more.
+        places: which of the operation's it takes.
         more: what it takes behind them each time.
     """
 
@@ -34,7 +34,9 @@ class Launching:
 
     def __init__(self, launch: Bound, places: Iterable[int], more: Sequence[mx.array] = ()) -> None:
         self.launch, self.places, self.more = launch, (*places,), (*more,)
-        self.taken = itemgetter(*self.places)
+        # Of a single place it would be no tuple.
+        one = slice(*self.places, self.places[0] + 1) if len(self.places) == 1 else None
+        self.taken = itemgetter(one) if one else itemgetter(*self.places)
 
     def __call__(self, *arrays: Any) -> list[mx.array]:
         """Launch it with the operation's arrays."""

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...runtime.kernel import Kernel
+from ...runtime.launch import Launching
 from ...runtime.spec import Spec
 
 _INPUTS = ("q", "k", "v", "g", "beta", "state", "mask", "shape")
@@ -73,4 +74,4 @@ def gated_delta(arrays: Sequence[Any], *norms: float) -> Callable[..., list[mx.a
         output_shapes=[v.shape, state.shape],
         output_dtypes=[q.dtype, mx.float32],
     )
-    return lambda *arrays: launch([*(a for a in arrays if a is not None), sizes])
+    return Launching(launch, [i for i, a in enumerate(arrays) if a is not None], [sizes])
