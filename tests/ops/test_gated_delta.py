@@ -140,34 +140,6 @@ def test_what_the_kernel_does_not_take(shape: tuple[int, ...], path: str) -> Non
         assert explain()[0].path == "reference"
 
 
-@pytest.mark.parametrize(
-    ("number", "other", "message"),
-    [
-        (
-            0,
-            mx.zeros((1, 3, 32)),
-            r"q must be \(B, L, Hk, Dk\), but its shape is \(1, 3, 32\)",
-        ),
-        (1, mx.zeros((1, 3, 1, 32), mx.float16), r"k must be float32 as q, not mlx\.core\.float16"),
-        (2, mx.zeros((1, 4, 2, 8)), r"v must be \(1, 3, H, Dv\), but its shape is \(1, 4, 2, 8\)"),
-        (2, mx.zeros((1, 3, 2, 8), mx.float16), r"v must be float32 as q, not mlx\.core\.float16"),
-        (
-            3,
-            mx.zeros((1, 3, 2, 16)),
-            r"g must be \(1, 3, 2\) or \(1, 3, 2, 32\).* is \(1, 3, 2, 16\)",
-        ),
-        (4, mx.zeros((1, 3, 1)), r"beta must be \(1, 3, 2\), but its shape is \(1, 3, 1\)"),
-        (5, mx.zeros((1, 2, 8, 32), mx.float16), r"state must be float32, not mlx\.core\.float16"),
-        (6, mx.zeros((1, 3)), r"mask must be bool, not mlx\.core\.float32"),
-    ],
-)
-def test_messages(number: int, other: mx.array, message: str) -> None:
-    given = arrays((1, 3, 1, 2, 32, 8), mx.float32)
-    given[number] = other
-    with pytest.raises(ValueError, match=message):
-        gated_delta(*given)
-
-
 @pytest.mark.parametrize("norms", [3, (1e-6, 1.0), (1e-6, "1", 1.0), (1e-6, float("nan"), 1.0)])
 def test_norms_that_are_no_numbers(norms: Any) -> None:
     with pytest.raises(ValueError, match="norms must be an epsilon and two factors, finite"):

@@ -123,31 +123,6 @@ def test_long_caches_go_by_what_was_measured(monkeypatch: pytest.MonkeyPatch, pa
             assert ("rows, more than 8 for each" not in reason) == faster, reason
 
 
-@pytest.mark.parametrize(
-    ("number", "other", "message"),
-    [
-        (0, mx.zeros((1, 2, 3, 32)), r"q must be \(B, H, 1, D\), but its shape is \(1, 2, 3, 32\)"),
-        (1, mx.zeros((1, 3, 1, 32)), r"r must be \(1, 2, 1, R\), but its shape is \(1, 3, 1, 32\)"),
-        (
-            2,
-            mx.zeros((1, 1, 9, 64)),
-            r"c must be \(1, 1, S, 32\), but its shape is \(1, 1, 9, 64\)",
-        ),
-        (
-            3,
-            mx.zeros((1, 1, 8, 32)),
-            r"p must be \(1, 1, 9, 32\), but its shape is \(1, 1, 8, 32\)",
-        ),
-        (3, mx.zeros((1, 1, 9, 32), mx.float16), r"p must be float32 as q, not mlx\.core\.float16"),
-    ],
-)
-def test_messages(number: int, other: mx.array, message: str) -> None:
-    four = arrays((1, 2, 9, 32, 32), mx.float32)[:4]
-    four[number] = other
-    with pytest.raises(ValueError, match=message):
-        latent_attention(*four, mx.array(3), scale=0.1)
-
-
 def test_messages_of_what_hides_rows() -> None:
     four = arrays((1, 2, 9, 32, 32), mx.float32)[:4]
     with pytest.raises(ValueError, match=r"last must be \(\), but its shape is \(1,\)"):

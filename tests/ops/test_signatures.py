@@ -1,4 +1,4 @@
-"""Operations take the arguments of MLX's operators: the same order, the same names."""
+"""Operations take the arguments of MLX's operators, and what they declare: nothing else."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_qlayers import attention, quantized_matmul
+from mlx_qlayers import attention, quantized_matmul, use_backend
+from mlx_qlayers.ops import attention_checks, gated_delta, latent_attention, linalg, rotary
+from mlx_qlayers.ops import exp as elementwise
 from mlx_qlayers.ops.gather_qmm import gather_qmm
+from mlx_qlayers.ops.signature import FLOATS
 from tests.numerics import assert_same_sums
 
 OURS = {
@@ -54,3 +57,81 @@ def test_attention_by_position():
     options = {"scale": 0.2, "mask": "causal", "sinks": mx.ones(2)}
     stock = mx.fast.scaled_dot_product_attention(q, k, v, **options)
     assert_same_sums(attention(q, k, v, **options), stock)
+
+
+# Operations whose arguments are one signature, and what they take besides.
+DECLARED = [
+    (elementwise.exp, elementwise._TAKES, {}),
+    (rotary.rotary_embedding, rotary._TAKES, {"dims": 2}),
+    (gated_delta.gated_delta, gated_delta._TAKES, {}),
+    (latent_attention.latent_attention, latent_attention._TAKES, {"scale": 0.1}),
+    (attention, attention_checks._TAKES, {}),
+    (linalg.solve_triangular, linalg._SYSTEM, {}),
+    (linalg.subtract_product, linalg._DIFFERENCE, {}),
+    (linalg.cholesky, linalg._SQUARE, {"check": False}),
+]
+SIZES = (1, 1, 2, 3, 4, 6)
+VALUES = {"int": (1, 7), "number": (0.5, 3), "flag": (True, False)}
+
+
+def sampled(signature, rng):
+    """Arguments that fit, by trial."""
+    for _ in range(5000):
+        sizes, values = {"1": 1}, {}
+        kind = FLOATS[rng.integers(3)]
+        for argument in signature.arguments:
+            if argument.optional and rng.integers(2):
+                values[argument.name] = None
+            elif argument.is_array:
+                tokens = argument.shapes and argument.shapes[rng.integers(len(argument.shapes))]
+                shape = [sizes.setdefault(t.split("|")[-1], rng.choice(SIZES)) for t in tokens]
+                fixed = {"float32": mx.float32, "int32": mx.int32, "integer": mx.int32}
+                dtype = fixed.get(argument.kind, mx.bool_ if "bool" in argument.kind else kind)
+                values[argument.name] = mx.ones([*map(int, shape)]).astype(dtype)
+            else:
+                values[argument.name] = VALUES[argument.kind][rng.integers(2)]
+        if fits(signature, values) is None:
+            return values
+    raise AssertionError("nothing fits")
+
+
+def fits(signature, values):
+    """What the signature says against these arguments, if it does."""
+    try:
+        signature.check(*values.values())
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("function", "signature", "more"), DECLARED)
+def test_what_is_declared_is_taken_and_nothing_else(function, signature, more):
+    rng, refused = np.random.default_rng(7), 0
+    for _ in range(5):
+        values = sampled(signature, rng)
+        for argument in signature.arguments:
+            for other in damaged(values[argument.name], argument):
+                given = values | {argument.name: other}
+                why = fits(signature, given)
+                with use_backend("reference"):
+                    if why is None:
+                        mx.eval(function(**given, **more))
+                        continue
+                    with pytest.raises(ValueError) as caught:
+                        mx.eval(function(**given, **more))
+                assert str(caught.value) == why or other == "text"
+                assert why.split()[0] in values and " must " in why and ", " in why
+                refused += 1
+    assert refused > 5
+
+
+def damaged(value, argument):
+    """The value, and others in its place."""
+    yield value
+    if not isinstance(value, mx.array):
+        yield from (-1, "x", float("nan")) if value is not None else ()
+        return
+    yield from (value.astype(mx.complex64), value[None], "text")
+    leading = max((shape[0] == "..." for shape in argument.shapes if shape), default=False)
+    for axis in range(value.ndim - 2 if leading else 0, value.ndim):  # those may not broadcast
+        yield mx.concatenate([value, value[(slice(None),) * axis + (slice(0, 1),)]], axis)
