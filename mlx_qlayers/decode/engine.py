@@ -21,6 +21,8 @@ from .graph import Graph
 from .listed import Going, Listed
 from .padded import Padded
 from .rules import fused
+from .rules.padded import padded
+from .rules.steps import Tails
 from .snapshot import Snapshot
 from .tailed import Tailed
 from .tails import released
@@ -228,8 +230,11 @@ class Steps:
         key: Any = batch, where() or _place()
         if key not in found.programs and where():
             try:
-                keys = [each.key for each in some]
-                found.programs[key] = Padded(found.captured, found.graph, batch, keys)
+                if "padded" not in found.programs:
+                    caches = Tails([each.key for each in some], found.captured.names)
+                    found.programs["padded"] = padded(found.graph, caches)
+                graph = found.programs["padded"]
+                found.programs[key] = Padded(found.captured, graph, batch)
             except Unsupported as error:
                 self.stopped[key] = str(error)
         if key not in found.programs:

@@ -16,11 +16,9 @@ from ..runtime.backend import Mode, mode
 from ..runtime.windows import Window, windows
 from .capture import Captured, Unsupported
 from .emit import Program
-from .graph import Graph
 from .listed import Going, Listed
-from .rules.padded import padded
+from .rules.padded import PaddedGraph
 from .rules.padding import POSITIONS, WIDEST, rows_of
-from .rules.steps import Tails
 
 
 class Padded(Listed):
@@ -28,26 +26,23 @@ class Padded(Listed):
 
     Args:
         captured: the step.
-        graph: of it, after the rules.
+        graph: what :func:`.rules.padded.padded` gives of it.
         batch: sequences.
-        keys: of the caches, what the capture is for.
         weights: where arrays of the model lie.
 
     Raises:
-        Unsupported: something takes rows of a cache in a way that is not known.
+        Unsupported: a position becomes something else than one further on.
     """
 
     def __init__(
         self,
         captured: Captured,
-        graph: Graph,
+        graph: PaddedGraph,
         batch: int,
-        keys: Sequence[tuple[Any, ...]],
         weights: Sequence[Window] = (),
     ) -> None:
-        self.weights, self.names = weights, captured.names
-        graph, self.positions = padded(graph, Tails(keys, captured.names))
-        super().__init__(captured, Program(graph, batch, captured.weights))
+        self.weights, self.names, self.positions = weights, captured.names, graph.positions
+        super().__init__(captured, Program(graph.graph, batch, captured.weights))
         counts = dict(zip(self.counters, captured.counts.values(), strict=True))
         self.more = mx.array([_more(name, counts.get(name)) for name in self.positions], mx.int32)
         self.compiled = mx.compile(self._run)

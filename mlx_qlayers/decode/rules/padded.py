@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import inf, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -273,8 +273,15 @@ _RULES: Mapping[str, Callable[[Padding, Node, Sources], Node]] = {
 }
 
 
-def padded(graph: Graph, caches: Tails) -> tuple[Graph, list[str]]:
-    """The graph with positions as an array, and their names in it in turn.
+class PaddedGraph(NamedTuple):
+    """A graph with positions as an array, and their names in it in turn."""
+
+    graph: Graph
+    positions: list[str]
+
+
+def padded(graph: Graph, caches: Tails) -> PaddedGraph:
+    """The graph with positions as an array.
 
     Raises:
         Unsupported: something takes the rows that count in a way that is not known.
@@ -294,4 +301,4 @@ def padded(graph: Graph, caches: Tails) -> tuple[Graph, list[str]]:
             raise Unsupported(f"{name} grows with each token")
     if left := next((node for node in made.nodes() if is_position(node.arg)), None):
         _unknown(now, left, ())
-    return made, now.names
+    return PaddedGraph(made, now.names)
