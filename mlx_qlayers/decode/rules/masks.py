@@ -87,23 +87,19 @@ def _part(
         return None
     one.subtract(other)
     one[_ONE] -= more
-    found = {name: n for name, n in one.items() if n}
-    # The token's row less than, or at, others: what is left besides is a number.
-    before, behind = Counter(at), Counter({_ROW: 1})
-    before.subtract({_ROW: 1})
-    behind.subtract(at)
-    if _without_number(found) == _without_number(before) and one[_ONE] >= at[_ONE]:
-        return Shown(0, False)
-    if _without_number(found) == _without_number(behind):
-        window = one[_ONE] + at[_ONE] + 1
-        return Shown(window, False) if window > 0 else None
-    if found == {_ROW: 1, _PADDING: -1} | ({_ONE: 1} if rolled else {}):
+    # A row is that of the token, less how many tokens came since.
+    since = one.pop(_ROW, 0)
+    one.update({name: since * count for name, count in at.items()})
+    left = {name: count for name, count in one.items() if count}
+    number = left.pop(_ONE, 0)
+    if not left and abs(since) == 1:
+        if since < 0 or number < 0:
+            return Shown(0, False) if number >= 0 else None
+        return Shown(number + 1, False)
+    behind = {name: count for name, count in at.items() if count and name}
+    if since == 1 and left == {**behind, _PADDING: -1} and number == at[_ONE] + rolled:
         return Shown(0, True)
     return None
-
-
-def _without_number(counts: Any) -> dict[str, int]:
-    return {name: n for name, n in counts.items() if n and name != _ONE}
 
 
 def _sum(node: Node | None, is_own: Callable[[str], bool]) -> Counter[str] | None:
