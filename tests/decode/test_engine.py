@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ from stepping import ByGraph
 
 from mlx_qlayers import use_backend
 from mlx_qlayers.decode import engine
+from mlx_qlayers.decode.tailed import Tailed
 from mlx_qlayers.runtime.tracing import trace
 
 # One of each kind of block: norms on both sides, experts, states, latent keys, sinks, rings.
@@ -305,6 +307,8 @@ def test_logits_by_tails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             bits = BITS if kind == "quantized" else None
             for number, (want, each) in enumerate(zip(*found, strict=True)):
                 assert_same_model(each, want, bits=bits, what=f"{name}, {kind}, step {number}")
-            assert stepped.steps == 3 and engine.stopped(model) is None
+            found = chain(*engine._steps[id(model)].steps.values())
+            forms = {type(form) for step in found for form in step.programs.values()}
+            assert stepped.steps == 3 and forms == {Tailed}
     finally:
         mx.enable_compile()
