@@ -4,7 +4,7 @@ A node is what gives an array: a primitive of MLX with its arguments, an input, 
 operation of this package that a rule put there. Nodes never change; two that compute the same are
 one. A rule is a pattern and a function of what the pattern found, which gives another node or None:
 
-    RULES = [(P("Multiply", any_("x"), P("Sigmoid", any_("x"))), silu)]
+    RULES = [(P("Multiply(x, Sigmoid(x))"), silu)]
 
     def silu(x: Node, root: Node) -> Node:
         return root.like("Silu", x)
@@ -12,10 +12,11 @@ one. A rule is a pattern and a function of what the pattern found, which gives a
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -194,6 +195,7 @@ class Pattern:
 
     Attributes:
         ops: names of operations, any of which it is; none for any node.
+        ways: in which else it may look, if all that follows is left out.
         src: patterns of its sources; None for any.
         name: what rules know it by; a name found twice is the same node.
         arg: what its arguments are, or a function that says whether they fit; None for any.
@@ -202,7 +204,8 @@ class Pattern:
     """
 
     ops: tuple[str, ...] = ()
-    src: tuple[Pattern | Either, ...] | None = None
+    ways: tuple[Pattern, ...] = ()
+    src: tuple[Pattern, ...] | None = None
     name: str = ""
     arg: tuple[Any, ...] | Callable[..., bool] | None = None
     once: bool = False
@@ -212,7 +215,9 @@ class Pattern:
         self, node: Node | None, found: dict[str, Node], uses: Mapping[Node, int]
     ) -> Iterator[dict[str, Node]]:
         """What the names stand for, in each way in which the node fits."""
-        if node is None or (self.ops and node.op not in self.ops):
+        for way in self.ways:
+            yield from way.match(node, found, uses)
+        if node is None or self.ways or (self.ops and node.op not in self.ops):
             return
         if self.name and found.get(self.name, node) is not node:
             return
@@ -232,7 +237,7 @@ class Pattern:
 
 
 def _all(
-    patterns: Sequence[Pattern | Either],
+    patterns: Sequence[Pattern],
     nodes: Sequence[Node | None],
     found: dict[str, Node],
     uses: Mapping[Node, int],
@@ -244,38 +249,60 @@ def _all(
         yield from _all(patterns[1:], nodes[1:], each, uses)
 
 
-@dataclass(frozen=True)
-class Either:
-    """What a node looks like, in one of several ways."""
-
-    ways: tuple[Pattern | Either, ...]
-
-    def match(
-        self, node: Node | None, found: dict[str, Node], uses: Mapping[Node, int]
-    ) -> Iterator[dict[str, Node]]:
-        """What the names stand for, in each way in which the node fits."""
-        for way in self.ways:
-            yield from way.match(node, found, uses)
-
-
-def fits(pattern: Pattern | Either, node: Node | None) -> dict[str, Node] | None:
+def fits(pattern: Pattern, node: Node | None) -> dict[str, Node] | None:
     """What the names of a pattern stand for, in the first way in which a node fits."""
     return next(pattern.match(node, {}, {}), None)
 
 
-def maybe(op: str, pattern: Pattern | Either, **options: Any) -> Either:
-    """What a pattern is of, with or without a node of one source around it."""
-    return Either((P(op, pattern, **options), pattern))
+def P(text: str, **known: Pattern) -> Pattern:
+    """A pattern as a text.
+
+    ====================  ====================================================================
+    ``x``, ``_``          any node, by that name or none; or what ``known`` has by that name
+    ``Sin``, ``Sin(x)``   a node of an operation, of any sources, or of these
+    ``Sin(x, ...)``       it may have more sources
+    ``Sin[2, _](x)``      with arguments, of which some are any
+    ``(Sin | Cos)(x)``    of one of some operations
+    ``p | q``             one of some patterns
+    ``~Sin(x)``           with that operation or without it
+    ``+Sin(x)``           no other node takes it
+    ``y @ Sin(x)``        by a name
+    ====================  ====================================================================
+    """
+    return _read(ast.parse(text, mode="eval").body, known)
 
 
-def P(op: str | tuple[str, ...], *src: Pattern | Either, **options: Any) -> Pattern:
-    """A pattern of a node of an operation whose sources are like these."""
-    return Pattern((op,) if isinstance(op, str) else op, src, **options)
+def _read(text: ast.AST, known: Mapping[str, Pattern]) -> Pattern:
+    match text:
+        case ast.Name(id=name) if name in known:
+            return known[name]
+        case ast.Name(id=name):
+            return Pattern((name,)) if name[0].isupper() else Pattern(name=name.strip("_"))
+        case ast.BinOp(left=ast.Name(id=name), op=ast.MatMult(), right=inner):
+            return replace(_read(inner, known), name=name)
+        case ast.BinOp(left=left, right=right):
+            one, other = _read(left, known), _read(right, known)
+            bare = one.ops and other.ops and one.src is other.src is None
+            return Pattern(one.ops + other.ops) if bare else Pattern(ways=(one, other))
+        case ast.UnaryOp(op=ast.Invert(), operand=inner):
+            whole = _read(inner, known)
+            return Pattern(ways=(whole, *(whole.src or ())))
+        case ast.UnaryOp(operand=inner):
+            return replace(_read(inner, known), once=True)
+        case ast.Subscript(value=inner, slice=arguments):
+            each = arguments.elts if isinstance(arguments, ast.Tuple) else [arguments]
+            wanted = [None if isinstance(a, ast.Name) else ast.literal_eval(a) for a in each]
+            return replace(_read(inner, known), arg=partial(_are, wanted))
+        case ast.Call(func=inner, args=args):
+            src = tuple(_read(a, known) for a in args if not isinstance(a, ast.Constant))
+            return replace(_read(inner, known), src=src, more=len(src) < len(args))
+    raise ValueError(ast.dump(text))
 
 
-def any_(name: str = "", **options: Any) -> Pattern:
-    """A pattern of any node."""
-    return Pattern((), None, name, **options)
+def _are(wanted: Sequence[Any], *arguments: Any) -> bool:
+    """Whether arguments are those that are wanted, of which None is any."""
+    pairs = zip(wanted, arguments, strict=False)
+    return len(wanted) == len(arguments) and all(a is None or a == b for a, b in pairs)
 
 
 # A pattern, and what takes its place: a function of the nodes by their names and ``root``.

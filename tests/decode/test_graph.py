@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import pytest
 
-from mlx_qlayers.decode.graph import Graph, Node, P, Size, Spec, any_, maybe, resolved, rewrite
+from mlx_qlayers.decode.graph import Graph, Node, P, Size, Spec, fits, resolved, rewrite
 
 SPEC = Spec((2, 3), mx.float32)
 X, Y = (Node("Input", (), (name,), (SPEC,)) for name in "xy")
@@ -18,7 +19,7 @@ def silu(x: Node, root: Node) -> Node:
     return root.like("Silu", x)
 
 
-RULES = [(P("Multiply", any_("x"), P("Sigmoid", any_("x"))), silu)]
+RULES = [(P("Multiply(x, Sigmoid(x))"), silu)]
 
 
 def test_a_name_stands_for_one_node_and_operands_in_any_order() -> None:
@@ -38,16 +39,14 @@ def test_what_is_equal_becomes_one_node_and_then_fits() -> None:
 
 def test_a_node_that_others_take_too() -> None:
     shared = made("Exp", X)
-    once = [(P("Negative", P("Exp", any_("x"), once=True)), lambda x, root: root.like("Both", x))]
+    once = [(P("Negative(+Exp(x))"), lambda x, root: root.like("Both", x))]
     alone = rewrite(Graph({"y": made("Negative", shared)}), once).outputs["y"]
     both = rewrite(Graph({"y": made("Negative", shared), "z": shared}), once).outputs["y"]
     assert (alone.op, both.op) == ("Both", "Negative")
 
 
 def test_a_node_that_may_be_there() -> None:
-    pattern = [
-        (P("Exp", maybe("Broadcast", P("Sin", any_("x")))), lambda x, root: root.like("E", x))
-    ]
+    pattern = [(P("Exp(~Broadcast(Sin(x)))"), lambda x, root: root.like("E", x))]
     for inner in (made("Sin", X), made("Broadcast", made("Sin", X))):
         assert rewrite(Graph({"y": made("Exp", inner)}), pattern).outputs["y"].op == "E"
 
@@ -64,3 +63,20 @@ def test_nodes_come_behind_what_they_take_however_deep() -> None:
         node = made("Exp", node)
     nodes = Graph({"y": node}).nodes()
     assert nodes[0] is X and nodes[-1] is node and len(nodes) == 5001
+
+
+def test_patterns_are_texts() -> None:
+    known = {"root": P("Sqrt[True](y @ (Sin | Cos)(x, ...)) | Exp[_, 2](x)")}
+    pattern = P("Divide(_, root)", **known)
+    for op, arg, src, names in (
+        ("Sqrt", (True,), (made("Cos", X, Y),), {"x", "y"}),
+        ("Sqrt", (False,), (made("Cos", X, Y),), None),
+        ("Sqrt", (True,), (made("Tan", X, Y),), None),
+        ("Exp", (7, 2), (X,), {"x"}),
+        ("Exp", (7, 3), (X,), None),
+        ("Exp", (7, 2), (X, Y), None),
+    ):
+        found = fits(pattern, made("Divide", Y, made(op, *src, arg=arg)))
+        assert (found and {*found}) == names, (op, arg)
+    with pytest.raises(ValueError, match="Lambda"):
+        P("lambda: x")

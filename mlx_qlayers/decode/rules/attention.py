@@ -6,26 +6,25 @@ sinks or None. Its arguments are the scale and whether the mask is causal.
 
 from __future__ import annotations
 
-from ..graph import Node, P, Pattern, Rule, any_, maybe, number_of
+from ..graph import Node, P, Pattern, Rule, number_of
 
-# What an array is multiplied by: a number, broadcast where that is needed.
-_SCALE = maybe("Broadcast", any_("scale"))
-_QUERIES = maybe("Unflatten", P("Multiply", any_("q"), _SCALE))
-_KEYS = maybe("Broadcast", P("Transpose", maybe("ExpandDims", any_("k")), name="turned"))
-_VALUES = maybe("Broadcast", maybe("ExpandDims", any_("v")))
-_SCORES = P("Matmul", _QUERIES, _KEYS)
-_HIDDEN = P("Select", any_("mask"), _SCORES, any_("least"))
-_MASKED = P("Add", _SCORES, any_("mask"))
+_SCORES = P(
+    "Matmul(~Unflatten(Multiply(q, ~Broadcast(scale))),"
+    " ~Broadcast(turned @ Transpose(~ExpandDims(k))))"
+)
+_MASKED = P("Select(mask, scores, least) | Add(scores, mask) | scores", scores=_SCORES)
 
 
-def _without_sinks(scores: Pattern) -> Pattern:
-    """The shares of keys, beside those of one number of each head."""
-    from_1 = P("Softmax", P("Concatenate", any_("sinks"), scores))
-    return P(
-        "Slice",
-        from_1,
-        arg=lambda start, *_: (*start[:-1], start[-1]) == (0,) * (len(start) - 1) + (1,),
-    )
+def _is_behind_first(start: tuple[int, ...], *_: object) -> bool:
+    return (*start[:-1], start[-1]) == (0,) * (len(start) - 1) + (1,)
+
+
+# The shares of keys, alone or beside those of one number of each head.
+_SHARES = P(
+    "Softmax(scores) | rest(Softmax(Concatenate(sinks, scores)))",
+    scores=_MASKED,
+    rest=Pattern(("Slice",), arg=_is_behind_first),
+)
 
 
 def _attention(
@@ -70,11 +69,7 @@ def _primitive(root: Node) -> Node | None:
 
 
 ATTENTION: list[Rule] = [
-    rule
-    for scores in (_SCORES, _HIDDEN, _MASKED)
-    for shares in (P("Softmax", scores), _without_sinks(scores))
-    for rule in (
-        (P("Flatten", P("Matmul", shares, _VALUES), arg=(1, 2)), _attention),
-        (P("Matmul", shares, any_("v")), _attention),
-    )
-] + [(Pattern(("ScaledDotProductAttention",)), _primitive)]
+    (P("Flatten[1, 2](Matmul(s, ~Broadcast(~ExpandDims(v))))", s=_SHARES), _attention),
+    (P("Matmul(s, v)", s=_SHARES), _attention),
+    (P("ScaledDotProductAttention"), _primitive),
+]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..graph import Either, Node, P, Pattern, Rule, any_, maybe, number_of, under
+from ..graph import Node, P, Pattern, Rule, number_of, under
 
 ELEMENTWISE = (
     *("Add", "Subtract", "Multiply", "Divide", "Power", "Maximum", "Minimum", "Select"),
@@ -39,19 +39,11 @@ def _embedding(tokens: Node, table: Node, root: Node) -> Node | None:
     return root.like("Embedding", tokens, *table.src, arg=(size, bits, mode))
 
 
-def _mean(x: Pattern | Either) -> Pattern:
-    """The sum over the last axis times a number."""
-    return P("Multiply", P("Reduce", x, arg=lambda kind, axes: kind == 2, name="sum"), any_("part"))
-
-
 def _is_mean(sum: Node, part: Node) -> bool:
     (source,), (_, axes) = sum.src, sum.arg
     assert source is not None
     last, one = len(source.shape) - 1, number_of(under(part))
     return axes == (last,) and one is not None and abs(one * source.shape[-1] - 1) < 1e-4
-
-
-_X = any_("x")
 
 
 def _rms(x: Node, sum: Node, part: Node, eps: Node, root: Node) -> Node | None:
@@ -91,14 +83,6 @@ def _shifted(norm: Node, bias: Node, root: Node) -> Node | None:
     return root.like("LayerNorm", *norm.src[:2], bias, arg=norm.arg)
 
 
-_CENTRED = P(
-    "Subtract",
-    _X,
-    maybe("Broadcast", P("Multiply", P("Reduce", _X, name="mean"), any_("share"))),
-    name="c",
-)
-
-
 def _primitive_norm(root: Node) -> Node | None:
     """Of a norm without a weight, MLX gives a number in its place."""
     src = [None if s is None or not s.shape else s for s in root.src]
@@ -107,47 +91,25 @@ def _primitive_norm(root: Node) -> Node | None:
 
 # What undoes each other: a cast to a wider type and back, an axis put in and taken out.
 CANCELLED: list[Rule] = [
-    (P(("Squeeze", "ExpandDims"), P(("Squeeze", "ExpandDims"), _X)), as_it_is),
-    (P("AsType", P("AsType", _X, arg=(mx.float32,))), as_it_is),
+    (P("(Squeeze | ExpandDims)((Squeeze | ExpandDims)(x))"), as_it_is),
+    (P("AsType(wide(x))", wide=Pattern(("AsType",), arg=(mx.float32,))), as_it_is),
 ]
 UNBROADCAST: list[Rule] = [
     (Pattern(ELEMENTWISE), _unbroadcast),
-    (P(("Broadcast", "Reshape", "AsType"), _X), as_it_is),
-    (
-        P("Squeeze", P("Gather", P("Unpacked", name="table", more=True), any_("tokens"))),
-        _embedding,
-    ),
+    (P("(Broadcast | Reshape | AsType)(x)"), as_it_is),
+    (P("Squeeze(Gather(table @ Unpacked, tokens))"), _embedding),
 ]
+# One through the root of a mean of squares.
+_ROOT = "~Broadcast(Sqrt[True](Add(Multiply(sum @ Reduce[2, _](Square({})), part), eps)))"
+_CENTRED = P("c @ Subtract(x, ~Broadcast(Multiply(mean @ Reduce(x), share)))")
 FAST: list[Rule] = [
     (
-        P(
-            "Multiply",
-            _CENTRED,
-            maybe(
-                "Broadcast",
-                P("Sqrt", P("Add", _mean(P("Square", any_("c"))), any_("eps")), arg=(True,)),
-            ),
-        ),
+        P("Multiply(centred, root)", centred=_CENTRED, root=P(_ROOT.format("c"))),
         lambda c, **found: _layer(**found),
     ),
-    (
-        P(
-            "Multiply",
-            _X,
-            maybe(
-                "Broadcast", P("Sqrt", P("Add", _mean(P("Square", _X)), any_("eps")), arg=(True,))
-            ),
-        ),
-        _rms,
-    ),
-    (
-        P("AsType", Pattern(("RMSNorm", "LayerNorm"), (P("AsType", _X),), "norm", more=True)),
-        _in_dtype,
-    ),
-    (
-        P("Multiply", Pattern(("RMSNorm", "LayerNorm"), None, "norm", once=True), any_("weight")),
-        _weighted,
-    ),
-    (P("Add", Pattern(("LayerNorm",), None, "norm", once=True), any_("bias")), _shifted),
-    (Pattern(("RMSNorm", "LayerNorm")), _primitive_norm),
+    (P("Multiply(x, root)", root=P(_ROOT.format("x"))), _rms),
+    (P("AsType(norm @ (RMSNorm | LayerNorm)(AsType(x), ...))"), _in_dtype),
+    (P("Multiply(norm @ +(RMSNorm | LayerNorm), weight)"), _weighted),
+    (P("Add(norm @ +LayerNorm, bias)"), _shifted),
+    (P("RMSNorm | LayerNorm"), _primitive_norm),
 ]

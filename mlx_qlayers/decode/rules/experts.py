@@ -12,22 +12,19 @@ from __future__ import annotations
 from math import inf
 
 from ...options import Clipped
-from ..graph import Either, Node, P, Pattern, Rule, Spec, any_, fits, maybe, number_of, under
+from ..graph import Node, P, Pattern, Rule, Spec, fits, number_of, under
 from ..primitives import MODES
 from .canonical import CANCELLED, ELEMENTWISE, as_it_is
 from .products import GATES, is_weight
 
 _UNARY = ("Silu", "Gelu", "GeluApprox", "Sigmoid", "Tanh", "Square", "Sqrt", "AsType", "Negative")
 # Each row of x, in turn.
-_EVERY = maybe("Broadcast", maybe("Reshape", P("Arange", arg=lambda *arg: arg[::2] == (0, 1))))
-_FLAT = P("Flatten", any_("experts"))
-_IN_ORDER = P("Squeeze", P("Gather", _FLAT, P("ArgSort", _FLAT, name="order")))
-_AGAIN = P("Gather", P("Choices", any_("y"), any_("order")), P("ArgSort", any_("order")))
-_BY_ROW = P("ExpandDims", any_("rows"))
-_OF_ORDER = P("FloorDivide", any_("order"), maybe("Broadcast", any_("each")))
-_SORTED = P("Squeeze", P("Gather", P("Flatten", _BY_ROW), _OF_ORDER))
-_MADE = P("Choices", any_("rows")), P("Choices", any_("rows"), any_("order"))
-_ROWS = Either((_BY_ROW, _SORTED, *_MADE))
+_EVERY = P("~Broadcast(~Reshape(Arange[0, _, 1]()))")
+_IN_ORDER = P("Squeeze(Gather(flat, order @ ArgSort(flat)))", flat=P("Flatten(experts)"))
+_AGAIN = P("Gather(Choices(y, order), ArgSort(order))")
+_OF_ORDER = P("FloorDivide(order, ~Broadcast(each))")
+_SORTED = P("Squeeze(Gather(Flatten(ExpandDims(rows)), at))", at=_OF_ORDER)
+_ROWS = P("ExpandDims(rows) | sorted | Choices(rows) | Choices(rows, order)", sorted=_SORTED)
 
 
 def _indices(right: Node | None, order: Node | None) -> Node | None:
@@ -73,21 +70,11 @@ def _biased(y: Node, choices: Node, bias: Node, right: Node, root: Node) -> Node
     return root.like("Choices", y, *order)
 
 
-def _choices(name: str) -> Pattern:
-    return P("Choices", P("Experts", name=name, more=True), more=True, name=f"{name} choices")
-
-
-_LIMITED = Either((P("Minimum", _choices("gate"), any_("limit")), _choices("gate")))
-_CLIPPED = Either(
-    (
-        P("Minimum", P("Maximum", _choices("up"), any_("least")), any_("most")),
-        _choices("up"),
-    )
-)
-_SHIFTED = Either((P("Add", _CLIPPED, any_("shift")), _CLIPPED))
-_SWISH = P("Multiply", any_("g"), P("Sigmoid", P("Multiply", any_("g"), any_("alpha"))))
-
-
+_GATE, _UP = (P(f"{n}_choices @ Choices({n} @ Experts, ...)") for n in ("gate", "up"))
+_LIMITED = P("Minimum(gate, limit) | gate", gate=_GATE)
+_CLIPPED = P("Minimum(Maximum(up, least), most) | up", up=_UP)
+_SHIFTED = P("Add(up, shift) | up", up=_CLIPPED)
+_SWISH = P("Multiply(g, Sigmoid(Multiply(g, alpha)))")
 # By the names of patterns, what a number is where there is none.
 _NUMBERS = {"limit": inf, "alpha": 1.0, "shift": 0.0, "most": inf, "least": -inf}
 
@@ -112,7 +99,7 @@ def _gated(first: Node, second: Node, root: Node) -> Node | None:
         return None
     arg = (*gate.arg[:3], Clipped(*clip) if clipped else name, gate.arg[4])
     y = Node("Experts", (*gate.src, *up.src[3:]), arg, gate.outputs)
-    return root.like("Choices", y, *found["gate choices"].src[1:])
+    return root.like("Choices", y, *found["gate_choices"].src[1:])
 
 
 def _lifted(root: Node) -> Node | None:
@@ -168,33 +155,23 @@ def _through(y: Node, other: Node, root: Node) -> Node | None:
     return residual and root.like("Products", *y.src[:3], residual, *y.src[4:], arg=y.arg)
 
 
+_BIAS = P("ExpandDims(Squeeze(Gather(bias, right)))")
 EXPERTS: list[Rule] = [
-    (Pattern(("GatherQMM",)), _experts),
-    (
-        P(
-            "Add",
-            P("Choices", P("Experts", name="y", more=True), name="choices", more=True, once=True),
-            P("ExpandDims", P("Squeeze", P("Gather", any_("bias"), any_("right")))),
-        ),
-        _biased,
-    ),
-    (P("Multiply", any_("first"), any_("second")), _gated),
-    (P("Unflatten", P("Squeeze", _AGAIN)), _unsorted),
-    (P("Squeeze", P("Choices", any_("x"))), as_it_is),
+    (P("GatherQMM"), _experts),
+    (P("Add(choices @ +Choices(y @ Experts, ...), bias)", bias=_BIAS), _biased),
+    (P("Multiply(first, second)"), _gated),
+    (P("Unflatten(Squeeze(again))", again=_AGAIN), _unsorted),
+    (P("Squeeze(Choices(x))"), as_it_is),
 ]
 # Behind these, for what is made of products in another way.
 LIFTED: list[Rule] = [(Pattern((*ELEMENTWISE, *_UNARY)), _lifted), *EXPERTS]
-_SCALED = P(
-    "Multiply",
-    maybe("AsType", P("Experts", name="y", more=True, once=True)),
-    maybe("AsType", P("ExpandDims", any_("scores"), name="wide")),
-)
+_SCALED = P("Multiply(~AsType(y @ +Experts), ~AsType(wide @ ExpandDims(scores)))")
 COMBINED: list[Rule] = [
-    (P("Squeeze", P("Reduce", _SCALED, name="sum")), _combined),
+    (P("Squeeze(sum @ Reduce(scaled))", scaled=_SCALED), _combined),
     *CANCELLED,
 ]
 # Behind the rules of products.
 RESIDUAL: list[Rule] = [
-    (P("Add", P("Combined", name="y", more=True, once=True), any_("other")), _added),
-    (P("Add", P("Products", name="y", more=True, once=True), any_("other")), _through),
+    (P("Add(y @ +Combined, other)"), _added),
+    (P("Add(y @ +Products, other)"), _through),
 ]

@@ -12,16 +12,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..graph import Either, Node, P, Pattern, Rule, Size, Spec, any_, fits, maybe, number_of, under
+from ..graph import Node, P, Rule, Size, Spec, fits, number_of, under
 from ..primitives import MODES
 from .products import is_weight
 
-_BESIDE = P(
-    "Matmul",
-    P("Multiply", any_("r"), any_("factor")),
-    maybe("Broadcast", P("Transpose", any_("p"), name="turned")),
-)
-_MASK = Either((P("Select", any_("shown"), _BESIDE, any_()), _BESIDE))
+_BESIDE = P("Matmul(Multiply(r, factor), ~Broadcast(turned @ Transpose(p)))")
+_MASK = P("Select(shown, beside, _) | beside", beside=_BESIDE)
 
 
 def _heads(root: Node) -> Node | None:
@@ -81,6 +77,6 @@ def _latent(root: Node) -> Node | None:
 
 
 LATENT: list[Rule] = [
-    (Pattern(("Attention",)), _latent),
-    (Pattern(("QuantizedMatmul",)), _heads),
+    (P("Attention"), _latent),
+    (P("QuantizedMatmul"), _heads),
 ]

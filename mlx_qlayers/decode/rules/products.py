@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...metal.quantized_matmul.qmv import MAX_MATRICES
-from ..graph import Graph, Node, P, Pattern, Rule, Spec, any_, rewrite
+from ..graph import Graph, Node, P, Pattern, Rule, Spec, rewrite
 from ..primitives import MODES
 
 
@@ -94,31 +94,18 @@ def _normed(norm: Node, root: Node) -> Node | None:
     return Node("Products", (rows, weight, None, *rest), arg, root.outputs)
 
 
+_ACT = Pattern(tuple(GATES))
+_HALVES = P("act @ kind(gate @ Item(split @ Split(y @ +Products)))", kind=_ACT)
 PRODUCT: list[Rule] = [
-    (Pattern(("QuantizedMatmul",)), _product),
-    (P("Add", Pattern(("Products",), None, "y", once=True), any_("bias")), _biased),
+    (P("QuantizedMatmul"), _product),
+    (P("Add(y @ +Products, bias)"), _biased),
 ]
-_HALVES = P("Split", Pattern(("Products",), None, "y", once=True), name="split")
 GATED: list[Rule] = [
-    (
-        P(
-            "Multiply",
-            P(tuple(GATES), Pattern(("Products",), None, "gate", once=True), name="act"),
-            Pattern(("Products",), None, "up", once=True),
-        ),
-        _gated,
-    ),
-    (
-        P(
-            "Multiply",
-            P(tuple(GATES), P("Item", _HALVES, name="gate"), name="act"),
-            P("Item", any_("split"), name="up"),
-        ),
-        _halved,
-    ),
-    (P("Add", Pattern(("Products",), None, "y", once=True), any_("other")), _added),
+    (P("Multiply(act @ kind(gate @ +Products), up @ +Products)", kind=_ACT), _gated),
+    (P("Multiply(halves, up @ Item(split))", halves=_HALVES), _halved),
+    (P("Add(y @ +Products, other)"), _added),
 ]
-NORMED: list[Rule] = [(P("Products", Pattern(("RMSNorm",), None, "norm"), more=True), _normed)]
+NORMED: list[Rule] = [(P("Products(norm @ RMSNorm, ...)"), _normed)]
 
 
 def _rows(node: Node) -> tuple[Any, ...] | None:

@@ -8,46 +8,17 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from ..graph import (
-    Either,
-    Graph,
-    Node,
-    P,
-    Pattern,
-    Rule,
-    Spec,
-    any_,
-    fits,
-    maybe,
-    number_of,
-    rewrite,
-    under,
-)
+from ..graph import Graph, Node, P, Rule, Spec, fits, number_of, rewrite, under
 from .canonical import CANCELLED
 
-
-def _wide(name: str) -> Either:
-    """Vectors of heads as rows or columns of a state."""
-    wide = P("ExpandDims", any_(name))
-    return maybe("Broadcast", maybe("AsType", wide))
-
-
-def _total(*factors: Pattern | Either) -> Pattern:
-    """The sum of products over the columns of a state."""
-    return P(
-        "Squeeze",
-        P("Reduce", P("Multiply", *factors), arg=lambda kind, axes: (kind, *axes) == (2, 3)),
-    )
-
-
-_DECAYED = P("Multiply", any_("state"), _wide("g"), name="decayed")
-_DELTA = P(
-    "Multiply",
-    P("Subtract", maybe("AsType", any_("v")), _total(_DECAYED, _wide("k"))),
-    _wide("beta"),
-)
-_AFTER = P("Add", any_("decayed"), P("Multiply", _wide("k"), _wide("delta")), name="after")
-_Y = _total(_AFTER, _wide("q"))
+# Vectors of heads as rows or columns of a state, and the sum of products over its columns.
+_WIDE = {n: P(f"~Broadcast(~AsType(ExpandDims({n})))") for n in ("q", "k", "g", "beta", "delta")}
+_TOTAL = "Squeeze(Reduce[2, (3,)](Multiply({}, {})))"
+_DECAYED = P("decayed @ Multiply(state, g)", **_WIDE)
+_SEEN = P(_TOTAL.format("decayed", "k"), decayed=_DECAYED, **_WIDE)
+_DELTA = P("Multiply(Subtract(~AsType(v), seen), beta)", seen=_SEEN, **_WIDE)
+_AFTER = P("after @ Add(decayed, Multiply(k, delta))", **_WIDE)
+_Y = P(_TOTAL.format("after", "q"), after=_AFTER, **_WIDE)
 
 
 def gated_deltas(graph: Graph) -> Graph:
@@ -60,7 +31,7 @@ def gated_deltas(graph: Graph) -> Graph:
         some = {name: found[name] for name in ("decayed", "k")}
         inner = next(_DELTA.match(found["delta"], some, {}), None)
         select = kept.get((found["after"], inner["state"])) if inner else None
-        mask = fits(maybe("ExpandDims", any_("mask")), select.src[0]) if select else {"mask": None}
+        mask = fits(P("~ExpandDims(mask)"), select.src[0]) if select else {"mask": None}
         made = _delta(node, **found | inner | mask) if inner and mask else None
         if made is None:
             continue
@@ -72,7 +43,7 @@ def gated_deltas(graph: Graph) -> Graph:
     if not places:
         return graph
     graph = rewrite(graph.replaced(places), CANCELLED)
-    return rewrite(_of_all_tokens(graph), [(Pattern(("GatedDelta",)), _normed)])
+    return rewrite(_of_all_tokens(graph), [(P("GatedDelta"), _normed)])
 
 
 def _of_all_tokens(graph: Graph) -> Graph:
@@ -145,12 +116,8 @@ def _normed(root: Node) -> Node | None:
     return None if src == root.src else Node(root.op, src, (norms,), root.outputs)
 
 
-_NORMED = P(
-    "Multiply",
-    Pattern(("RMSNorm",), (any_("x"),), "norm", more=True),
-    any_("factor"),
-)
-_REPEATED = P(("Reshape", "Flatten"), P("Broadcast", P("ExpandDims", any_("x"), arg=((3,),))))
+_NORMED = P("Multiply(norm @ RMSNorm(x, ...), factor)")
+_REPEATED = P("(Reshape | Flatten)(Broadcast(ExpandDims[(3,),](x)))")
 
 
 def _unrepeated(x: Node) -> Node:
@@ -172,4 +139,4 @@ def _depthwise(x: Node, w: Node, root: Node) -> Node | None:
     return root.like("Depthwise", x, w) if plain and one and groups == x.shape[-1] else None
 
 
-RECURRENT: list[Rule] = [(P("Convolution", any_("x"), any_("w")), _depthwise)]
+RECURRENT: list[Rule] = [(P("Convolution(x, w)"), _depthwise)]

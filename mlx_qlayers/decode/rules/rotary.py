@@ -5,32 +5,19 @@ from __future__ import annotations
 import math
 import struct
 from math import exp
-from typing import Any
 
-from ..graph import Node, P, Rule, any_, maybe, number_of, under
+from ..graph import Node, P, Rule, number_of, under
 
-
-def _part(name: str) -> Any:
-    return P("Slice", any_("x"), name=name)
-
-
-_POSITIONS = P(
-    "Multiply",
-    P("Add", P("Arange", name="range"), maybe("Broadcast", maybe("AsType", any_("offset")))),
-    maybe("Broadcast", any_("scale")),
-)
-_THETA = P(
-    "Multiply",
-    maybe("Broadcast", P("ExpandDims", _POSITIONS)),
-    maybe("Broadcast", any_("rate")),
-    name="theta",
-)
-_COS = maybe("Broadcast", maybe("AsType", P("Cos", _THETA), name="c"))
-_SIN = maybe("Broadcast", maybe("AsType", P("Sin", any_("theta"))))
-_TURNED = (
-    P("Subtract", P("Multiply", _part("x1"), _COS), P("Multiply", _part("x2"), _SIN)),
-    P("Add", P("Multiply", any_("x1"), _SIN), P("Multiply", any_("x2"), _COS)),
-)
+_POSITIONS = P("Multiply(Add(range @ Arange(), ~Broadcast(~AsType(offset))), ~Broadcast(scale))")
+_THETA = P("theta @ Multiply(~Broadcast(ExpandDims(at)), ~Broadcast(rate))", at=_POSITIONS)
+_ANGLES = {
+    "cos": P("~Broadcast(~(c @ AsType(Cos(theta))))", theta=_THETA),
+    "sin": P("~Broadcast(~AsType(Sin(theta)))"),
+}
+_TURNED = {
+    "one": P("Subtract(Multiply(x1 @ Slice(x), cos), Multiply(x2 @ Slice(x), sin))", **_ANGLES),
+    "other": P("Add(Multiply(x1, sin), Multiply(x2, cos))", **_ANGLES),
+}
 
 
 def _rope(
@@ -95,14 +82,12 @@ def _reshaped(turned: Node, root: Node) -> Node | None:
     )
 
 
-# What is not turned, and neighbours that were.
-_REST = P("Slice", any_("x"), name="rest")
-_NEIGHBOURS = P("Reshape", P("Concatenate", *(P("ExpandDims", each) for each in _TURNED)))
-
+# Neighbours that were turned.
+_PAIRS = P("Reshape(Concatenate(ExpandDims(one), ExpandDims(other)))", **_TURNED)
 ROTARY: list[Rule] = [
-    (P("Concatenate", *_TURNED), _rope),
-    (P("Concatenate", *_TURNED, _REST), _rope),
-    (P("Concatenate", _NEIGHBOURS, _REST), _rope),
-    (_NEIGHBOURS, _rope),
-    (P("Reshape", P("RoPE", name="turned", more=True)), _reshaped),
+    (P("Concatenate(one, other)", **_TURNED), _rope),
+    (P("Concatenate(one, other, rest @ Slice(x))", **_TURNED), _rope),
+    (P("Concatenate(pairs, rest @ Slice(x))", pairs=_PAIRS), _rope),
+    (_PAIRS, _rope),
+    (P("Reshape(turned @ RoPE)"), _reshaped),
 ]

@@ -11,41 +11,20 @@ from math import inf
 from typing import Any
 
 from ...options import Router
-from ..graph import Either, Graph, Node, P, any_, fits, maybe, number_of
+from ..graph import Graph, Node, P, fits, number_of
 
-_SUM = P("Reduce", any_("of"), arg=lambda kind, axes: kind == 2, name="sum")
-_MORE = Either((P("Add", _SUM, any_("epsilon")), _SUM))
-_SHARE = P(
-    "Divide", any_("part"), maybe("Broadcast", Either((P("Maximum", _MORE, any_("floor")), _MORE)))
-)
-_TOP = P("Slice", P("ArgPartition", any_("ranked"), name="sorted"))
-_OF_EXPERT = P("Squeeze", P("Gather", any_("factors"), any_("at")))
-_TWO = P("Slice", P("Partition", any_("inside")))
-_PUT = P(
-    ("Flatten", "Reshape"),
-    P(
-        "ScatterAxis",
-        any_("inside"),
-        maybe("Broadcast", any_("at")),
-        maybe("Broadcast", any_("fill")),
-    ),
-)
-_ROOT = P("Sqrt", P("LogAddExp", any_("logits"), any_("zero")))
-
-
+_MORE = P("Add(sum, epsilon) | sum", sum=P("sum @ Reduce[2, _](of)"))
+_SHARE = P("Divide(part, ~Broadcast(Maximum(more, floor) | more))", more=_MORE)
+_TOP = P("Slice(sorted @ ArgPartition(ranked))")
+_OF_EXPERT = P("Squeeze(Gather(factors, at))")
+_TWO = P("Slice(Partition(inside))")
+_PUT = P("(Flatten | Reshape)(ScatterAxis(inside, ~Broadcast(at), ~Broadcast(fill)))")
+_ROOT = P("Sqrt(LogAddExp(logits, zero))")
 # Of each choice of a sparse mixer: a softmax without what is too far below what was chosen.
-_FAR = P(
-    "Greater",
-    P(
-        "Divide",
-        P("Subtract", any_("top"), any_("logits")),
-        P("Maximum", P("Abs", any_("logits")), any_("top")),
-    ),
-    maybe("Broadcast", any_("epsilon")),
-)
-_BAND = P("Softmax", maybe("AsType", P("Select", _FAR, any_("lowest"), any_("left"))))
-_MIXED = P("GatherAxis", maybe("AsType", _BAND), any_("at"))
-_LEFT = P("ScatterAxis", any_("left"), any_("at"), maybe("Broadcast", any_("lowest")))
+_LOW = P("Divide(Subtract(top, logits), Maximum(Abs(logits), top))")
+_BAND = P("Select(Greater(low, ~Broadcast(epsilon)), lowest, left)", low=_LOW)
+_MIXED = P("GatherAxis(~AsType(Softmax(~AsType(band))), at)", band=_BAND)
+_LEFT = P("ScatterAxis(left, at, ~Broadcast(lowest))")
 
 
 def plain(node: Node | None, *views: str) -> Node:

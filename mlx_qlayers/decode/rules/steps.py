@@ -20,22 +20,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ...options import Rotation, row_words
-from ..graph import (
-    Either,
-    Graph,
-    Node,
-    P,
-    Pattern,
-    Rule,
-    Size,
-    Spec,
-    any_,
-    fits,
-    maybe,
-    number_of,
-    rewrite,
-    under,
-)
+from ..graph import Graph, Node, P, Pattern, Rule, Size, Spec, fits, number_of, rewrite, under
 from .masks import shown
 
 
@@ -207,18 +192,14 @@ class Attended(NamedTuple):
     scale: float
 
 
-def _packed(name: str) -> Iterator[Either]:
-    return (maybe("Broadcast", maybe("ExpandDims", any_(f"{name}{i}"))) for i in range(3))
+def _packed(name: str) -> str:
+    return ", ".join(f"~Broadcast(~ExpandDims({name}{i}))" for i in range(3))
 
 
-_SCORES = P(
-    "QuantizedMatmul",
-    maybe("Reshape", P("Multiply", any_("q"), any_("scale"))),
-    *_packed("k"),
-    arg=lambda size, bits, mode, transposed: transposed,
-)
-_WEIGHTS = P("Softmax", Either((P("Select", any_("mask"), _SCORES, any_()), _SCORES)))
-_PACKED = P("QuantizedMatmul", _WEIGHTS, *_packed("v"), arg=lambda *arg: not arg[3])
+_Q = "~Reshape(Multiply(q, scale))"
+_SCORES = P(f"QuantizedMatmul[_, _, _, True]({_Q}, {_packed('k')})")
+_WEIGHTS = P("Softmax(Select(mask, scores, _) | scores)", scores=_SCORES)
+_PACKED = P(f"QuantizedMatmul[_, _, _, False](weights, {_packed('v')})", weights=_WEIGHTS)
 
 
 def attended(node: Node) -> Attended | None:
