@@ -22,8 +22,8 @@ from mlx.utils import tree_map
 from mlx_qlayers import use_backend
 from mlx_qlayers.conversion import compiled, step_weights
 from mlx_qlayers.runtime import backend, cuda_ahead
+from mlx_qlayers.runtime.arena import beside
 from mlx_qlayers.runtime.backend import Mode
-from mlx_qlayers.runtime.windows import beside
 
 # Primitives that only describe an array anew and start nothing.
 _VIEWS = re.compile(

@@ -17,7 +17,7 @@ import mlx.core as mx
 from ..decode.cache_tail import Buffer, layout_of, merged
 from ..ops.attention_step import attention_step, packed_rows, why_not
 from ..options import Rotation
-from ..runtime.windows import halves
+from ..runtime.arena import halves
 from .step_kinds import Rows, Unsupported
 
 # Caches whose keys lie in the order of their tokens, and one that overwrites the oldest.

@@ -23,8 +23,8 @@ from ..ops.attention_step import Rotation
 from ..ops.fused_products import FUSED_PRODUCTS, defers_norm
 from ..ops.int8_matmul import fused_int8
 from ..ops.rotary import rotary_embedding
+from ..runtime.arena import rows as part_rows
 from ..runtime.backend import backend, current
-from ..runtime.windows import rows as part_rows
 from .compiled import operation
 from .step_products import Product
 from .step_slots import current_step

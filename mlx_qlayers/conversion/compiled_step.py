@@ -25,10 +25,10 @@ import mlx.nn as nn
 from ..decode.cache_tail import following, held_by, kind_of
 from ..decode.ring_tail import kept, ring_tail
 from ..decode.snapshot import Snapshot
+from ..runtime.arena import View
 from ..runtime.backend import use_backend
 from ..runtime.explain import note
 from ..runtime.transformed import is_transformed
-from ..runtime.windows import Window
 from . import compiled
 from .attention_patch import made_class, stock_class
 from .cache_slots import STEPPED
@@ -134,7 +134,7 @@ class _Plan:
         self.tried: dict[Any, StepGraph] = {}
         self.graphs: dict[Any, StepGraph] = {}
         self.replaces = False
-        self.weights: Sequence[Window] = ()
+        self.weights: Sequence[View] = ()
         # As long as the first cache lives.
         self.progress: WeakKeyDictionary[Any, Progress] = WeakKeyDictionary()
 

@@ -11,8 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..decode.cache_tail import arrays_of
+from ..runtime.arena import View, arena
 from ..runtime.cuda_ahead import finish
-from ..runtime.windows import Window, windows
 from . import compiled
 from .effects import Effects
 from .recorder import called
@@ -33,7 +33,7 @@ class StepGraph:
         function: Callable[..., Any],
         static: tuple[Static, ...],
         learned: Learned | None,
-        weights: Sequence[Window],
+        weights: Sequence[View],
     ) -> None:
         self.weights = weights
         self.model, self.inside, self.function, self.static = model, inside, function, static
@@ -46,7 +46,7 @@ class StepGraph:
 
     def _run(self, tokens: mx.array, at: list[mx.array], arrays: list[Any]) -> list[Any]:
         # What goes out as it came in are arrays of their own.
-        with windows([x for each in arrays for x in arrays_of(each)], self.weights):
+        with arena([x for each in arrays for x in arrays_of(each)], self.weights):
             return self._outputs(tokens, at, arrays)
 
     def _outputs(self, tokens: mx.array, at: list[mx.array], arrays: list[Any]) -> list[Any]:
@@ -100,7 +100,7 @@ def check(
     inputs: Inputs,
     tokens: mx.array,
     rows: int,
-    weights: Sequence[Window],
+    weights: Sequence[View],
 ) -> StepGraph:
     """A graph for other caches of the same kinds, that ran.
 
@@ -129,7 +129,7 @@ def _tried(
     function: Callable[..., Any],
     inputs: Inputs,
     tokens: mx.array,
-    weights: Sequence[Window],
+    weights: Sequence[View],
     rows: tuple[int, int],
     learned: Learned | None,
 ) -> StepGraph:

@@ -17,7 +17,7 @@ import mlx.core as mx
 from ..decode.cache_tail import Buffer, one_token
 from ..ops.latent_attention import latent_attention, takes_latent
 from ..options import Rotation
-from ..runtime.windows import joined
+from ..runtime.arena import joined
 from .cache_slots import RING, STEPPED, Slot, TailSlot, Turned, slot_class
 from .recorder import Node, Recorder, current, keeps_order
 from .step_kinds import Nested, OfCaches, States, Static

@@ -1,6 +1,6 @@
 """The arrays of linear layers side by side, so that a launch takes one instead of three to twelve.
 
-What a launch takes costs the host as much as what it gives, see :mod:`~..runtime.windows`. So the
+What a launch takes costs the host as much as what it gives, see :mod:`~..runtime.arena`. So the
 arrays of all linear layers that a module holds are put into one. They stay the objects that they
 are, of the same numbers, wherever somebody has them: what they lie in is all that changes.
 """
@@ -13,8 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..layers.qlinear import Counterpart, QEmbedding
+from ..runtime.arena import View, side_by_side, still_there
 from ..runtime.devices import device_of
-from ..runtime.windows import Window, side_by_side, still_there
 
 
 def arrange(model: nn.Module) -> None:
@@ -36,7 +36,7 @@ def arrange(model: nn.Module) -> None:
     _windows[id(model)] = [*there.values()]
 
 
-def windows_of(model: nn.Module) -> list[Window]:
+def windows_of(model: nn.Module) -> list[View]:
     """Where the arrays lie that a model still has, as they were."""
     there = {id(a) for part in model.modules() for a in part.values()}
     windows = [each for each in _windows.get(id(model), ()) if id(each.y) in there]
@@ -54,4 +54,4 @@ def _arrays(part: nn.Module) -> list[mx.array]:
 
 
 # By the identity of models, which are dicts and cannot be keys.
-_windows: dict[int, list[Window]] = {}
+_windows: dict[int, list[View]] = {}

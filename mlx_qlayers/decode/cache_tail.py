@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..ops.attention_step import MIN_POSITIONS, MIN_TICKETS, packed_rows, parts_of_rows
+from ..runtime.arena import are_alike, halves, joined
 from ..runtime.devices import device_of
-from ..runtime.windows import are_alike, halves, joined
 from .tails import arrays_of as arrays_of
 from .tails import one_token as one_token
 from .tails import tail_rows as tail_rows

@@ -12,8 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..runtime.arena import View, arena
 from ..runtime.backend import Mode, mode
-from ..runtime.windows import Window, windows
 from .capture import Captured, Unsupported
 from .emit import Program
 from .listed import Going, Listed
@@ -39,7 +39,7 @@ class Padded(Listed):
         captured: Captured,
         graph: PaddedGraph,
         batch: int,
-        weights: Sequence[Window] = (),
+        weights: Sequence[View] = (),
     ) -> None:
         self.weights, self.names, self.positions = weights, captured.names, graph.positions
         super().__init__(captured, Program(graph.graph, batch, captured.weights))
@@ -58,7 +58,7 @@ class Padded(Listed):
             there = of_cache[number].shape[2] if number in of_cache else 0
             rows[key] = max(rows.get(key, 0), there)
         # What goes out as it came in are arrays of their own.
-        with windows(arrays, self.weights), mode(Mode.INFERENCE):
+        with arena(arrays, self.weights), mode(Mode.INFERENCE):
             made = self.program.run({POSITIONS: at, **given}, rows)
         return [at + self.more, *(made[name] for name in ("logits", *self.states))]
 

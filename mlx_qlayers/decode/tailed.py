@@ -14,8 +14,8 @@ import mlx.core as mx
 
 from ..ops.attention_step import MIN_TICKETS, why_not
 from ..options import StepCall
+from ..runtime.arena import View, arena, halves, joined
 from ..runtime.backend import Mode, mode, requested
-from ..runtime.windows import Window, halves, joined, windows
 from .caches import arrays_of as named
 from .caches import put
 from .capture import Captured, Unsupported
@@ -53,7 +53,7 @@ class Tailed:
         captured: Captured,
         batch: int,
         keys: Sequence[tuple[Any, ...]],
-        weights: Sequence[Window] = (),
+        weights: Sequence[View] = (),
     ) -> None:
         self.weights, tails = weights, Tails(keys, captured.names)
         graph = fused(captured.graph, tails)
@@ -99,7 +99,7 @@ class Tailed:
         buffers = [a for some in buffers for buffer in some for a in arrays_of(buffer)]
         is_joined = len(tails) < len(self.tails)
         # What goes out as it came in are arrays of their own.
-        with windows([*fixed, *buffers, *tails, *states], self.weights), mode(Mode.INFERENCE):
+        with arena([*fixed, *buffers, *tails, *states], self.weights), mode(Mode.INFERENCE):
             apart = [y for x in tails for y in halves(x)] if is_joined else tails
             names = self.fixed, self.buffers, self.at, self.tails, self.states
             pairs = zip(chain(*names), [*fixed, *buffers, *at, *apart, *states], strict=True)

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..ops.attention_step import MIN_POSITIONS, packed_rows, parts_of_rows
+from ..runtime.arena import are_alike, halves, joined
 from ..runtime.devices import device_of
-from ..runtime.windows import are_alike, halves, joined
 from .capture import Unsupported
 
 # Rows of a tail at most, as many as a cache grows by; and of all sequences and key heads together.

@@ -18,7 +18,7 @@ same one. While that copy lives no other array can have that pointer: who finds 
 same array. Where in the object it is, is found out at first use, and each array's copy proves it.
 
 What nobody can see is memory that NumPy shares (``np.array(a, copy=False)[:] = 0``): the array is
-the same. Constants follow it, and so do views such as :func:`.windows.side_by_side` makes; only
+the same. Constants follow it, and so do views such as :func:`.arena.side_by_side` makes; only
 what was computed ahead does not.
 """
 

@@ -11,6 +11,7 @@ from typing import Any, Unpack
 
 import mlx.core as mx
 
+from .arena import sharing
 from .backend import BackendError, Mode, Outdated, backend, current, epoch, up_to_date
 from .declaration import Declaration, KernelError, Multiple
 from .devices import device_of
@@ -22,7 +23,6 @@ from .proof import admit
 from .spec import Spec
 from .tracing import record
 from .transformed import is_transformed, without_derivative
-from .windows import sharing
 
 __all__ = ["Kernel", "KernelError", "Multiple"]
 

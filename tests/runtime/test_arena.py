@@ -8,9 +8,9 @@ import mlx.core as mx
 import pytest
 from machine import has_device
 
-from mlx_qlayers.runtime import windows as windows_module
+from mlx_qlayers.runtime import arena as arena_module
+from mlx_qlayers.runtime.arena import arena, side_by_side, still_there
 from mlx_qlayers.runtime.backend import Mode, mode, use_backend
-from mlx_qlayers.runtime.windows import side_by_side, still_there, windows
 
 from .kernels import AFFINE, GATHER, ROOTS
 
@@ -21,14 +21,14 @@ SCALAR, BIAS = mx.array(2.0), mx.array([1.0, 2.0, 3.0])
 @pytest.fixture
 def layouts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The host backend as one whose launches share arrays, and how those lie."""
-    seen, within = [], windows_module._within
+    seen, within = [], arena_module._within
 
     def noted(launch: Any, layout: Any) -> Any:
         seen.append(layout)
         return within(launch, layout)
 
     has_device(monkeypatch, "host", launches_views=True)
-    monkeypatch.setattr(windows_module, "_within", noted)
+    monkeypatch.setattr(arena_module, "_within", noted)
     return seen
 
 
@@ -45,7 +45,7 @@ def chain(x: mx.array = X) -> list[mx.array]:
 def test_arrays_in_one_hold_the_same_numbers(layouts: list[Any], apart: bool) -> None:
     with use_backend("host"):
         plain = chain()
-        with mode(Mode.INFERENCE), windows([mx.zeros((5, 8), mx.bool_)] * apart):
+        with mode(Mode.INFERENCE), arena([mx.zeros((5, 8), mx.bool_)] * apart):
             shared = chain()
     assert len(layouts) == (0 if apart else 2)
     for one, other in zip(plain, shared, strict=True):
@@ -57,9 +57,9 @@ def test_arrays_side_by_side_stay_what_they_are() -> None:
     before, numbers = [*arrays], [each.tolist() for each in arrays]
     found = side_by_side(arrays)
     assert [each.start for each in found] == [0, 128, 256] and found[0].whole.nbytes == 384
-    for x, one, values, window in zip(arrays, before, numbers, found, strict=True):
-        assert x is one is window.y and x.tolist() == values
-        assert window.whole.view(mx.uint8)[window.start].item() == x.flatten().view(mx.uint8)[0]
+    for x, one, values, view in zip(arrays, before, numbers, found, strict=True):
+        assert x is one is view.y and x.tolist() == values
+        assert view.whole.view(mx.uint8)[view.start].item() == x.flatten().view(mx.uint8)[0]
 
 
 def test_an_array_that_was_written_into_lies_by_itself() -> None:
@@ -75,21 +75,21 @@ def test_a_kernel_finds_an_array_beside_another(layouts: list[Any]) -> None:
     given = side_by_side([mx.ones(3), x])
     with use_backend("host"):
         plain = chain(x)
-        with mode(Mode.INFERENCE), windows([], given):
+        with mode(Mode.INFERENCE), arena([], given):
             shared = chain(x)
     assert layouts[0].inputs == ((0, 128, ()),)
     assert all(mx.array_equal(*pair) for pair in zip(plain, shared, strict=True))
 
 
 def test_nothing_is_shared_where_a_derivative_may_be_taken(layouts: list[Any]) -> None:
-    with use_backend("host"), windows([]):
+    with use_backend("host"), arena([]):
         chain()
     assert not layouts
 
 
 def test_a_kernel_is_told_the_shape_of_an_array(layouts: list[Any]) -> None:
-    layout = windows_module._Layout(((0, 128, (5, 8)),), (mx.uint8,), (), ())
-    program = windows_module._program(GATHER.program, layout)
+    layout = arena_module._Layout(((0, 128, (5, 8)),), (mx.uint8,), (), ())
+    program = arena_module._program(GATHER.program, layout)
     assert program.input_names == ("within_0",) and program.output_names == ("y",)
     told = "const int x_shape[]={5,8};const int64_t x_strides[]={8,1};constexpr int x_ndim=2;"
     assert f"(within_0)+128);{told}" in program.source

@@ -28,8 +28,8 @@ from .spec import Spec
 _ALIGNMENT = 128
 
 
-class Window(NamedTuple):
-    """An array that lies in another one.
+class View(NamedTuple):
+    """An array that lies in a larger one: a buffer view.
 
     Attributes:
         y: the array, which keeps its identity for as long as this lives.
@@ -42,15 +42,15 @@ class Window(NamedTuple):
     start: int
 
 
-class Windows:
-    """Those of a graph, by the identity of their arrays.
+class Arena:
+    """The views of a graph, by the identity of their arrays.
 
     Args:
         apart: launches give arrays of such shapes and dtypes as they are: they leave the graph.
         given: arrays that lie in others from the start.
     """
 
-    def __init__(self, apart: Sequence[mx.array], given: Sequence[Window]) -> None:
+    def __init__(self, apart: Sequence[mx.array], given: Sequence[View]) -> None:
         self.apart = {Spec.of(each) for each in apart}
         self.found = {id(each.y): each for each in given}
         # Arrays of these leave the graph in pairs.
@@ -59,7 +59,7 @@ class Windows:
     def keep(self, whole: mx.array, start: int, spec: Spec) -> mx.array:
         """The array that lies there in another one."""
         y = _part(whole, start, spec)
-        self.found[id(y)] = Window(y, whole, start)
+        self.found[id(y)] = View(y, whole, start)
         return y
 
 
@@ -80,12 +80,12 @@ class _Layout(NamedTuple):
     made: tuple[Spec, ...]
 
 
-# Those of the graph that is being made, if launches may share arrays in it.
-current: ContextVar[Windows | None] = ContextVar("windows", default=None)
+# That of the graph which is being made, if launches may share arrays in it.
+current: ContextVar[Arena | None] = ContextVar("arena", default=None)
 
 
 @contextmanager
-def windows(apart: Sequence[mx.array], given: Sequence[Window] = ()) -> Iterator[None]:
+def arena(apart: Sequence[mx.array], given: Sequence[View] = ()) -> Iterator[None]:
     """Let each launch of a ``with`` block give one array, where the backend can.
 
     Args:
@@ -94,7 +94,7 @@ def windows(apart: Sequence[mx.array], given: Sequence[Window] = ()) -> Iterator
     """
     before = current.get()
     with undone(lambda: current.set(before)):
-        current.set(Windows(apart, given))
+        current.set(Arena(apart, given))
         yield
 
 
@@ -115,9 +115,9 @@ def halves(whole: mx.array) -> tuple[mx.array, mx.array]:
 def rows(x: mx.array, span: slice) -> mx.array:
     """Rows of an array, which lie where it does."""
     y, those = x[span], current.get()
-    if those is not None and (window := those.found.get(id(x))) is not None:
-        start = window.start + span.start * (x.nbytes // len(x))
-        those.found[id(y)] = Window(y, window.whole, start)
+    if those is not None and (view := those.found.get(id(x))) is not None:
+        start = view.start + span.start * (x.nbytes // len(x))
+        those.found[id(y)] = View(y, view.whole, start)
     return y
 
 
@@ -132,7 +132,7 @@ def joined(x: mx.array, y: mx.array) -> mx.array:
     return mx.concatenate([x, y])
 
 
-def side_by_side(arrays: Sequence[mx.array]) -> list[Window]:
+def side_by_side(arrays: Sequence[mx.array]) -> list[View]:
     """Put the numbers of arrays, of one axis or more, into one array, in which they lie then.
 
     They stay the same objects: whoever has them sees no change.
@@ -143,24 +143,24 @@ def side_by_side(arrays: Sequence[mx.array]) -> list[Window]:
         parts.append(mx.zeros((_bytes(spec) - x.nbytes,), mx.uint8))
     # As few elements as can be: by their number MLX begins another command buffer.
     whole = mx.concatenate([each for each in parts if each.size]).view(mx.uint64)
-    windows = beside(arrays, whole)
-    views = [_part(whole, each.start, spec) for each, spec in zip(windows, specs, strict=True)]
-    mx.eval(whole, views)
-    for x, view in zip(arrays, views, strict=True):
-        x[:] = view
-    return windows
+    views = beside(arrays, whole)
+    parts = [_part(whole, each.start, spec) for each, spec in zip(views, specs, strict=True)]
+    mx.eval(whole, parts)
+    for x, part in zip(arrays, parts, strict=True):
+        x[:] = part
+    return views
 
 
-def beside(arrays: Sequence[mx.array], whole: mx.array) -> list[Window]:
+def beside(arrays: Sequence[mx.array], whole: mx.array) -> list[View]:
     """Where arrays lie that are side by side in another one."""
     starts = accumulate((_bytes(Spec.of(x)) for x in arrays), initial=0)
-    return [Window(x, whole, start) for x, start in zip(arrays, starts, strict=False)]
+    return [View(x, whole, start) for x, start in zip(arrays, starts, strict=False)]
 
 
-def still_there(windows: Sequence[Window]) -> list[Window]:
+def still_there(views: Sequence[View]) -> list[View]:
     """Those whose arrays hold what lies there: who writes into an array makes it one by itself."""
-    kept = list[Window]()
-    for _, group in groupby(windows, lambda each: id(each.whole)):
+    kept = list[View]()
+    for _, group in groupby(views, lambda each: id(each.whole)):
         some = [*group]
         parts = (_part(each.whole, each.start, Spec.of(each.y)) for each in some)
         pairs = zip(parts, some, strict=True)
@@ -176,7 +176,7 @@ def _part(whole: mx.array, start: int, spec: Spec) -> mx.array:
 
 
 def sharing(launch: Launch, bind: Callable[[Launch], Bound]) -> Bound:
-    """A launch whose inputs and outputs may lie in larger arrays, inside :func:`windows`."""
+    """A launch whose inputs and outputs may lie in larger arrays, inside :func:`arena`."""
     program, specs = launch.program, [*map(Spec, launch.output_shapes, launch.output_dtypes)]
     words = [shape_words(program.source, p.name) for p in program.inputs]
     # Where launches share arrays, `constant` is no other memory.
@@ -217,7 +217,7 @@ def sharing(launch: Launch, bind: Callable[[Launch], Bound]) -> Bound:
 
 
 def _laid(
-    specs: Sequence[Spec], those: Windows
+    specs: Sequence[Spec], those: Arena
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[Spec, ...]]:
     """How outputs lie in larger arrays, of which one has what stays and one a pair that leaves."""
     pair = [i for i, each in enumerate(specs) if each in those.pairs]
