@@ -287,7 +287,9 @@ def _input(name: str, shape: tuple[Any, ...], dtype: mx.Dtype = mx.int32) -> Nod
     return Node("Input", (), (name,), (Spec(shape, dtype),))
 
 
-def _step(a: Attended, keys: Written, values: Written, tails: Tails, count: int) -> Node | None:
+def _step(
+    a: Attended, keys: Written, values: Written, tails: Tails, count: int, sizes: dict[int, Any]
+) -> Node | None:
     """The node that takes the place of attention; None if nobody knows what its mask shows."""
     number, settings = keys.number, dict(tails.keys[keys.number][2:])
     shows = shown(a.mask, keys.row, keys.size, lambda name: tails.is_of(name, number))
@@ -308,7 +310,9 @@ def _step(a: Attended, keys: Written, values: Written, tails: Tails, count: int)
     if window or shows.padded:
         hidden = Spec((batch if shows.padded else 1, 1, 1, rows), mx.bool_)
         settled = window, keep, keys.size, shows.padded
-        mask = Node("Shown", (at, keys.buffers[0], of_tail[0]), settled, (hidden,))
+        # Caches that count alike have as many rows, so one mask does for all of them.
+        like = sizes.setdefault(tails.first(number), (keys.buffers[0], of_tail[0]))
+        mask = Node("Shown", (at, *like), settled, (hidden,))
     src = (
         *(given.q, given.k, _rows(values.new), *keys.buffers, *values.buffers, *of_tail, at),
         *(given.freqs, mask, a.sinks, *given.norms, _input(f"tickets.{count}", (8,))),
@@ -322,6 +326,7 @@ def _step(a: Attended, keys: Written, values: Written, tails: Tails, count: int)
 def by_steps(graph: Graph, tails: Tails) -> Graph:
     """The graph with attention to caches by tails, where a token is all that comes."""
     places, outputs, at = dict[Node, Node](), dict(graph.outputs), dict[str, Any]()
+    sizes: dict[int, Any] = {}
     for node in graph.nodes():
         a = attended(node)
         if a is None:
@@ -329,7 +334,7 @@ def by_steps(graph: Graph, tails: Tails) -> Graph:
         keys, values = written(a.keys, "keys", tails), written(a.values, "values", tails)
         if keys is None or values is None or keys.number != values.number:
             continue
-        if (step := _step(a, keys, values, tails, len(places))) is None:
+        if (step := _step(a, keys, values, tails, len(places), sizes)) is None:
             continue
         places[node] = Node("Reshape", (step.item(0),), (node.shape,), node.outputs)
         for number, (name, each) in enumerate((("keys", keys), ("values", values)), 1):
