@@ -1,4 +1,4 @@
-"""Attention of a token to the rows of a buffer that count, by one plan for all counts."""
+"""Attention of few tokens to the rows of a buffer that count, by one plan for all counts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .attention_checks import checked
 __all__ = ["ATTENTION_ROWS"]
 
 
-def _plan(arrays: Sequence[Any], scale: float) -> Plan:
-    """Of q (B, H, 1, D), k (B, Hkv, R, D), v (B, Hkv, R, Dv), None, sinks and held.
+def _plan(arrays: Sequence[Any], scale: float, causal: bool) -> Plan:
+    """Of q (B, H, L, D), k (B, Hkv, R, D), v (B, Hkv, R, Dv), None, sinks and held.
 
     The last is an int32 array (1,): how many of the R rows count. A slice of these rows, as
     :func:`mlx_qlayers.attention` takes it, is another call with another plan for each count.
@@ -25,11 +25,12 @@ def _plan(arrays: Sequence[Any], scale: float) -> Plan:
     *most, held = arrays
     if held.shape != (1,) or held.dtype != mx.int32:
         raise ValueError(f"held must be int32 (1,), not {held.dtype} {held.shape}")
-    call = checked(most, (0, 0), scale, None, None, None)
+    rule = "causal" if causal else None
+    call = checked(most, (0, 0), scale, rule, None, None)
 
     def composed(q: Any, k: Any, v: Any, mask: None, sinks: Any, held: mx.array) -> list[mx.array]:
         k, v = (each[:, :, : held.item()] for each in (k, v))
-        return [attention(q, k, v, scale=scale, sinks=sinks)]
+        return [attention(q, k, v, scale=scale, mask=rule, sinks=sinks)]
 
     if len({*call.dtypes}) > 1 or not takes_decode(call):
         return Plan(None, composed)

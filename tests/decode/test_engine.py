@@ -107,6 +107,7 @@ def test_one_capture_for_batches_that_grow_and_shrink(monkeypatch: pytest.Monkey
 
 
 def test_several_tokens_at_once() -> None:
+    """Tokens see those before them; up to eight by one plan for all positions."""
     model = qwen()
     caches = [make_prompt_cache(model) for _ in "ab"]
     for length in (9, 3, 16, 2):

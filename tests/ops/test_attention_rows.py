@@ -15,21 +15,22 @@ from mlx_qlayers.runtime.tracing import trace
 
 def call(q, k, v, sinks, count):
     arrays = q, k, v, None, sinks, mx.array([count], mx.int32)
-    (out,) = dispatch(ATTENTION_ROWS, arrays, (0.3,))
+    (out,) = dispatch(ATTENTION_ROWS, arrays, (0.3, q.shape[2] > 1))
     return out
 
 
-@pytest.mark.parametrize("sinking", [False, True])
+@pytest.mark.parametrize(("length", "sinking"), [(1, False), (1, True), (5, True), (7, False)])
 @pytest.mark.parametrize("backend", ["host", "reference"])
-def test_rows_that_count(backend, sinking):
+def test_rows_that_count(backend, length, sinking):
     """What lies behind them is not read, whatever it is."""
     mx.random.seed(0)
-    q, k, v = (mx.random.normal(s) for s in ((3, 6, 1, 40), (3, 2, 41, 40), (3, 2, 41, 24)))
+    q, k, v = (mx.random.normal(s) for s in ((3, 6, length, 40), (3, 2, 41, 40), (3, 2, 41, 24)))
     sinks = mx.random.normal((6,)) if sinking else None
     with use_backend(backend), trace() as launches, checks():
-        for count in (1, 7, 32, 41):
+        for count in (7, 11, 32, 41):
             k[:, :, count:], v[:, :, count:] = mx.nan, mx.nan
-            want = attention(q, k[:, :, :count], v[:, :, :count], scale=0.3, sinks=sinks)
+            rows, rule = (k[:, :, :count], v[:, :, :count]), "causal" if length > 1 else None
+            want = attention(q, *rows, scale=0.3, mask=rule, sinks=sinks)
             assert mx.abs(call(q, k, v, sinks, count) - want).max() < 1e-6
             k, v = (mx.where(mx.isnan(x), 0.5, x) for x in (k, v))
     counted = [each.kernel for each in launches if each.kernel.endswith("_counted")]
@@ -49,4 +50,4 @@ def test_one_plan_for_all_counts(monkeypatch):
 def test_a_count_is_one_number():
     q, k = mx.ones((1, 4, 1, 64)), mx.ones((1, 2, 24, 64))
     with pytest.raises(ValueError, match="held must be int32"):
-        dispatch(ATTENTION_ROWS, (q, k, k, None, None, mx.array([1.0])), (0.3,))
+        dispatch(ATTENTION_ROWS, (q, k, k, None, None, mx.array([1.0])), (0.3, False))

@@ -41,7 +41,7 @@ def shown(mask: Node | None, row: Size, size: int, is_own: Callable[[str], bool]
     if mask is None:
         return Shown(0, False)
     at = Counter({_ONE: row.const, **dict(row.terms)})
-    mask, rolled = _unrolled(_seen_through(mask), row, size)
+    mask, rolled = _unrolled(seen_through(mask), row, size)
     if rolled or size:  # in the order of its tokens, of which this is the last
         at = Counter({_ONE: size - 1})
     found = [_part(each, at, rolled, is_own) for each in _conditions(mask)]
@@ -53,7 +53,7 @@ def shown(mask: Node | None, row: Size, size: int, is_own: Callable[[str], bool]
 
 def _conditions(mask: Node) -> list[Node]:
     """What all has to be true."""
-    mask = _seen_through(mask)
+    mask = seen_through(mask)
     if mask.op != "LogicalAnd" and (mask.op, mask.arg) != ("BitwiseBinary", (0,)):
         return [mask]
     return [each for s in mask.src if s is not None for each in _conditions(s)]
@@ -68,7 +68,7 @@ def _unrolled(mask: Node, row: Size, size: int) -> tuple[Node, bool]:
         return mask, False
     last = split.src[0].shape[-1] - 1 if size == 0 else size - 1
     fits = split.op == "Split" and split.arg[0] == (_less(last, row),)
-    return (_seen_through(split.src[0]), True) if fits else (mask, False)
+    return (seen_through(split.src[0]), True) if fits else (mask, False)
 
 
 def _less(last: Any, row: Size) -> Any:
@@ -106,7 +106,7 @@ def _sum(node: Node | None, is_own: Callable[[str], bool]) -> Counter[str] | Non
     """What a node adds up."""
     if node is None:
         return None
-    node = _seen_through(node)
+    node = seen_through(node)
     if node.op == "Input":
         name = node.arg[0]
         return Counter({_PADDING: 1}) if name.endswith(".left_padding") and is_own(name) else None
@@ -130,7 +130,7 @@ def _numbers(value: Any, more: int = 0) -> Counter[str]:
     return Counter({_ONE: int(value.const) + more, **dict(value.terms)})
 
 
-def _seen_through(node: Node) -> Node:
+def seen_through(node: Node) -> Node:
     """What is looked at in another shape."""
     while node.op in _VIEWS and node.src[0] is not None:
         if node.op == "AsType" and node.dtype == mx.bool_:

@@ -10,8 +10,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from ...metal.attention.decode import MAX_QUERIES
 from ...options import Rotation
 from ..graph import Graph, Node, Pattern, Rule, Size, Spec, rewrite
+from .masks import seen_through
 from .steps import VIEWS
 
 
@@ -43,11 +45,27 @@ def _normed_first(root: Node) -> Node | None:
 def _by_rows(root: Node, counts: dict[Any, Node]) -> Node | None:
     q, k, v, mask, sinks = root.src
     (of_k, _), (of_v, _) = _update(k), _update(v)
-    if of_k is None or of_v is None or mask is not None or root.shape[2] != 1:
+    length = root.shape[2]
+    if k is None or of_k is None or of_v is None or length > MAX_QUERIES:
         return None
-    (*_, count, _) = k.arg[1]  # type: ignore[union-attr]
+    (*_, count, _) = k.arg[1]
+    if mask is not None and not _is_causal(mask, length, count):
+        return None
     held = counts.setdefault(count, Node("Numbers", (), ((count,),), (Spec((1,), mx.int32),)))
-    return root.like("AttentionRows", q, of_k, of_v, None, sinks, held, arg=root.arg[:1])
+    arg = root.arg[0], mask is not None
+    return root.like("AttentionRows", q, of_k, of_v, None, sinks, held, arg=arg)
+
+
+def _is_causal(mask: Node, length: int, count: Size) -> bool:
+    """Whether each of the last tokens of a cache sees those up to itself."""
+    if mask.op != "GreaterEqual" or mask.shape[-2:] != (length, count):
+        return False
+    rows, keys = (seen_through(s) for s in mask.src if s is not None)
+    first = count._replace(const=count.const - length)
+    return (rows.op, rows.arg, keys.op, keys.arg) == (
+        *("Arange", (first, count, 1)),
+        *("Arange", (0, count, 1)),
+    )
 
 
 def _update(rows: Node | None) -> tuple[Node | None, Node | None]:
