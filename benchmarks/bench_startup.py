@@ -125,7 +125,7 @@ def calibrated(shape: dict[str, int], tokens: int) -> None:
             entry = read(folder, device)
             if source not in sources:
                 return entry
-            return {key: e for key, e in entry.items() if isinstance(e, entries.Values)}
+            return {key: e for key, e in entry.items() if e.values is not None}
 
         return some
 

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..measurements import entries as stored
-from ..measurements.entries import COMPUTED, Entry
-from ..measurements.thresholds import Evidence
+from ..measurements.entries import COMPUTED, Entry, Evidence
 from ..metal.record import Record
 from ..metal.records import RECORDS
 from ..runtime.backend import advance_epoch, backend
@@ -184,17 +183,15 @@ def _within(variable: ContextVar[Any], value: T, *, keeps_plans: bool = False) -
 
 @lru_cache(maxsize=_REMEMBERED)
 def _found(epoch: int, family: str, device: str, question: tuple[Hashable, ...]) -> Found | None:
-    name = stored.file_of(device)
-    if name is None:
-        return None
-    record = RECORDS[family](*question)
-    return lookup(record, name) or _of_larger(record, name, device)
+    record, name = RECORDS[family](*question), stored.file_of(device)
+    names = stored.devices(device) if record.of_backend else (name,) if name else ()
+    return lookup(record, *names) or _of_larger(record, names, device)
 
 
-def _of_larger(record: Record, name: str, device: str) -> Found | None:
+def _of_larger(record: Record, names: Sequence[str], device: str) -> Found | None:
     """What was measured on this machine of the next larger problem, if its kernel is the same."""
     for larger in record.larger():
-        if (best := lookup(larger, name)) is not None:
+        if (best := lookup(larger, *names)) is not None:
             # To unpack a matrix first may not pay for fewer rows.
             compared = best.path not in ("dequantized", "uncompared")
             here, config = best.evidence.source == "measured here", record.heuristic(device)
@@ -205,21 +202,19 @@ def _of_larger(record: Record, name: str, device: str) -> Found | None:
     return None
 
 
-def lookup(record: Record, device: str) -> Found | None:
-    """What is stored for a problem under a device's name, if it can be trusted."""
-    entry, shipped = stored.entries(device, current.number).get(record.key, (None, False))
-    if not isinstance(entry, Entry):
+def lookup(record: Record, *devices: str) -> Found | None:
+    """What is stored for a problem under the names of devices, if it can be trusted."""
+    found = stored.look_up(record.key, *devices)
+    if found is None or (entry := found[0]).config is None:
         return None
     try:
         config = _kind_of(entry, record)(**entry.config)
-        _check(config, record, device)
+        _check(config, record, found[1].device)
     except (ValueError, TypeError) as error:
         note("tuning", "ignored", f"{record.key}: {error}")
         return None
     note("tuning", entry.path, f"{record.key}: {config}")
-    source = "shipped result" if shipped else "measured here"
-    times = entry.paths or {entry.path: entry.seconds}
-    return Found(entry.path, config, Evidence(source, device, entry.date, entry.command, times))
+    return Found(entry.path, config, found[1])
 
 
 def _check(config: Any, record: Record, device: str) -> None:
@@ -240,16 +235,18 @@ def _kind_of(entry: Entry, record: Record) -> type[Any]:
     """The class of an entry's configuration, if it is of this MLX and these kernels."""
     if entry.path == COMPUTED:
         raise ValueError("was computed, not measured")
-    if entry.mlx != version("mlx"):
+    # A configuration alone may hold whatever becomes of the text and of MLX.
+    holds = entry.path == "uncompared" and not entry.source
+    if entry.mlx != version("mlx") and not holds:
         raise ValueError(f"measured with MLX {entry.mlx}, this is {version('mlx')}")
-    if entry.source != record.source:
+    if entry.source != record.source and not holds:
         raise ValueError("measured with another version of the kernel")
     wanted = {kind: sorted(field.name for field in fields(kind)) for kind in record.configs}
     for kind, names in wanted.items():
-        if names == sorted(entry.config):
+        if names == sorted(entry.config or ()):
             return kind
     every = " or ".join(map(str, wanted.values()))
-    raise ValueError(f"has the fields {sorted(entry.config)}, not {every}")
+    raise ValueError(f"has the fields {sorted(entry.config or ())}, not {every}")
 
 
 def entry_of(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache, lru_cache
 from math import isfinite
 from pathlib import Path
@@ -18,17 +18,22 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..runtime.backend import epoch as current
 from ..runtime.cache_folder import cache_folder
-from ..runtime.explain import note
+from ..runtime.explain import note, significant
 
 SHIPPED = Path(__file__).with_name("data")
+# Whose values hold on all devices of a backend that have none of their own.
+_OTHERS = {"cuda": "sm_90", "host": "cpu", "metal": "metal"}
+# What an entry has that says which path was fastest.
+_OF_COMPARED = ("seconds", "heuristic", "tried", "source", "mlx")
 # The path of an entry whose seconds are an estimate: no operation goes by it.
 COMPUTED = "modelled"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What tuning found for one problem on one device.
+    """What was measured on one device: of a problem, or values that rules go by.
 
     Attributes:
         config: the fields of the kernel's fastest configuration.
@@ -37,42 +42,54 @@ class Entry:
         seconds: what that path takes.
         heuristic: what the kernel takes with the configuration that it has without tuning.
         tried: how many configurations were tried.
-        source: the kernel's text, hashed.
+        source: the kernel's text, hashed; of what was not compared it may be left out.
         mlx: the version of MLX.
         paths: seconds of each path.
         date: when it was measured.
         command: by which command.
+        values: in place of a configuration, a number, text or a list of those, or a mapping to
+            them.
+        note: what values are, and on what they were measured.
     """
 
-    config: Mapping[str, int | str]
-    path: str
-    seconds: float
-    heuristic: float
-    tried: int
-    source: str
-    mlx: str
+    config: Mapping[str, int | str] | None = None
+    path: str = ""
+    seconds: float = 0.0
+    heuristic: float = 0.0
+    tried: int = 0
+    source: str = ""
+    mlx: str = ""
     paths: Mapping[str, float] = field(default_factory=dict)
     date: str = ""
     command: str = ""
+    values: Any = None
+    note: str = ""
 
 
 @dataclass(frozen=True)
-class Values:
-    """Thresholds and gains that rules go by.
+class Evidence:
+    """Where an answer comes from.
 
     Attributes:
-        values: a number, text or a list of those, or a mapping to them.
-        date: when they were measured.
+        source: ``"measured here"``, or ``"shipped result"`` of another machine.
+        device: that it was measured on.
+        date: when.
         command: by which command.
-        note: what they are, and on what they were measured.
-        mlx: the version of MLX.
+        seconds: of each path, where paths were compared.
     """
 
-    values: Any
+    source: str
+    device: str
     date: str = ""
     command: str = ""
-    note: str = ""
-    mlx: str = ""
+    seconds: Mapping[str, float] | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.source == "measured here" else f" of {self.device}"
+        when = f", {self.date}" if where and self.date else ""
+        seconds = (self.seconds or {}).items()
+        times = ", ".join(f"{name} {significant(1e6 * s)} us" for name, s in seconds)
+        return f"{self.source}{where}{when}" + (f": {times}" if times else "")
 
 
 @cache
@@ -99,6 +116,12 @@ def file_of(device: str) -> str | None:
     return device_name() if device == device_kind() else None
 
 
+def devices(kind: str) -> tuple[str, ...]:
+    """The names of a backend's device here, and of the one whose values hold on all others."""
+    other = _OTHERS.get(kind, kind)
+    return file_of(kind) or other, other
+
+
 def user_folder() -> Path:
     """Where the user's own results are.
 
@@ -111,24 +134,42 @@ def user_folder() -> Path:
 # Results of this process that could not be written, by device.
 unsaved: dict[str, dict[str, Entry]] = {}
 # Those of rank 0 in the place of the user's own, by device, in the other ranks of a group.
-adopted: dict[str, dict[str, Entry | Values]] = {}
+adopted: dict[str, dict[str, Entry]] = {}
+
+
+def look_up(key: str, *devices: str) -> tuple[Entry, Evidence] | None:
+    """What is stored under a key, and where it comes from.
+
+    Args:
+        key: of a problem, or of values.
+        devices: where it is looked for, one after the other. What is measured here counts for the
+            first of them.
+    """
+    for i, device in enumerate(devices):
+        entry, shipped = entries(device, current.number).get(key, (None, False))
+        if entry is not None and (shipped or i == 0):
+            source = "shipped result" if shipped else "measured here"
+            seconds = entry.paths or {entry.path: entry.seconds} if entry.seconds else None
+            return entry, Evidence(source, device, entry.date, entry.command, seconds)
+    return None
 
 
 @lru_cache(maxsize=64)
-def entries(device: str, at: int) -> Mapping[str, tuple[Entry | Values, bool]]:
+def entries(device: str, at: int) -> Mapping[str, tuple[Entry, bool]]:
     """All that is stored for a device as of an epoch, by key, and whether the package holds it."""
     found = {key: (entry, True) for key, entry in read(SHIPPED, device).items()}
     for key, entry in own_entries(device).items():
         before = found.get(key)
         # Rules count on values of the kind that they were written for.
-        if isinstance(entry, Values) and not (before and _kinds(entry) == _kinds(before[0])):
+        of_rules = entry.values is not None
+        if of_rules and not (before and _kinds(entry.values) == _kinds(before[0].values)):
             note("tuning", "ignored", f"{device}: {key} has other values than the package's")
         else:
             found[key] = entry, False
     return found
 
 
-def own_entries(device: str) -> Mapping[str, Entry | Values]:
+def own_entries(device: str) -> Mapping[str, Entry]:
     """The user's results for a device, or rank 0's."""
     if device in adopted:
         return adopted[device]
@@ -140,7 +181,7 @@ def own_entries(device: str) -> Mapping[str, Entry | Values]:
     return {**own, **unsaved.get(device, {})}
 
 
-def read(folder: Path, device: str) -> dict[str, Entry | Values]:
+def read(folder: Path, device: str) -> dict[str, Entry]:
     """The entries of a file that can be understood; of all others a note is kept."""
     path, found = folder / f"{device}.json", {}
     try:
@@ -178,7 +219,7 @@ def load(path: Path, device: str) -> dict[str, Any]:
     return content
 
 
-def parsed(value: Any) -> Entry | Values:
+def parsed(value: Any) -> Entry:
     """An entry of a file; fields that are not known are left out.
 
     Raises:
@@ -186,14 +227,22 @@ def parsed(value: Any) -> Entry | Values:
     """
     if not isinstance(value, dict):
         raise ValueError(f"is {value!r}")
-    kind: Any = Values if "values" in value else Entry
-    for each in fields(kind):
-        required = each.default is each.default_factory is MISSING
-        if each.name not in value and required:
-            raise ValueError(f"has no {each.name}")
-        if each.name in value and not _FITS[each.name](value[each.name]):
-            raise ValueError(f"{each.name} is {value[each.name]!r}")
-    return kind(**{f.name: value[f.name] for f in fields(kind) if f.name in value})
+    given = {f.name: value[f.name] for f in fields(Entry) if value.get(f.name) is not None}
+    compared = given.get("path") != "uncompared"
+    needed = () if "values" in given else ("config", "path", *_OF_COMPARED * compared)
+    for name in needed:
+        if name not in given:
+            raise ValueError(f"has no {name}")
+    for name, each in given.items():
+        if not _FITS[name](each):
+            raise ValueError(f"{name} is {each!r}")
+    return Entry(**given)
+
+
+def raw(entry: Entry) -> dict[str, Any]:
+    """An entry as it is stored; :func:`parsed` reads it."""
+    empty = asdict(Entry())
+    return {name: each for name, each in asdict(entry).items() if each != empty[name]}
 
 
 def _is_seconds(value: Any) -> bool:
@@ -202,7 +251,7 @@ def _is_seconds(value: Any) -> bool:
 
 def _is_value(value: Any) -> bool:
     if isinstance(value, list):
-        return all(map(_is_value, value))
+        return all(_is_value(each) or _is_mapping(_is_value)(each) for each in value)
     return isinstance(value, (int, str)) or (isinstance(value, float) and isfinite(value))
 
 
@@ -224,8 +273,6 @@ _FITS: dict[str, Callable[[Any], bool]] = {
 
 def _kinds(value: Any) -> Any:
     """Of values, of what types they are, key by key."""
-    if isinstance(value, Values):
-        return _kinds(value.values)
     if isinstance(value, dict):
         return {key: _kinds(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from ..runtime.backend import advance_epoch
 from ..runtime.cache_folder import make_folder
 from ..runtime.explain import note
 from ..runtime.staging import replace_file
-from .entries import Entry, load, read, unsaved, user_folder
+from .entries import Entry, load, raw, read, unsaved, user_folder
 
 
 def save(device: str, found: Mapping[str, Entry], folder: Path | None = None) -> bool:
@@ -38,7 +37,7 @@ def save(device: str, found: Mapping[str, Entry], folder: Path | None = None) ->
         path = (folder or user_folder()) / f"{device}.json"
         with _locked(path):
             content = _content(path, device)
-            content["entries"] |= {key: asdict(entry) for key, entry in found.items()}
+            content["entries"] |= {key: raw(entry) for key, entry in found.items()}
             content["entries"] = dict(sorted(content["entries"].items()))
             replace_file(path, _text(content) + "\n")
         kept = True
@@ -96,7 +95,7 @@ def listed(device: str | None = None) -> dict[str, dict[str, Entry]]:
         path.stem: {
             key: entry
             for key, entry in read(path.parent, path.stem).items()
-            if isinstance(entry, Entry)
+            if entry.config is not None
         }
         for path in _files(device)
     }
@@ -134,11 +133,13 @@ def _content(path: Path, device: str) -> dict[str, Any]:
 
 
 def _text(value: Any, depth: int = 0) -> str:
-    """JSON with a line for each name, and lists in one."""
+    """JSON with a line for each name, and for each row of a table."""
+    indent, rows = "\n" + " " * depth, isinstance(value, list) and value
+    if rows and isinstance(value[0], (list, Mapping)):
+        return f"[{indent} " + f",{indent} ".join(map(json.dumps, value)) + f"{indent}]"
     if not isinstance(value, Mapping) or not value:
         return json.dumps(value)
     lines = (f"{json.dumps(key)}: {_text(each, depth + 1)}" for key, each in value.items())
-    indent = "\n" + " " * depth
     return "{" + indent + " " + f",{indent} ".join(lines) + indent + "}"
 
 

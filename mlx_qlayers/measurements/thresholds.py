@@ -7,44 +7,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from ..runtime.backend import backend
 from ..runtime.backend import epoch as current
-from ..runtime.explain import significant
-from . import entries as stored
-from .entries import Values
-
-# Whose thresholds hold on all devices of a backend that have none of their own.
-_OTHERS = {"cuda": "sm_90", "host": "cpu", "metal": "metal"}
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """Where an answer comes from.
-
-    Attributes:
-        source: ``"measured here"``, or ``"shipped result"`` of another machine.
-        device: that it was measured on.
-        date: when.
-        command: by which command.
-        seconds: of each path, where paths were compared.
-    """
-
-    source: str
-    device: str
-    date: str = ""
-    command: str = ""
-    seconds: Mapping[str, float] | None = None
-
-    def __str__(self) -> str:
-        where = "" if self.source == "measured here" else f" of {self.device}"
-        when = f", {self.date}" if where and self.date else ""
-        seconds = (self.seconds or {}).items()
-        times = ", ".join(f"{name} {significant(1e6 * s)} us" for name, s in seconds)
-        return f"{self.source}{where}{when}" + (f": {times}" if times else "")
+from .entries import Evidence, devices, look_up
 
 
 def threshold(name: str, *key: Hashable, device: str | None = None) -> Any:
@@ -99,14 +67,8 @@ def source_of(*names: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _values(epoch: int, name: str, device: str) -> tuple[Any, Evidence | None]:
-    other = _OTHERS.get(device, device)
-    own = stored.file_of(device) or other
-    for file in (own, other):
-        entry, shipped = stored.entries(file, current.number).get(name, (None, False))
-        if isinstance(entry, Values) and (shipped or file == own):
-            source = "shipped result" if shipped else "measured here"
-            return _frozen(entry.values), Evidence(source, file, entry.date, entry.command)
-    return None, None
+    found = look_up(name, *devices(device))
+    return (None, None) if found is None else (_frozen(found[0].values), found[1])
 
 
 def _frozen(value: Any) -> Any:

@@ -54,12 +54,14 @@ class Record(ABC):
         sizes_measured: so many of them.
         matrix: N and K of a product with one matrix, of which a model has a number.
         stock_waits: whether MLX compiles the stock operator on CUDA first, for half a minute.
+        of_backend: whether what ships for a backend's first device holds on its others.
     """
 
     family: ClassVar[str]
     sized: ClassVar[str] = ""
     sizes_measured: ClassVar[tuple[int, ...]] = ()
     stock_waits: ClassVar[Any] = True
+    of_backend: ClassVar[bool] = False
     matrix: ClassVar[Any] = None
     configs: ClassVar[tuple[type[Any], ...]]
     values: ClassVar[dict[str, tuple[int, ...]]]

@@ -5,7 +5,7 @@ from .attention.step_record import AttentionStepRecord
 from .common.row_sum import RowSumRecord
 from .gather_qmm.records import ExpertsRecord, GatherRecord, RouterRecord
 from .grid_sample.record import GridSampleRecord
-from .quantized_matmul.records import QmmRecord, QmvRecord
+from .quantized_matmul.records import QmmRecord, QmvRecord, SkinnyRecord
 from .record import Record
 
 RECORDS: dict[str, type[Record]] = {
@@ -13,6 +13,7 @@ RECORDS: dict[str, type[Record]] = {
     for kind in (
         RowSumRecord,
         QmvRecord,
+        SkinnyRecord,
         QmmRecord,
         AttentionDecodeRecord,
         AttentionStepRecord,

@@ -78,24 +78,22 @@ def is_skinny(x: Spec, matrices: Sequence[PackedMatrix], fmt: Format) -> bool:
     # It reads their shapes, which tiny ones do not come with.
     if not fits or any(m.w.size < CONSTANT_BELOW for m in matrices):
         return False
-    return rows > MAX_QMV_ROWS or _spread(rows, n, k, fmt) != QMV
+    return rows > MAX_QMV_ROWS or (best := _skinny(rows, n, k, fmt)) is None or best.path != QMV
 
 
-def _spread(rows: int, n: int, k: int, fmt: Format) -> Any:
-    """What was measured: the values of a configuration, ``"qmv"``, or nothing."""
-    up_to = next(count for count in (16, 24, 32, 64, MAX_SKINNY_ROWS) if rows <= count)
-    form = fmt.mode, fmt.group_size, fmt.bits
-    return threshold("qmm_skinny_spread", up_to, f"{n}x{k}", *form)
+def _skinny(rows: int, n: int, k: int, fmt: Format) -> Found | None:
+    """What was measured: a configuration, or that qmv is faster."""
+    return found("qmm_skinny", rows, n, k, mx.bfloat16, fmt)
 
 
 def skinny_spread(
     path: str, rows: int, n: int, k: int, fmt: Format, single: bool = True
 ) -> SkinnyConfig:
     """The configuration of qmm_skinny that was measured to be fastest, or that of its rule."""
-    measured = _spread(rows, n, k, fmt) if device_of(path).tensor_cores else None
-    if measured not in (None, QMV):
-        config = SkinnyConfig(*measured)
-        if config.runs and (single or config.parts(k) == 1):
+    best = _skinny(rows, n, k, fmt) if device_of(path).tensor_cores else None
+    if best is not None and best.path != QMV and best.config.runs:
+        config: SkinnyConfig = best.config
+        if single or config.parts(k) == 1:
             return config
     return skinny_config(path, rows, n, k, fmt, single)
 

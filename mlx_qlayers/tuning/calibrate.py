@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -21,7 +21,7 @@ import mlx.nn as nn
 
 from ..dispatch.measurements import Question, lookup, questions
 from ..formats import Format
-from ..measurements.entries import COMPUTED, Entry, adopted, file_of, own_entries, parsed
+from ..measurements.entries import COMPUTED, Entry, adopted, file_of, own_entries, parsed, raw
 from ..measurements.store import exclusive, save
 from ..metal.record import CALIBRATED_KEYS, CALIBRATED_PROMPTS, Record
 from ..metal.records import RECORDS
@@ -160,7 +160,7 @@ def _missing(records: Iterable[Record], name: str, longest: float) -> list[Recor
 
     def is_long(record: Record) -> bool:
         entry = own.get(record.key)
-        return isinstance(entry, Entry) and entry.path == COMPUTED and entry.seconds > longest
+        return entry is not None and entry.path == COMPUTED and entry.seconds > longest
 
     missing = (each for each in records if lookup(each, name) is None)
     return [record for record in missing if not is_long(record)]
@@ -169,7 +169,7 @@ def _missing(records: Iterable[Record], name: str, longest: float) -> list[Recor
 def _adopt(name: str, group: mx.distributed.Group) -> None:
     """Take rank 0's results for a device, so that all ranks run the same kernels."""
     rank = group.rank()
-    own = {} if rank else {key: asdict(entry) for key, entry in own_entries(name).items()}
+    own = {} if rank else {key: raw(entry) for key, entry in own_entries(name).items()}
     results = json.loads(gathered(group, json.dumps(own))[0])
     if rank:
         adopted[name] = {key: parsed(value) for key, value in results.items()}

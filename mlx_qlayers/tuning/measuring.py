@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import asdict
 from math import inf
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -26,7 +25,7 @@ from tempfile import TemporaryFile
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from ..dispatch.measurements import entry_of
-from ..measurements.entries import COMPUTED, Entry, parsed
+from ..measurements.entries import COMPUTED, Entry, parsed, raw
 from ..metal.record import Record
 from ..runtime.backend import backend
 from ..runtime.explain import recording
@@ -185,7 +184,7 @@ def _of_process(records: Sequence[Record], deadline: float) -> Iterator[Result]:
                 given.write(pickle.dumps((records, deadline, sys.argv)))
             for line in _lines(told, deadline):
                 key, entry, note, lost = json.loads(line)
-                yield Result(key, cast(Entry, parsed(entry)) if entry else None, note, lost)
+                yield Result(key, parsed(entry) if entry else None, note, lost)
             if time.monotonic() < deadline and process.wait(_PATIENCE):
                 errors.seek(0)
                 why = errors.read()[-500:].decode(errors="replace").strip()
@@ -215,7 +214,7 @@ def main() -> None:
     records, deadline, sys.argv = pickle.load(sys.stdin.buffer)
     try:
         for key, entry, note, lost in _measured(records, deadline):
-            print(json.dumps((key, asdict(entry) if entry else None, note, lost)), flush=True)
+            print(json.dumps((key, raw(entry) if entry else None, note, lost)), flush=True)
     except BrokenPipeError:  # nobody waits any more
         os._exit(0)
 

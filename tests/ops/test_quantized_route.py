@@ -157,28 +157,25 @@ def test_tensor_operations_on_cuda(path, kernel, machine, monkeypatch):
     assert planned(512, 37888, 3584).kernel == kernel
 
 
-def test_measured_spreads_are_configurations(on_cuda):
-    """Each that is stored fits into threadgroup memory and runs of its K; a rule takes the rest."""
-    stored = entries("sm_90", 0)["qmm_skinny_spread"][0].values
+def measured_tiles():
+    """Rows, n, k and configuration of what ships for products of few rows."""
+    for key, (entry, _) in entries("sm_90", 0).items():
+        if key.startswith("qmm_skinny "):
+            rows, n, k = map(int, key.split()[1].split("x"))
+            yield rows, n, k, SkinnyConfig(**entry.config)
+
+
+def test_measured_tiles_are_taken_where_they_were_measured(on_cuda):
+    """Each fits into threadgroup memory and runs of its K; a rule takes the rest."""
+    found = [*measured_tiles()]
+    assert len(found) > 10
     with use_backend("cuda"):
-        check_stored(stored)
-
-
-def check_stored(stored):
-    for key, values in stored.items():
-        k, form = int(key.split()[1].split("x")[1]), key.split()[2:]
-        if values != "qmv":
-            config = SkinnyConfig(*values)
+        for rows, n, k, config in found:
             assert skinny_memory(**asdict(config), SHARED=config.shared) <= 48 * 1024
             assert config.runs
-            assert k % config.run == 0 and config.cover in (1, int(form[1]) // config.run)
-    rows, size = next((k.split()[:2] for k, v in stored.items() if v != "qmv"))
-    n, k = map(int, size.split("x"))
-    found = skinny_spread("cuda", int(rows), n, k, AFFINE)
-    assert found == SkinnyConfig(*stored[f"{rows} {size} affine 64 4"])
-    assert skinny_spread("cuda", int(rows), n + 16, k, AFFINE) == skinny_config(
-        "cuda", int(rows), n + 16, k, AFFINE, True
-    )
+            assert skinny_spread("cuda", rows, n, k, AFFINE) == config
+            by_rule = skinny_config("cuda", rows, n + 16, k, AFFINE, True)
+            assert skinny_spread("cuda", rows, n + 16, k, AFFINE) == by_rule
 
 
 def test_rows_stay_where_they_fit(on_cuda, monkeypatch):
@@ -193,10 +190,7 @@ def test_rows_stay_where_they_fit(on_cuda, monkeypatch):
         assert skinny_config("cuda", *down).runs
         has_gpu(monkeypatch, "sm_86")
         assert skinny_config("cuda", *gate).stages > 0
-        stored = entries("sm_90", 0)["qmm_skinny_spread"][0].values
-        for key in stored:
-            rows, (n, k) = int(key.split()[0]), map(int, key.split()[1].split("x"))
-            assert skinny_spread("cuda", rows, n, k, AFFINE).runs
+        assert all(skinny_spread("cuda", *size, AFFINE).runs for *size, _ in measured_tiles())
 
 
 def test_several_matrices_have_no_parts(on_cuda):

@@ -18,7 +18,7 @@ from mlx_qlayers.options import AttentionCall, PackedMatrix, Scores
 from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.spec import Spec
 from tests.launchers import qmm_tensor
-from tests.machine import has_gpu
+from tests.machine import has_gpu, measured_from_one
 from tests.packed import random_packed
 
 from .nvrtc import compile_only, compile_text
@@ -75,7 +75,7 @@ def test_attention_by_tensor_operations():
 def test_attention_on_hopper_gpus(width, monkeypatch):
     """Products of warpgroups go on beside the warps."""
     has_gpu(monkeypatch, "sm_90")
-    monkeypatch.setitem(hopper._LEAST, "backward", 0)
+    monkeypatch.setattr(hopper, "threshold", measured_from_one)
     q, k = mx.ones((1, 2, 512, width), mx.bfloat16), mx.ones((1, 1, 512, width), mx.bfloat16)
     with compile_only() as seen, use_backend("cuda"):
         at = Launcher(AttentionCall(Spec.of(q), (Spec.of(k),), (Spec.of(k),), Scores(0.125, True)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ...measurements.thresholds import threshold
 from ...runtime.backend import use_backend
 from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
@@ -96,15 +97,6 @@ class Cut:
         return values | {"RESIDENT": self.resident, "SHARED": shared}
 
 
-# By kernel and the widest head, from the smallest on.
-_TABLE: dict[str, dict[int, Cut]] = {
-    "forward": {64: Cut(4, resident=3), 128: Cut(tile=128)},
-    "backward": {64: Cut(4, kept=True, resident=2), 128: Cut(), 256: Cut(slices=2)},
-}
-# Keys forward, and scores backward, from which they were measured to be faster.
-_LEAST = {"forward": 512, "backward": 1 << 26}
-
-
 def cut(kernel: str, at: Launcher) -> Cut | None:
     """How to spread the work of a call, if it is one for these kernels.
 
@@ -117,10 +109,11 @@ def cut(kernel: str, at: Launcher) -> Cut | None:
         return None
     scores = at.batch * at.heads * at.queries * at.keys
     size, excluded = (at.keys, False) if kernel == "forward" else (scores, at.deterministic)
-    if excluded or size < _LEAST[kernel]:
+    if excluded or size < threshold("attention_ahead_least", kernel, device="cuda"):
         return None
     widest = max(at.width, at.v_width)
-    best = next((best for width, best in _TABLE[kernel].items() if widest <= width), None)
+    table = threshold("attention_ahead", kernel, device="cuda")
+    best = next((Cut(**each) for width, each in table if widest <= width), None)
     # Rows without a query would be computed too.
     return Cut(4) if best and kernel == "forward" and at.queries <= 64 else best
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
+from ...measurements.thresholds import threshold
 from ...runtime.backend import backend
 from ...runtime.devices import device_of
 from ...runtime.launch import TemplateValue
@@ -68,89 +68,6 @@ class Layout:
 PARAMETERS = ("BLOCKS", "SIMDS", "SLICES", "TILE", "ALTERNATE", "AHEAD", "RESIDENT")
 
 
-# By kernel, device family and bytes of an element: the widest head, and the layout up to there.
-# With tensor cores they were measured, on Apple GPUs they follow from registers and memory.
-_TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
-    ("forward", "apple", 2): (
-        (96, Layout()),
-        (160, Layout(simds=8, slices=2, tile=16)),
-        (256, Layout(simds=8, slices=4, tile=16)),
-        (WIDEST_FORWARD, Layout(simds=8, slices=8, tile=16, alternate=True)),
-    ),
-    ("forward", "any", 4): (
-        (64, Layout(tile=16)),
-        (128, Layout(slices=2, tile=16)),
-        (160, Layout(slices=4, simds=8, tile=16)),
-        (256, Layout(slices=4, simds=8, tile=16, alternate=True)),
-    ),
-    ("forward", "tensor cores", 2): (
-        (56, Layout(tile=64, ahead=True)),
-        (64, Layout(tile=128, resident=3)),
-        (120, Layout(ahead=True)),
-        (128, Layout(tile=64, resident=3)),
-        (184, Layout(tile=16, ahead=True)),
-        (192, Layout(tile=32)),
-        (248, Layout(tile=16, ahead=True)),
-        (256, Layout(tile=32)),
-        (WIDEST_FORWARD, Layout(simds=8, slices=4, tile=16)),
-    ),
-    # What is unpacked serves twice as many queries: of heads of 128 measured, 7.2 ms, not 7.3.
-    ("packed", "tensor cores", 2): (
-        (56, Layout(tile=64, ahead=True)),
-        (128, Layout(simds=8, tile=64, ahead=True)),
-        (184, Layout(simds=8, tile=16, ahead=True)),
-        (256, Layout(simds=8, tile=32, ahead=True)),
-    ),
-    ("queries", "apple", 2): (
-        (64, Layout(tile=16)),
-        (128, Layout(slices=2, tile=16)),
-        (256, Layout(slices=4, tile=16)),
-    ),
-    ("queries", "apple", 4): (
-        (48, Layout(tile=16)),
-        (96, Layout(slices=2, tile=16)),
-        (128, Layout(slices=4, tile=16)),
-        (256, Layout(slices=4, tile=16, alternate=True)),
-    ),
-    ("queries", "tensor cores", 2): (
-        (56, Layout(blocks=2, ahead=True)),
-        (64, Layout(tile=64, ahead=True, resident=3)),
-        (128, Layout(ahead=True)),
-        (184, Layout(slices=2, tile=16, ahead=True)),
-        (192, Layout(tile=16, ahead=True)),
-        (248, Layout(slices=2, tile=16, ahead=True)),
-        (256, Layout(simds=8, slices=2, tile=16, ahead=True)),
-    ),
-    ("queries", "tensor cores", 4): (
-        (64, Layout(slices=2, tile=16)),
-        (128, Layout(slices=4, tile=16)),
-        (256, Layout(slices=4, tile=16, alternate=True)),
-    ),
-    ("keys", "apple", 2): (
-        (64, Layout(roles=2)),
-        (128, Layout(simds=8, slices=2, roles=2, tile=16)),
-        (256, Layout(simds=8, slices=4, roles=2, tile=16)),
-    ),
-    ("keys", "any", 4): (
-        (64, Layout(roles=2, tile=16)),
-        (128, Layout(simds=8, slices=2, roles=2, tile=16)),
-        (160, Layout(simds=4, slices=2, roles=2, tile=16)),
-        (256, Layout(simds=6, slices=6, tile=16, alternate=True)),
-    ),
-    ("keys", "tensor cores", 2): (
-        (56, Layout()),
-        (64, Layout(tile=64, ahead=True, resident=2)),
-        (120, Layout(roles=2)),
-        (128, Layout(ahead=True)),
-        (184, Layout(roles=2, tile=16)),
-        (192, Layout(simds=8, roles=2)),
-        (248, Layout(roles=2, tile=16)),
-        (256, Layout(simds=8, roles=2)),
-    ),
-}
-
-
-@cache
 def layout(kernel: str, device: str, dtype: mx.Dtype, width: int) -> Layout:
     """The layout of a kernel.
 
@@ -161,11 +78,10 @@ def layout(kernel: str, device: str, dtype: mx.Dtype, width: int) -> Layout:
         dtype: of queries, keys and values.
         width: the larger of the head sizes of keys and values.
     """
-    family = "tensor cores" if device_of(device).tensor_cores else "apple"
-    if kernel == "packed" and (kernel, family, dtype.size) not in _TABLE:
-        kernel = "forward"
-    table = _TABLE.get((kernel, family, dtype.size)) or _TABLE[kernel, "any", dtype.size]
-    return next(best for widest, best in table if width <= widest)
+    name, size = "attention_layout", dtype.size
+    at = "cuda" if device_of(device).tensor_cores else "metal"
+    table = threshold(name, kernel, size, device=at) or threshold(name, "forward", size, device=at)
+    return next(Layout(**best) for widest, best in table if width <= widest)
 
 
 def _stride(width: int, size: int) -> int:

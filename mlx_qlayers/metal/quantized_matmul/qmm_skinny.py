@@ -6,13 +6,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import ClassVar
 
 from ...formats import Format
+from ...measurements.thresholds import threshold
 from ...runtime.devices import device_of
 
 MAX_SKINNY_ROWS = 128
+# Rows up to which products share what was measured.
+SKINNY_ROWS = (16, 24, 32, 64, MAX_SKINNY_ROWS)
 # Operands of 8 rows that the kernel is compiled for: each takes its time.
 _FRAGMENTS = (2, 3, 4, 6, 8)
-# Of an H200 or H100.
-_PROCESSORS = 132
 # Bytes that are declared beside dynamic shared memory, and aligned.
 _DECLARED = 2048
 
@@ -121,8 +122,9 @@ def skinny_config(
     run = 32 if odd or (not together and fmt.bits < 8 and k % 32 == 0) else 16
     # All multiprocessors are busy to the end: as many tiles for each, in as few rounds as there are
     # registers for.
+    processors = threshold("multiprocessors", device="cuda")
     work, most = tiles_in_all * -(-rows // (8 * fragments)), 20 if together else 18
-    each = -(-work // (_PROCESSORS * -(-work // (_PROCESSORS * most))))
+    each = -(-work // (processors * -(-work // (processors * most))))
     tiles = 2 if each > 3 and not together else 1
     sides = -(-each // 4) * 4 if together else -(-each // tiles)
     shares = max(1, (16 if tiles == 1 else 9) // sides)
@@ -157,10 +159,11 @@ def _staying(rows: int, n: int, k: int, fmt: Format, single: bool) -> SkinnyConf
     windows, of_window = -(-k // (4 * run)), 64 * run * fragments
     most = _dynamic_memory() // of_window
     parts = -(-windows // max(most, 1))
+    processors = threshold("multiprocessors", device="cuda")
     if parts > 1:
-        parts = max(parts, -(-6 * _PROCESSORS // -(-n // 16)))
+        parts = max(parts, -(-6 * processors // -(-n // 16)))
     work = -(-n // 16) * parts
-    each = -(-work // (_PROCESSORS * -(-work // (_PROCESSORS * 18))))
+    each = -(-work // (processors * -(-work // (processors * 18))))
     divided = parts == 1 or (single and n < k and 2 * parts <= windows)
     if fragments > 4 or k % run or each < 7 or not divided:
         return None

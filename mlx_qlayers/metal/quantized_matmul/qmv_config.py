@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import mlx.core as mx
 
 from ...formats import MODES, Format
+from ...measurements.thresholds import threshold
 from ...runtime.devices import device_of
 from ...runtime.devices.record import MAX_THREADGROUP_MEMORY, most_threads
 from ...runtime.launch import TemplateValue
@@ -192,15 +193,16 @@ def _within_registers(
 
 
 def _persistent(rows: int, n: int, k: int, fmt: Format, kind: str) -> QmvPersistentConfig | None:
-    """Where an H200 was measured to be faster so: a threadgroup to each of 132 multiprocessors.
+    """Where an H200 was measured to be faster so: a threadgroup to each multiprocessor.
 
     Where that would take too much memory, twice or more times as many.
     """
     simds = -(-k // 256)
     if fmt != Format(64, 4) or rows > 2 or simds > 16 or "norm" in kind or n < 16384:
         return None
-    rounds = -(-n // (16 * 132 * 18))
-    tiles = -(-n // (16 * 132 * rounds))
+    groups = 16 * threshold("multiprocessors", device="cuda")
+    rounds = -(-n // (groups * 18))
+    tiles = -(-n // (groups * rounds))
     return QmvPersistentConfig(1, 64, tiles + tiles % 2, simds, ahead=2, occupancy=16)
 
 
@@ -232,7 +234,8 @@ def matrix_config(
     else:
         # Other formats than these, and more of x, take more registers.
         light = mode == "affine" and bits in (2, 4) and fragments * run <= (64 if rows < 3 else 32)
-        tiles, simds, ahead, occupancy = _spread(rows, n, k, fmt, light)
+        kinds = ("light" if light else "", f"{bits} bits", mode)
+        tiles, simds, ahead, occupancy = _tile(device, rows, n, k, *kinds)
         occupancy = 8 if fragments * run > 64 else occupancy
         config = QmvMatrixConfig(fragments, run, tiles, simds, ahead, occupancy=occupancy)
     return within_memory(config, fmt)
@@ -250,21 +253,16 @@ def within_memory(config: Units, fmt: Format) -> Units:
     return config
 
 
-def _spread(rows: int, n: int, k: int, fmt: Format, light: bool) -> tuple[int, int, int, int]:
-    """Tiles, SIMD groups, runs ahead and occupancy."""
-    if n <= 4096 and (2 < rows <= 8 or (rows > 8 and k > 8192)):
-        # Each multiprocessor has one threadgroup at most.
-        return 2, 16 if rows <= 8 else 15, 1, 16
-    if n <= 8192:
-        ahead = 2 if rows > 4 and fmt.mode != "nvfp4" else 1
-        return 1, 8, ahead, 24 if light and 2 < rows <= 8 else 16
-    if rows <= 2:
-        return (4, 4, 1, 12) if fmt.bits == 2 else (2, 4, 1, 16 if light else 12)
-    if rows > 8:
-        return 4, 2, 1, 12
-    if rows > 4 and n > 65536:
-        return 4, 4, 1, 16 if light else 12
-    return 2, 4, 1, 20 if light else 12
+def _tile(device: str, rows: int, n: int, k: int, *kinds: str) -> tuple[int, int, int, int]:
+    """Tiles, SIMD groups, runs ahead and occupancy, of the device's table."""
+    at = "cuda" if device_of(device).tensor_cores else "metal"
+    for each in threshold("qmv_tiles", device=at):
+        (least, most), kind = each["rows"], each.get("kind")
+        in_range = least <= rows <= most and n <= each.get("n", n) and k >= each.get("k", 0)
+        if in_range and kind in (None, *kinds):
+            tile: tuple[int, int, int, int] = each["tile"]
+            return tile
+    raise ValueError(f"the table qmv_tiles has no {rows} rows, {n} x {k}")
 
 
 def threadgroup_memory(*, simds: int, tiles: int, stacks: int, fragments: int, **_: object) -> int:

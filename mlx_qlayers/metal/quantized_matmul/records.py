@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,6 +15,7 @@ from ...options import MatmulCall, PackedMatrix
 from ...reference import quantized_matmul as reference
 from ...runtime import tensor_ops
 from ...runtime.backend import backend
+from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
 from ..record import (
@@ -31,6 +32,7 @@ from ..record import (
 )
 from . import qmm, qmv
 from .dequantize import dequantize
+from .qmm_skinny import SKINNY_ROWS, SkinnyConfig, skinny_config, skinny_memory
 from .qmm_tensor import codes_config, tensor_config, tensor_product, why_no_codes
 from .qmv_config import (
     QmvConfig,
@@ -91,8 +93,9 @@ class QmvRecord(Record):
     dtype: mx.Dtype
     fmt: Format
     kind: str = ""
-    family, sized, sizes_measured = "qmv", "rows", CALIBRATED_ROWS
-    configs = (QmvMatrixConfig, QmvPersistentConfig, QmvConfig)
+    family, sized = "qmv", "rows"
+    sizes_measured: ClassVar[tuple[int, ...]] = CALIBRATED_ROWS
+    configs: ClassVar[tuple[type[Any], ...]] = QmvMatrixConfig, QmvPersistentConfig, QmvConfig
     values: ClassVar = {
         "simds": (1, 2, 4, 8, 16),
         "tiles": (1, 2, 4),
@@ -103,11 +106,11 @@ class QmvRecord(Record):
         "threads": (32, 64, 128, 256),
     }
 
-    def heuristic(self, device: str) -> QmvAny:
+    def heuristic(self, device: str) -> Any:
         shape = self.rows, self.n, self.k
         return qmv_config(device, *shape, self.dtype, self.fmt, self.kind)
 
-    def starts(self, device: str) -> tuple[QmvAny, ...]:
+    def starts(self, device: str) -> tuple[Any, ...]:
         # Which kernel is faster depends on what the matrix units of a GPU are worth: ten times the
         # other ones on CUDA.
         first = self.heuristic(device)
@@ -121,7 +124,7 @@ class QmvRecord(Record):
             return first, threads
         return first, replace(self, dtype=mx.bfloat16, kind="").heuristic("cuda"), threads
 
-    def completed(self, config: QmvAny) -> QmvAny:
+    def completed(self, config: Any) -> Any:
         if isinstance(config, QmvConfig):
             return config
         fragments = -(-self.rows * self._slots(config) // 8)
@@ -129,7 +132,7 @@ class QmvRecord(Record):
         tiles = config.tiles + config.tiles % 2 * QmvKind.of(self.kind).gate
         return replace(config, fragments=fragments, tiles=tiles)
 
-    def why_not(self, config: QmvAny) -> str | None:
+    def why_not(self, config: Any) -> str | None:
         if config.threads > 1024:
             return f"{config.threads} threads"
         if isinstance(config, QmvPersistentConfig):
@@ -169,7 +172,8 @@ class QmvRecord(Record):
         return None
 
     def kernels(self) -> tuple[Kernel, ...]:
-        return tuple(qmv._kernel(kind, ()) for kind in self.configs)
+        kinds: Any = self.configs
+        return tuple(qmv._kernel(kind, ()) for kind in kinds)
 
     def bucket(self) -> tuple[tuple[int, ...], str]:
         form = form_of(self.fmt, True) + ("-" + self.kind if self.kind else "")
@@ -201,7 +205,7 @@ class QmvRecord(Record):
             found += packed((n, k), self.dtype, self.fmt)
         return found
 
-    def bind(self, inputs: Inputs, config: QmvAny) -> Path:
+    def bind(self, inputs: Inputs, config: Any) -> Path:
         """One launch."""
         kind = QmvKind.of(self.kind)
         launch = qmv.qmv(
@@ -234,6 +238,43 @@ class QmvRecord(Record):
         # Rounded rows make an error of each product, and a gate multiplies two of those.
         factor = 2 if QmvKind.of(self.kind).norm else 1
         return [factor * each for each in super().tolerances(outputs)]
+
+
+@dataclass(frozen=True)
+class SkinnyRecord(QmvRecord):
+    """9 to 128 rows in half precision times packed matrices, transposed: not searched yet."""
+
+    family, of_backend, values = "qmm_skinny", True, {}
+    sizes_measured, configs = (), (SkinnyConfig,)
+
+    def heuristic(self, device: str) -> SkinnyConfig:
+        single = QmvKind.of(self.kind).matrices == 1
+        return skinny_config(device, self.rows, self.n, self.k, self.fmt, single)
+
+    def starts(self, device: str) -> tuple[SkinnyConfig, ...]:
+        return (self.heuristic(device),)
+
+    def admits(self, name: str) -> Sequence[int]:
+        return (False, True) if name == "together" else range(-(-self.k // 64) + 1)
+
+    def completed(self, config: SkinnyConfig) -> SkinnyConfig:
+        return config
+
+    def why_not(self, config: SkinnyConfig) -> str | None:
+        if self.k % config.run or config.cover not in (1, self.fmt.group_size // config.run):
+            return f"runs of {config.run}, {config.cover} of them, in rows of {self.k}"
+        # Whether a GPU has room for rows that stay is asked where the configuration is taken.
+        used = skinny_memory(**asdict(config)) if config.stages else 0
+        if used > device_of("cuda").threadgroup_memory:
+            return f"{used} bytes of threadgroup memory"
+        return None
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return qmv._kernel(SkinnyConfig, ()), qmv._sum_kernel(())
+
+    def bucket(self) -> tuple[tuple[int, ...], str]:
+        (_, *shape), form = super().bucket()
+        return (next(n for n in SKINNY_ROWS if self.rows <= n), *shape), form
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.spec import Spec
 from tests.gpus import on_gpus
-from tests.machine import has_gpu
+from tests.machine import has_gpu, measured_from_one
 
 # What a threadgroup of a Hopper GPU may ask for.
 MOST_MEMORY = 227 * 1024
@@ -79,7 +79,7 @@ def test_all_gradients(taken, shape, dtype, kind, extra, chosen):
     ids=str,
 )
 def test_on_a_gpu(gpu, width, dtype, kind, extra, monkeypatch):
-    monkeypatch.setitem(hopper._LEAST, "backward", 0)
+    monkeypatch.setattr(hopper, "threshold", measured_from_one)
     for shape in ((1, 4, 2, 150, 520), (2, 1, 1, 300, 515)):
         with use_backend(gpu):
             check(attention, (*shape, width, width), dtype, kind, extra)
