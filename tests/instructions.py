@@ -24,7 +24,8 @@ from mlx_qlayers.metal.attention import forward
 from mlx_qlayers.metal.attention.layout import layout
 from mlx_qlayers.metal.quantized_matmul.qmm import qmm, qmm_config
 from mlx_qlayers.metal.quantized_matmul.qmv import single_qmv
-from mlx_qlayers.metal.quantized_matmul.qmv_config import QmvConfig, QmvMatrixConfig, qmv_config
+from mlx_qlayers.metal.quantized_matmul.qmv_config import qmv_config
+from mlx_qlayers.metal.quantized_matmul.tile import Tile
 from mlx_qlayers.options import MatmulCall, PackedMatrix
 from mlx_qlayers.runtime.host import bound_launch, compiler, toolchain
 from mlx_qlayers.runtime.host import llvm_ir as ir
@@ -224,7 +225,7 @@ def single_rows(fmt: Format) -> tuple[Row, Row]:
     function = f"{family}_qmv_fast<half, {group}, {bits}, false>"
     stock = main_loop(_QUANTIZED[family], function)
     config, counted = _qmv(1, fmt, mx.float16)
-    assert isinstance(config, QmvConfig)
+    assert isinstance(config, Tile) and config.kernel == "qmv"
     case = f"{_name(fmt)}, M = 1"
     return (
         Row("MLX qmv_fast", case, "weight", stock, 4 * taken),
@@ -251,7 +252,7 @@ def _qmv(rows: int, fmt: Format, dtype: mx.Dtype) -> tuple[object, Counter[str]]
 def qmv_rows(rows: int, fmt: Format, dtype: mx.Dtype) -> Row:
     """A few rows on the matrix units."""
     config, counted = _qmv(rows, fmt, dtype)
-    assert isinstance(config, QmvMatrixConfig)
+    assert isinstance(config, Tile) and config.kernel == "qmv_matrix"
     weights = config.tiles * 16 * 4 * config.run * config.ahead
     case = f"{_name(fmt)}, {str(dtype).removeprefix('mlx.core.')}, M = {rows}"
     return Row("qmv_matrix", case, "weight", counted, weights / 32, weights / 64 * -(-rows // 8))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import mlx.core as mx
 
 from mlx_qlayers.dispatch.measurements import configure
@@ -13,8 +15,13 @@ from mlx_qlayers.metal.quantized_matmul import qmm_tensor as _qmm_tensor
 from mlx_qlayers.metal.quantized_matmul import qmv as _qmv
 from mlx_qlayers.metal.quantized_matmul import qvm as _qvm
 from mlx_qlayers.metal.quantized_matmul.qmv import QmvArrays
+from mlx_qlayers.metal.quantized_matmul.tile import Tile
 from mlx_qlayers.options import AttentionCall, MatmulCall, PackedMatrix, Scores
 from mlx_qlayers.runtime.spec import Spec
+
+# Tiles of the kernels on the matrix units; of the last one with what its rule always has.
+matrix, persistent = (partial(Tile, name) for name in ("qmv_matrix", "qmv_persistent"))
+skinny = partial(Tile, "qmm_skinny", stages=2, ahead=2, occupancy=1)
 
 
 def specs(arrays):

@@ -123,7 +123,11 @@ class Record(ABC):
 
     def is_fixed(self, config: Any) -> bool:
         """Whether there is no candidate but this configuration."""
-        return self.values.keys().isdisjoint(field.name for field in fields(config))
+        return self.values.keys().isdisjoint(self.fields(config))
+
+    def fields(self, config: Any) -> set[str]:
+        """The names of the fields that count in a configuration."""
+        return {field.name for field in fields(config)}
 
     def near(self, config: Any) -> list[Any]:
         """The legal configurations that differ in one field."""
@@ -137,7 +141,7 @@ class Record(ABC):
         return self._legal(found)
 
     def _changed(self, config: Any, names: Iterable[str]) -> Iterator[Any]:
-        there = {field.name for field in fields(config)}
+        there = self.fields(config)
         for name in (name for name in names if name in there):
             for value in self.values[name]:
                 if value != getattr(config, name):
@@ -157,7 +161,8 @@ class Record(ABC):
         starts = [start for device in _DEVICES for start in self.starts(device)]
         if config in starts:
             return
-        like = [asdict(start) for start in starts if type(start) is type(config)]
+        counting = self.fields(config)
+        like = [asdict(start) for start in starts if self.fields(start) == counting]
         for name, value in asdict(config).items():
             known = [*self.admits(name), *(each[name] for each in like)]
             if not any(type(value) is type(each) and value == each for each in known):

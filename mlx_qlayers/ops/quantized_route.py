@@ -15,11 +15,12 @@ from ..formats import Format
 from ..measurements.thresholds import gain, source_of, threshold
 from ..metal.quantized_matmul.dequantize import dequantize
 from ..metal.quantized_matmul.qmm import WAVE, qmm
-from ..metal.quantized_matmul.qmm_skinny import MAX_SKINNY_ROWS, SkinnyConfig, skinny_config
+from ..metal.quantized_matmul.qmm_skinny import MAX_SKINNY_ROWS, skinny_config
 from ..metal.quantized_matmul.qmm_tensor import tensor_product
 from ..metal.quantized_matmul.qmv import single_qmv
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from ..metal.quantized_matmul.qvm import qvm
+from ..metal.quantized_matmul.tile import Tile
 from ..options import MatmulCall, PackedMatrix
 from ..reference import quantized_matmul as reference
 from ..runtime.backend import backend
@@ -86,13 +87,11 @@ def _skinny(rows: int, n: int, k: int, fmt: Format) -> Found | None:
     return found("qmm_skinny", rows, n, k, mx.bfloat16, fmt)
 
 
-def skinny_spread(
-    path: str, rows: int, n: int, k: int, fmt: Format, single: bool = True
-) -> SkinnyConfig:
+def skinny_spread(path: str, rows: int, n: int, k: int, fmt: Format, single: bool = True) -> Tile:
     """The configuration of qmm_skinny that was measured to be fastest, or that of its rule."""
     best = _skinny(rows, n, k, fmt) if device_of(path).tensor_cores else None
     if best is not None and best.path != QMV and best.config.runs:
-        config: SkinnyConfig = best.config
+        config: Tile = best.config
         if single or config.parts(k) == 1:
             return config
     return skinny_config(path, rows, n, k, fmt, single)

@@ -66,7 +66,7 @@ def keep(family="qmv", question=QUESTION, config=None, device="some_gpu", **chan
     return config
 
 
-OTHER = replace(heuristic(), simds=4)
+OTHER = replace(heuristic(), shares=4)
 
 
 def test_a_heuristic_gives_way_to_what_was_found():
@@ -103,11 +103,11 @@ def test_results_without_the_times_of_both_sides_still_count():
         {"source": "0" * 16},
         {"mlx": "0.1"},
         {"path": "modelled"},
-        {"config": {"simds": 1}},
+        {"config": {"shares": 1}},
         {"config": asdict(OTHER) | {"another": 1}},
-        {"config": asdict(OTHER) | {"simds": 3}},
-        {"config": asdict(OTHER) | {"simds": "4"}},
-        {"config": asdict(OTHER) | {"simds": True}},
+        {"config": asdict(OTHER) | {"shares": 3}},
+        {"config": asdict(OTHER) | {"shares": "4"}},
+        {"config": asdict(OTHER) | {"shares": True}},
         {"config": asdict(OTHER) | {"fragments": 2}},
         {"config": asdict(OTHER) | {"run": 8}},
     ],

@@ -51,7 +51,8 @@ from mlx_qlayers.metal.quantized_matmul.qmm_tensor import (
     why_no_codes,
 )
 from mlx_qlayers.metal.quantized_matmul.qmv import QmvArrays, qmv
-from mlx_qlayers.metal.quantized_matmul.qmv_config import QmvMatrixConfig, qmv_config
+from mlx_qlayers.metal.quantized_matmul.qmv_config import qmv_config
+from mlx_qlayers.metal.quantized_matmul.tile import Tile
 from mlx_qlayers.metal.records import RECORDS
 from mlx_qlayers.metal.rotary.launch import rotary_embedding
 from mlx_qlayers.options import (
@@ -354,7 +355,7 @@ def test_registers_of_every_launch_are_checked(machine, monkeypatch):
     machine("metal")
     monkeypatch.setattr(mx.fast, "metal_kernel", lambda **made: lambda **launch: [])
     fmt, x = Format(64, 4), Spec((16, 512), mx.bfloat16)
-    large = QmvMatrixConfig(fragments=2, run=16, tiles=4, simds=4, ahead=4)
+    large = Tile("qmv_matrix", 16, fragments=2, tiles=4, shares=4, ahead=4)
     specs = QmvArrays(x, None, None, None, None, *packed(fmt, 512, 512, mx.bfloat16))
     with use_backend("metal"):
         with pytest.raises(KernelError, match="128 threads with 188 words of arrays each"):

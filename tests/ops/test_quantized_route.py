@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 
 import mlx.core as mx
 import pytest
@@ -14,11 +13,8 @@ from mlx_qlayers.dispatch.measurements import Found
 from mlx_qlayers.formats import Format
 from mlx_qlayers.measurements.entries import entries
 from mlx_qlayers.measurements.thresholds import Evidence
-from mlx_qlayers.metal.quantized_matmul.qmm_skinny import (
-    SkinnyConfig,
-    skinny_config,
-    skinny_memory,
-)
+from mlx_qlayers.metal.quantized_matmul.qmm_skinny import skinny_config
+from mlx_qlayers.metal.quantized_matmul.tile import Tile
 from mlx_qlayers.ops import quantized_route
 from mlx_qlayers.ops.quantized_route import (
     DENSE,
@@ -162,7 +158,7 @@ def measured_tiles():
     for key, (entry, _) in entries("sm_90", 0).items():
         if key.startswith("qmm_skinny "):
             rows, n, k = map(int, key.split()[1].split("x"))
-            yield rows, n, k, SkinnyConfig(**entry.config)
+            yield rows, n, k, Tile(**entry.config)
 
 
 def test_measured_tiles_are_taken_where_they_were_measured(on_cuda):
@@ -171,7 +167,7 @@ def test_measured_tiles_are_taken_where_they_were_measured(on_cuda):
     assert len(found) > 10
     with use_backend("cuda"):
         for rows, n, k, config in found:
-            assert skinny_memory(**asdict(config), SHARED=config.shared) <= 48 * 1024
+            assert config.shared or config.memory(AFFINE) <= 48 * 1024
             assert config.runs
             assert skinny_spread("cuda", rows, n, k, AFFINE) == config
             by_rule = skinny_config("cuda", rows, n + 16, k, AFFINE, True)

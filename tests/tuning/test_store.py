@@ -276,7 +276,7 @@ def test_clear_deletes_and_says_how_many(folder):
     assert clear() == 2 and listed() == {}
 
 
-@pytest.mark.parametrize("change", [{"outputs": 0}, {"threads": 10**9}, {"outputs": "x"}], ids=str)
+@pytest.mark.parametrize("change", [{"outputs": 0}, {"local": 10**9}, {"outputs": "x"}], ids=str)
 @pytest.mark.parametrize("checked", [True, False])
 def test_a_configuration_that_no_kernel_takes_is_left_alone(change, checked, monkeypatch):
     """As somebody wrote it into the file: the operation goes on by its heuristic."""

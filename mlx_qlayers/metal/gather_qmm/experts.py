@@ -16,7 +16,7 @@ from ...runtime.devices.record import most_threads
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
 from ..quantized_matmul.qmv import GATES
-from ..quantized_matmul.qmv_config import packed_template
+from ..quantized_matmul.tile import packed_template
 
 # Rows of both matrices, or of one, that a SIMD group takes.
 _OUTPUTS = 4

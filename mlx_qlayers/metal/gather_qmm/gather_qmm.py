@@ -16,7 +16,7 @@ from ...runtime.spec import Spec
 from ..quantized_matmul import qmm_tensor
 from ..quantized_matmul.qmm import QmmConfig, registers, threadgroup_memory
 from ..quantized_matmul.qmm_tensor import TENSOR_TILING, TensorConfig
-from ..quantized_matmul.qmv_config import packed_template
+from ..quantized_matmul.tile import packed_template
 from .gather_qmv import Pairs, Products
 
 _LIST = Kernel(

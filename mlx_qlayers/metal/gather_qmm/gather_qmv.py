@@ -14,8 +14,9 @@ from ...formats import GLOBAL_UNIT, Format
 from ...options import MatmulCall
 from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
+from ...runtime.launch import TemplateValue
 from ...runtime.spec import Spec
-from ..quantized_matmul.qmv_config import QmvConfig, packed_template, registers
+from ..quantized_matmul.tile import PARAMETERS, Tile, packed_template, registers
 
 _kernel: Callable[..., Kernel] = partial(
     Kernel,
@@ -27,7 +28,7 @@ _kernel: Callable[..., Kernel] = partial(
 _FORMAT = ("T", "S", "mode", "group", "bits")
 _ROWS = _kernel(
     "gather_qmm_rows",
-    template=(*_FORMAT, *QmvConfig.template, "listed", "scaled"),
+    template=(*_FORMAT, *PARAMETERS["qmv"], "listed", "scaled"),
     # And where each row of x is.
     registers=lambda rows, **values: registers(rows=rows, **values) + 2 * rows,
 )
@@ -78,11 +79,11 @@ class Columns:
 
     Attributes:
         rows: neighbouring results in a tile.
-        run: neighbouring columns of a thread, as in :class:`QmvConfig`.
+        run: neighbouring columns of a thread, as in :class:`Tile`.
         deep: rows of a matrix that a thread unpacks at a time; 1 where ``lanes`` is 32.
         wide: threads that take neighbouring runs; the others of their SIMD group take other
             parts of the sums.
-        lanes, threads: as in :class:`QmvConfig`.
+        lanes, threads: as in :class:`Tile`.
     """
 
     rows: int
@@ -92,10 +93,14 @@ class Columns:
     lanes: int
     threads: int
 
+    def template(self) -> dict[str, TemplateValue]:
+        """The values of the kernel's parameters."""
+        return {name: value for name, value in asdict(self).items() if name != "threads"}
+
 
 def configuration(
     device: str, per_pair: int, in_order: bool, transpose: bool, fmt: Format
-) -> QmvConfig | Columns:
+) -> Tile | Columns:
     """The configuration on the device of a backend.
 
     Args:
@@ -107,7 +112,7 @@ def configuration(
         # A thread is a loop of vector instructions: 16 floats fill the widest registers there are.
         rows, run = 1 if single else 16, fmt.group_size
         if transpose:
-            return QmvConfig(rows, outputs=4, run=run, lanes=1, ways=16, threads=8)
+            return Tile("qmv", run, rows, outputs=4, lanes=1, ways=16, local=8)
         return Columns(rows, run=run, deep=1 if single else 32, wide=1, lanes=1, threads=8)
     # The sums and unpacked weights must stay in registers, of which Apple GPUs have fewer.
     run = 32 if fmt.bits % 2 else 16
@@ -115,19 +120,19 @@ def configuration(
         rows = 1 if single else 4 if run == 16 else 2
         wide = run == 32 and not device_of(device).spills
         outputs = 2 if wide or (single and fmt.mode == "affine") else 4
-        return QmvConfig(rows, outputs, run=run, lanes=32, ways=1, threads=64)
+        return Tile("qmv", run, rows, outputs)
     return Columns(1 if single else 64 // run, run=run, deep=1, wide=4, lanes=32, threads=64)
 
 
 def gather_qmv(
-    call: MatmulCall, pairs: Pairs, config: QmvConfig | Columns, scaled: bool = False
+    call: MatmulCall, pairs: Pairs, config: Tile | Columns, scaled: bool = False
 ) -> Products:
     """The launch of products of M rows each with the packed matrices that they choose.
 
     Args:
         call: x (..., M, K), and matrices with leading dimensions.
         pairs: the products.
-        config: how to spread the work, :class:`QmvConfig` where the matrices are transposed.
+        config: how to spread the work, :class:`Tile` where the matrices are transposed.
         scaled: whether there is a global scale for each matrix.
 
     Returns:
@@ -136,20 +141,20 @@ def gather_qmv(
     """
     x, (w, scales, *_), _, fmt = call
     (*_, m, k), (shape, share, _, every_left, every_right, strided) = x.shape, pairs
-    if isinstance(config, QmvConfig):
+    if isinstance(config, Tile):
         kernel, n, across = _ROWS, w.shape[-2], config.outputs
     else:
         kernel, n, across = _COLUMNS, fmt.dims(w), config.wide * config.run
     tiles = -(-n // across)
     groups = -(-tiles * config.lanes // config.threads)
-    results, indices, spread = prod(shape) * m, Spec(shape, mx.uint32), asdict(config)
-    del spread["threads"]
+    results, indices = prod(shape) * m, Spec(shape, mx.uint32)
     sizes, one = mx.array([results, n, k, m, share], mx.int32), mx.ones((1,))
     factors = Spec((prod(w.shape[:-2]),), mx.float32) if scaled else one
     launch = kernel.bind(
         [x, w, scales, scales, factors, indices, indices, sizes],
         template=packed_template(fmt, x.dtype, scales.dtype)
-        | {**spread, "listed": not share, "scaled": scaled},
+        | config.template()
+        | {"listed": not share, "scaled": scaled},
         grid=(groups * config.threads, -(-results // config.rows), 1),
         threadgroup=(config.threads, 1, 1),
         output_shapes=[(*shape, m, n)],

@@ -13,7 +13,7 @@ from ...options import PackedMatrix
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
 from .qmv import MAX_MATRICES
-from .qmv_config import packed_template
+from .tile import packed_template
 
 # Rows of a thread: enough to have several words on their way from memory.
 _COUNT = 4

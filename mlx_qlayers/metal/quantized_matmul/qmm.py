@@ -13,7 +13,7 @@ from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Size, TemplateValue
 from ...runtime.spec import Spec
-from .qmv_config import packed_template
+from .tile import packed_template
 
 # What kernels of one product take, and how their templates begin.
 PRODUCT_INPUTS = ("x", "w", "scales", "biases", "bias", "shape")

@@ -17,7 +17,7 @@ from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
 from .qmm import sum_of_parts
 from .qmv import GATES, Gate
-from .qmv_config import packed_template
+from .tile import packed_template
 
 # Columns of the result that a SIMD group computes.
 COLUMNS = 32

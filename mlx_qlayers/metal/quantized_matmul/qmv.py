@@ -8,7 +8,6 @@ qmm_skinny does with more of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from operator import itemgetter
 from struct import pack, unpack
@@ -23,19 +22,18 @@ from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, Launching
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
-from .qmm_skinny import SkinnyConfig, skinny_memory, skinny_registers
-from .qmv_config import (
-    QmvConfig,
-    QmvMatrixConfig,
-    QmvPersistentConfig,
-    any_units,
+from .qmv_config import any_units, within_memory
+from .tile import (
+    PARAMETERS,
+    Tile,
     matrix_registers,
     packed_template,
     persistent_memory,
     persistent_registers,
     registers,
+    skinny_memory,
+    skinny_registers,
     threadgroup_memory,
-    within_memory,
 )
 
 MAX_MATRICES = 3
@@ -49,7 +47,7 @@ class QmvArrays(NamedTuple):
     """What a launch is given, in the order of the kernels' inputs; None for what there is not.
 
     Attributes:
-        x: (..., K) in float32, float16 or bfloat16; M rows, 1 to 16, or 128 with SkinnyConfig.
+        x: (..., K) in float32, float16 or bfloat16; M rows, 1 to 16, or 128 with qmm_skinny.
         norm_weight: (K,) in the dtype of ``x``: the weight of an RMS norm that ``x`` goes through.
         tile_squares: (M, ceil(K / 16)) float32, if ``x`` was multiplied by the norm's weight
             already: sums of squares of 16 columns of what it was before (a deferred norm).
@@ -83,7 +81,6 @@ class QmvArrays(NamedTuple):
         return [matrix for matrix in found if matrix.w is not None]
 
 
-QmvAnyConfig = QmvConfig | QmvPersistentConfig | SkinnyConfig
 # Of arrays in the order of :class:`QmvArrays`.
 Launch = Callable[..., list[mx.array]]
 
@@ -91,7 +88,7 @@ Launch = Callable[..., list[mx.array]]
 def qmv(
     specs: QmvArrays,
     fmt: Format,
-    config: QmvAnyConfig,
+    config: Tile,
     *,
     epsilon: float | None = None,
     gate: Gate | None = None,
@@ -115,8 +112,8 @@ def qmv(
         ``tile_squares``.
     """
     x, config = specs.x, _fitting(config, specs, fmt, gate)
-    by_threads = isinstance(config, QmvConfig) and config.lanes == 1
-    norm_first |= x.dtype == mx.float16 or by_threads or isinstance(config, SkinnyConfig)
+    by_threads = not config.units and config.lanes == 1
+    norm_first |= x.dtype == mx.float16 or by_threads or config.kernel == "qmm_skinny"
     if epsilon is not None and specs.tile_squares is None and norm_first:
         # Times the weight but not yet divided by its norm, x may exceed float16; and a processor
         # whose threads share nothing would norm it in each of them.
@@ -128,7 +125,7 @@ def qmv(
     return Launching(launch, (i for i, spec in enumerate(specs) if spec is not None), shape)
 
 
-def single_qmv(call: MatmulCall, config: QmvAnyConfig) -> Callable[..., mx.array]:
+def single_qmv(call: MatmulCall, config: Tile) -> Callable[..., mx.array]:
     """The launch of :func:`qmv` for one matrix.
 
     Returns:
@@ -141,29 +138,26 @@ def single_qmv(call: MatmulCall, config: QmvAnyConfig) -> Callable[..., mx.array
     return lambda *arrays: launch([*given(arrays), *shape])[0]
 
 
-def _fitting(
-    config: QmvAnyConfig, specs: QmvArrays, fmt: Format, gate: Gate | None
-) -> QmvAnyConfig:
+def _fitting(config: Tile, specs: QmvArrays, fmt: Format, gate: Gate | None) -> Tile:
     """The configuration as these arrays admit it."""
     k = specs.x.shape[-1]
-    if isinstance(config, QmvConfig):
+    if not config.units:
         return config
-    if k % config.run or (isinstance(config, QmvPersistentConfig) and not config.takes(k)):
+    if not config.takes(k):
         raise ValueError(f"{config} does not take rows of {k} elements")
     if not takes_deferred_norm(config, specs.matrices):
         # That kernel reads the shape of w, which so arrives as it is: in constant memory.
         return any_units(backend(), specs.x.size // k, fmt)
-    if isinstance(config, SkinnyConfig):
-        return config.paired() if gate else config
-    if not gate or config.tiles % 2 == 0:
+    if not gate or config.paired() == config:
         return config
     # With a gate tiles in pairs, one of each matrix that it joins.
-    return within_memory(replace(config, tiles=config.tiles + 1), fmt)
+    paired = config.paired()
+    return paired if config.kernel == "qmm_skinny" else within_memory(paired, fmt)
 
 
-def takes_deferred_norm(config: QmvAnyConfig, matrices: Sequence[PackedMatrix]) -> bool:
+def takes_deferred_norm(config: Tile, matrices: Sequence[PackedMatrix]) -> bool:
     """Whether a launch can take part of a norm from the launch before, and leave it to the next."""
-    return not isinstance(config, QmvConfig) and all(m.w.size >= CONSTANT_BELOW for m in matrices)
+    return config.units and all(m.w.size >= CONSTANT_BELOW for m in matrices)
 
 
 _INPUTS = (*QmvArrays._fields, "shape")
@@ -173,21 +167,22 @@ _DEFERRED = ("tile_squares", "next_weight", "scaled", "scaled_squares")
 _TEMPLATE = ("T", "S", "mode", "group", "bits", "gate", "normed", "epsilon")
 
 
-# The kernel of each configuration, what it lacks, its threadgroup memory and registers. Those on
+# What each kernel lacks, its threadgroup memory and registers. Those on
 # the matrix units read the shapes of their arrays.
-_KERNELS: dict[type, tuple[str, tuple[str, ...], Any, Any]] = {
-    QmvConfig: ("qmv", _DEFERRED, 0, registers),
-    QmvMatrixConfig: ("qmv_matrix", ("shape",), threadgroup_memory, matrix_registers),
-    QmvPersistentConfig: ("qmv_persistent", ("shape",), persistent_memory, persistent_registers),
-    SkinnyConfig: ("qmm_skinny", ("norm_weight", "shape"), skinny_memory, skinny_registers),
+_KERNELS: dict[str, tuple[tuple[str, ...], Any, Any]] = {
+    "qmv": (_DEFERRED, 0, registers),
+    "qmv_matrix": (("shape",), threadgroup_memory, matrix_registers),
+    "qmv_persistent": (("shape",), persistent_memory, persistent_registers),
+    "qmm_skinny": (("norm_weight", "shape"), skinny_memory, skinny_registers),
 }
 
 
 @lru_cache(maxsize=256)
-def _kernel(kind: Any, omitted: tuple[str, ...]) -> Kernel:
+def kernel_of(function: str, omitted: tuple[str, ...] = ()) -> Kernel:
     """A kernel without some of its inputs and outputs."""
     letters = "".join("01"[name in omitted] for name in _INPUTS + _OUTPUTS)
-    function, absent, memory, held = _KERNELS[kind]
+    absent, memory, held = _KERNELS[function]
+    own = (*PARAMETERS[function], *["O"] * (function == "qmm_skinny"))
     return Kernel(
         f"{function}_{int(letters, 2):x}",
         f"quantized_matmul/{function}.metal",
@@ -195,7 +190,7 @@ def _kernel(kind: Any, omitted: tuple[str, ...]) -> Kernel:
         inputs=tuple(name for name in _INPUTS if name not in omitted + absent),
         outputs=tuple(name for name in _OUTPUTS if name not in omitted + absent),
         omitted=omitted,
-        template=_TEMPLATE + kind.template,
+        template=_TEMPLATE + own,
         threadgroup_memory=memory,
         registers=held,
         large=True,
@@ -222,7 +217,7 @@ def _sum_kernel(omitted: tuple[str, ...]) -> Kernel:
 
 
 def _bind_parts(
-    specs: QmvArrays, fmt: Format, config: SkinnyConfig, epsilon: float | None, gate: Gate | None
+    specs: QmvArrays, fmt: Format, config: Tile, epsilon: float | None, gate: Gate | None
 ) -> tuple[Bound, list[mx.array]]:
     """The launch of a product whose columns threadgroups share, and that which adds their sums."""
     (*leading, k), (_, *others), n = specs.x.shape, specs.matrices, specs.w.shape[0]
@@ -257,7 +252,7 @@ def _bind_parts(
 def _bind(
     specs: QmvArrays,
     fmt: Format,
-    config: QmvAnyConfig,
+    config: Tile,
     epsilon: float | None,
     gate: Gate | None,
     planes: Sequence[tuple[int, ...]] = (),
@@ -265,7 +260,7 @@ def _bind(
     """The launch, and what it takes after the arrays; it may write planes of a product."""
     (*leading, k), matrices = specs.x.shape, specs.matrices
     rows, sizes = specs.x.size // k, [matrix.w.shape[0] for matrix in matrices]
-    if isinstance(config, SkinnyConfig) and config.parts(k) > 1 and not planes:
+    if config.parts(k) > 1 and not planes:
         return _bind_parts(specs, fmt, config, epsilon, gate)
     shapes = [*planes] or [(*leading, n) for n in (sizes[:1] if gate else sizes)]
     # What of the kernel's inputs and outputs the launch does without.
@@ -274,22 +269,19 @@ def _bind(
     omitted += [f"w{i}_shape" for i in range(len(matrices), MAX_MATRICES)]
     if specs.next_weight is not None:
         shapes += [*shapes, (rows, -(-sizes[0] // 16))]
-    kind: Any = type(config)
-    threads = config.threads
-    shape = [] if kind is not QmvConfig else [mx.array([rows, k, *sizes], mx.int32)]
+    threads, shape = config.threads, [mx.array([rows, k, *sizes], mx.int32)] * (not config.units)
     template = packed_template(fmt, specs.x.dtype, matrices[0].scales.dtype)
     template["gate"] = GATES.index(gate)
     template["normed"] = epsilon is not None and specs.tile_squares is None
     template["epsilon"] = unpack("i", pack("f", epsilon or 0.0))[0]
     groups = config.threadgroups(tuple(sizes), gate is not None)
     grid = groups * threads, 1, 1
-    if isinstance(config, SkinnyConfig):
+    if config.kernel == "qmm_skinny":
         grid = -(-rows // (8 * config.fragments)) * threads, groups, config.parts(k)
         template["O"] = mx.float32 if planes else specs.x.dtype
-    launch = _kernel(kind, tuple(omitted)).bind(
+    launch = kernel_of(config.kernel, tuple(omitted)).bind(
         [*(spec for spec in specs if spec is not None), *shape],
-        template=template
-        | {name: getattr(config, name.lower()) for name in config.template if name != "O"},
+        template=template | config.template(),
         grid=grid,
         threadgroup=(threads, 1, 1),
         output_shapes=shapes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,16 +32,10 @@ from ..record import (
 )
 from . import qmm, qmv
 from .dequantize import dequantize
-from .qmm_skinny import SKINNY_ROWS, SkinnyConfig, skinny_config, skinny_memory
+from .qmm_skinny import SKINNY_ROWS, skinny_config
 from .qmm_tensor import codes_config, tensor_config, tensor_product, why_no_codes
-from .qmv_config import (
-    QmvConfig,
-    QmvMatrixConfig,
-    QmvPersistentConfig,
-    matrix_config,
-    qmv_config,
-    units_memory,
-)
+from .qmv_config import matrix_config, qmv_config
+from .tile import PARAMETERS, Tile
 
 _EPSILON = 1e-6
 # Rows up to which MLX has a kernel of its own on CUDA, which it compiles at once.
@@ -51,7 +45,6 @@ _PART = 1 << 20
 
 # Beyond these a thread's sums and weights cannot stay in registers.
 _MOST_SUMS, _MOST_PRODUCTS = 32, 128
-QmvAny = QmvConfig | QmvPersistentConfig
 
 
 def matrix_bytes(n: int, k: int, fmt: Format) -> float:
@@ -95,16 +88,20 @@ class QmvRecord(Record):
     kind: str = ""
     family, sized = "qmv", "rows"
     sizes_measured: ClassVar[tuple[int, ...]] = CALIBRATED_ROWS
-    configs: ClassVar[tuple[type[Any], ...]] = QmvMatrixConfig, QmvPersistentConfig, QmvConfig
+    configs = (Tile,)
     values: ClassVar = {
-        "simds": (1, 2, 4, 8, 16),
+        "shares": (1, 2, 4, 8, 16),
         "tiles": (1, 2, 4),
         "outputs": (1, 2, 4, 8),
         "run": (8, 16, 32, 64),
         "ahead": (1, 2, 4),
-        "stacks": (1, 2),
-        "threads": (32, 64, 128, 256),
+        "sides": (1, 2),
+        "local": (32, 64, 128, 256),
     }
+
+    def fields(self, config: Tile) -> set[str]:
+        """Those of its kernel."""
+        return {"kernel", "occupancy", "local", *PARAMETERS[config.kernel].values()}
 
     def heuristic(self, device: str) -> Any:
         shape = self.rows, self.n, self.k
@@ -114,7 +111,7 @@ class QmvRecord(Record):
         # Which kernel is faster depends on what the matrix units of a GPU are worth: ten times the
         # other ones on CUDA.
         first = self.heuristic(device)
-        if type(first) is QmvPersistentConfig:
+        if first.kernel == "qmv_persistent":
             shape = self.rows, self.n, self.k
             return first, matrix_config(device, *shape, self.fmt, QmvKind.of(self.kind).norm)
         if device != "metal":
@@ -125,7 +122,7 @@ class QmvRecord(Record):
         return first, replace(self, dtype=mx.bfloat16, kind="").heuristic("cuda"), threads
 
     def completed(self, config: Any) -> Any:
-        if isinstance(config, QmvConfig):
+        if not config.units:
             return config
         fragments = -(-self.rows * self._slots(config) // 8)
         # A gate joins tiles in pairs.
@@ -135,7 +132,7 @@ class QmvRecord(Record):
     def why_not(self, config: Any) -> str | None:
         if config.threads > 1024:
             return f"{config.threads} threads"
-        if isinstance(config, QmvPersistentConfig):
+        if config.units:
             return self._why_not_units(config)
         if QmvKind.of(self.kind).gate and config.outputs % 2:
             return "a gate joins outputs in pairs"
@@ -148,10 +145,10 @@ class QmvRecord(Record):
             return f"{sums} sums, {products} products"
         return None
 
-    def _slots(self, config: QmvPersistentConfig) -> int:
+    def _slots(self, config: Tile) -> int:
         return 1 if self.fmt.mode == "nvfp4" else 4 * config.run // self.fmt.group_size
 
-    def _why_not_units(self, config: QmvPersistentConfig) -> str | None:
+    def _why_not_units(self, config: Tile) -> str | None:
         group, bits, mode = self.fmt
         if mode == "nvfp4":
             if config.run != (16 if self.k % 32 else 32) or config.ahead > 1:
@@ -161,10 +158,10 @@ class QmvRecord(Record):
                 return f"runs of {config.run} in groups of {group}"
         if not config.takes(self.k):
             return f"rows of {self.k}"
-        if why := too_much(units_memory(config, self.fmt)):
+        if why := too_much(config.memory(self.fmt)):
             return why
         # Of tiles whose threadgroup stays one at a time has sums in registers.
-        tiles = config.tiles if isinstance(config, QmvMatrixConfig) else 1
+        tiles = config.tiles if config.kernel == "qmv_matrix" else 1
         sums = tiles * config.fragments
         words = tiles * config.ahead * config.run * bits // 16
         if sums > _MOST_SUMS or words > _MOST_PRODUCTS:
@@ -172,8 +169,7 @@ class QmvRecord(Record):
         return None
 
     def kernels(self) -> tuple[Kernel, ...]:
-        kinds: Any = self.configs
-        return tuple(qmv._kernel(kind, ()) for kind in kinds)
+        return tuple(map(qmv.kernel_of, ("qmv_matrix", "qmv_persistent", "qmv")))
 
     def bucket(self) -> tuple[tuple[int, ...], str]:
         form = form_of(self.fmt, True) + ("-" + self.kind if self.kind else "")
@@ -245,32 +241,32 @@ class SkinnyRecord(QmvRecord):
     """9 to 128 rows in half precision times packed matrices, transposed: not searched yet."""
 
     family, of_backend, values = "qmm_skinny", True, {}
-    sizes_measured, configs = (), (SkinnyConfig,)
+    sizes_measured = ()
 
-    def heuristic(self, device: str) -> SkinnyConfig:
+    def heuristic(self, device: str) -> Tile:
         single = QmvKind.of(self.kind).matrices == 1
         return skinny_config(device, self.rows, self.n, self.k, self.fmt, single)
 
-    def starts(self, device: str) -> tuple[SkinnyConfig, ...]:
+    def starts(self, device: str) -> tuple[Tile, ...]:
         return (self.heuristic(device),)
 
     def admits(self, name: str) -> Sequence[int]:
         return (False, True) if name == "together" else range(-(-self.k // 64) + 1)
 
-    def completed(self, config: SkinnyConfig) -> SkinnyConfig:
+    def completed(self, config: Tile) -> Tile:
         return config
 
-    def why_not(self, config: SkinnyConfig) -> str | None:
+    def why_not(self, config: Tile) -> str | None:
         if self.k % config.run or config.cover not in (1, self.fmt.group_size // config.run):
             return f"runs of {config.run}, {config.cover} of them, in rows of {self.k}"
         # Whether a GPU has room for rows that stay is asked where the configuration is taken.
-        used = skinny_memory(**asdict(config)) if config.stages else 0
+        used = config.memory(self.fmt) if config.stages else 0
         if used > device_of("cuda").threadgroup_memory:
             return f"{used} bytes of threadgroup memory"
         return None
 
     def kernels(self) -> tuple[Kernel, ...]:
-        return qmv._kernel(SkinnyConfig, ()), qmv._sum_kernel(())
+        return qmv.kernel_of("qmm_skinny"), qmv._sum_kernel(())
 
     def bucket(self) -> tuple[tuple[int, ...], str]:
         (_, *shape), form = super().bucket()

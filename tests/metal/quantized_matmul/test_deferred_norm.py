@@ -8,29 +8,25 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_qlayers.metal.quantized_matmul.qmv_config import (
-    QmvMatrixConfig,
-    QmvPersistentConfig,
-    qmv_config,
-)
+from mlx_qlayers.metal.quantized_matmul.qmv_config import qmv_config
 from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.gpus import on_gpus
-from tests.launchers import qmv
+from tests.launchers import matrix, persistent, qmv
 from tests.metal.quantized_matmul.test_qmv import AFFINE, fused_in, packed_matrices
 from tests.numerics import assert_accurate, random, round_to, to64
 
 # Tiles at the edge of a matrix, whole threadgroups beyond it, more tiles of each.
 GIVEN = [
     (200, None),
-    (24, QmvMatrixConfig(2, 16, tiles=4, simds=1)),
-    (72, QmvPersistentConfig(2, 16, tiles=2, simds=3)),
+    (24, matrix(16, fragments=2, tiles=4, shares=1)),
+    (72, persistent(16, fragments=2, tiles=2, shares=3)),
 ]
 TAKEN = [
     ([41, 8, 24], None, None),
     ([41, 41], "silu", None),
-    ([41, 8, 24], None, QmvPersistentConfig(2, 16, tiles=3, simds=3)),
-    ([41, 41], "silu", QmvPersistentConfig(2, 16, tiles=4, simds=3, ahead=2)),
+    ([41, 8, 24], None, persistent(16, fragments=2, tiles=3, shares=3)),
+    ([41, 41], "silu", persistent(16, fragments=2, tiles=4, shares=3, ahead=2)),
 ]
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.quantized_matmul.qmm_skinny import SkinnyConfig, skinny_config
+from mlx_qlayers.metal.quantized_matmul.qmm_skinny import skinny_config
 from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.gpus import HERE, on_gpus
-from tests.launchers import qmv
+from tests.launchers import qmv, skinny
 from tests.metal.quantized_matmul.test_deferred_norm import gives_squares, takes_squares
 from tests.metal.quantized_matmul.test_qmv import AFFINE, check_fused, packed_matrices
 from tests.numerics import behind_one, random
@@ -25,11 +25,12 @@ HALVES = (mx.float16, mx.bfloat16)
 # Every way to unpack: words, three and five of them, codes in two parts, small floats.
 KINDS = [Format(32, 3), Format(32, 5), Format(64, 8), *FORMATS[-3:]]
 # Shares of K of which some have no window, tiles of which some lie beyond the matrix, both stages.
-SMALL = SkinnyConfig(3, 16, tiles=1, sides=2, shares=4, stages=1, deep=2)
-WIDE = SkinnyConfig(4, 32, tiles=2, sides=3, shares=1, turns=1, chunk=2, cover=2)
+SMALL = skinny(16, fragments=3, tiles=1, sides=2, shares=4, stages=1, deep=2)
+WIDE = skinny(32, fragments=4, tiles=2, sides=3, shares=1, ahead=1, chunk=2, cover=2)
 # x stays in threadgroup memory: all of it, or what each of the threadgroups has that share K.
-STAYS = SkinnyConfig(3, 16, tiles=2, sides=3, shares=2, stages=0, turns=3, chunk=2, cover=4, deep=5)
-SHARED = SkinnyConfig(3, 16, tiles=1, sides=3, shares=2, stages=0, turns=1, deep=1)
+STAYING = {"fragments": 3, "sides": 3, "shares": 2, "stages": 0}
+STAYS = skinny(16, **STAYING, tiles=2, ahead=3, chunk=2, cover=4, deep=5)
+SHARED = skinny(16, **STAYING, ahead=1)
 
 
 def by_kernel(x, packed, fmt, config=None, device="host", bias=None):
@@ -122,7 +123,9 @@ def test_deferred_norms_on_gpus(gpu):
 @on_gpus
 def test_rows_that_stay_on_gpus(gpu):
     """Small, by parts, and as much as CUDA's shared memory holds."""
-    largest = SkinnyConfig(4, 32, 1, 18, 1, stages=0, chunk=2, cover=2, deep=28)
+    largest = skinny(
+        32, fragments=4, tiles=1, sides=18, shares=1, stages=0, chunk=2, cover=2, deep=28
+    )
     cases = [(STAYS, 23, 130, 320), (SHARED, 20, 130, 320)]
     for config, rows, n, k in cases + [(largest, 31, 300, 3584)] * (gpu == "cuda"):
         x, packed = sample(AFFINE, mx.bfloat16, rows, n, k)

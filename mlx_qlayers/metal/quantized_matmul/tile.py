@@ -1,0 +1,256 @@
+"""How products of few rows are spread over threads, and what that takes of a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from ...formats import MODES, Format
+from ...runtime.devices import device_of
+from ...runtime.launch import TemplateValue
+
+_AFFINE, _NVFP4 = (list(MODES).index(mode) for mode in ("affine", "nvfp4"))
+# Bytes that are declared beside dynamic shared memory, and aligned.
+_DECLARED = 2048
+_UNITS = {"fragments": "fragments", "run": "run", "tiles": "tiles"}
+# Of each kernel its parameters, in their order, and the fields that they are.
+PARAMETERS: dict[str, dict[str, str]] = {
+    "qmv": {name: name for name in ("rows", "outputs", "run", "lanes", "ways")},
+    "qmv_matrix": _UNITS
+    | {"stacks": "sides", "simds": "shares", "ahead": "ahead", "RESIDENT": "resident"},
+    "qmv_persistent": _UNITS | {"simds": "shares", "ahead": "ahead", "RESIDENT": "resident"},
+    "qmm_skinny": _UNITS
+    | {"sides": "sides", "shares": "shares", "stages": "stages", "turns": "ahead"}
+    | {name: name for name in ("deep", "chunk", "cover", "together")}
+    | {"RESIDENT": "resident", "SHARED": "shared"},
+}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a product of few rows is spread over threads, by whichever of its kernels.
+
+    Attributes:
+        kernel: ``"qmv"`` for every processor and dtype; on the matrix units ``"qmv_matrix"``,
+            ``"qmv_persistent"``, whose threadgroups stay while each of its SIMD groups takes four
+            runs of every row, and ``"qmm_skinny"``, of up to 128 rows.
+        run: neighbouring elements of a row of the matrix that a thread takes at once. Of qmv a
+            multiple of 16, or of 32 where ``bits`` is odd, that divides the group size; on the
+            matrix units it divides K.
+        rows: of qmv, those that the kernel is compiled for; a product may have fewer.
+        outputs: of qmv, columns of the result that one SIMD group, or one thread, computes.
+        lanes: of qmv, threads that share the columns: 32, or 1 where threads do not run side by
+            side.
+        ways: of qmv, float32 sums that a thread keeps for each output; divides ``run``.
+        local: of qmv, threads of a threadgroup; a multiple of ``lanes``.
+        fragments: operands of 8 columns: rows of x, in qmv times the groups that the four lanes of
+            a row of the matrix take side by side (4 * run / group_size, in NVFP4 one).
+        tiles: tiles of 16 rows of the matrix that a SIMD group computes.
+        sides: SIMD groups side by side, which share x, each with its tiles.
+        shares: such groups of them, which share K.
+        ahead: runs that a lane has under way for each row, 1, 2 or 4. Of qmm_skinny windows in the
+            text of its loop: with 2 no words are moved, but GPUs hold only so much text where they
+            read instructions from. Where x stays, so many are under way.
+        occupancy: SIMD groups, of qmm_skinny threadgroups, that a core should have registers for at
+            once, on NVIDIA GPUs; 0 leaves that to the compiler.
+        stages: of qmm_skinny, windows of x in threadgroup memory, 1 or 2. With 2 one is filled
+            while the other is multiplied; with 0 ``deep`` windows of x stay there.
+        together: whether four SIMD groups multiply at once, on Hopper GPUs: ``sides`` is a multiple
+            of 4, ``fragments`` a power of two.
+        chunk: fragments of which sums are added at a time, at least.
+        cover: windows whose numbers are read at once: ``group_size / run``, or 1.
+        deep: windows of x in a stage, for which SIMD groups wait once; with ``stages`` 0 whole
+            groups. Where K has more, threadgroups share it, and another launch adds their sums.
+    """
+
+    kernel: str
+    run: int
+    rows: int = 0
+    outputs: int = 0
+    lanes: int = 32
+    ways: int = 1
+    local: int = 64
+    fragments: int = 0
+    tiles: int = 1
+    sides: int = 1
+    shares: int = 1
+    ahead: int = 1
+    occupancy: int = 0
+    stages: int = 1
+    together: bool = False
+    chunk: int = 1
+    cover: int = 1
+    deep: int = 1
+
+    @property
+    def units(self) -> bool:
+        """Whether it is on the matrix units."""
+        return self.kernel != "qmv"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a threadgroup."""
+        return 32 * self.sides * self.shares if self.units else self.local
+
+    @property
+    def resident(self) -> int:
+        """Threadgroups that a core should hold at once."""
+        simds = 1 if self.kernel == "qmm_skinny" else self.threads // 32
+        return self.occupancy // simds
+
+    def takes(self, k: int) -> bool:
+        """Whether rows of so many elements are whole runs, and one that stays has enough."""
+        enough = self.kernel != "qmv_persistent" or k <= 4 * self.run * self.shares
+        return not self.units or (k % self.run == 0 and enough)
+
+    def threadgroups(self, sizes: tuple[int, ...], gated: bool) -> int:
+        """As many as matrices of so many rows take."""
+        if self.units:
+            return -(-sum(-(-n // 16) for n in sizes) // (self.tiles * self.sides))
+        height = self.outputs // 2 if gated else self.outputs
+        tiles = sum(-(-n // height) for n in (sizes[:1] if gated else sizes))
+        return -(-tiles * self.lanes // self.local)
+
+    def parts(self, k: int) -> int:
+        """Threadgroups of qmm_skinny that share so many columns of x."""
+        return 1 if self.stages else -(-k // (4 * self.run * self.deep))
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory, on NVIDIA GPUs."""
+        stays = self.stages == 0 and device_of().dynamic_memory > 0
+        return _skinny_memory(**self._numbers()) if stays else 0
+
+    @property
+    def runs(self) -> bool:
+        """Whether this machine's GPU has so much shared memory."""
+        return self.shared <= dynamic_memory()
+
+    def template(self) -> dict[str, TemplateValue]:
+        """The values of its kernel's parameters."""
+        return {name: getattr(self, field) for name, field in PARAMETERS[self.kernel].items()}
+
+    def _numbers(self) -> dict[str, Any]:
+        """The same but for what depends on the device."""
+        pairs = PARAMETERS[self.kernel].items()
+        return {name: getattr(self, field) for name, field in pairs if name != "SHARED"}
+
+    def memory(self, fmt: Format) -> int:
+        """Bytes of threadgroup memory that its kernel declares, on the matrix units."""
+        if self.kernel == "qmv_persistent":
+            mode = list(MODES).index(fmt.mode)
+            return persistent_memory(mode=mode, group=fmt.group_size, **self._numbers())
+        of_kernel: Any = skinny_memory if self.kernel == "qmm_skinny" else threadgroup_memory
+        return int(of_kernel(**self._numbers()))
+
+    def paired(self) -> Tile:
+        """With tiles in pairs, as a gate joins them."""
+        if self.kernel != "qmm_skinny":
+            return replace(self, tiles=self.tiles + self.tiles % 2)
+        return replace(self, sides=self.sides + self.tiles * self.sides % 2)
+
+
+def packed_template(fmt: Format, dtype: mx.Dtype, scales: mx.Dtype) -> dict[str, TemplateValue]:
+    """What every kernel on packed matrices is told: dtypes of rows and scales, and the format."""
+    mode = list(MODES).index(fmt.mode)
+    return {"T": dtype, "S": scales, "mode": mode, "group": fmt.group_size, "bits": fmt.bits}
+
+
+def dynamic_memory() -> int:
+    """Bytes of shared memory that a threadgroup may ask for on NVIDIA GPUs."""
+    return device_of("cuda").dynamic_memory - _DECLARED
+
+
+def threadgroup_memory(*, simds: int, tiles: int, stacks: int, fragments: int, **_: object) -> int:
+    """Bytes that the kernel on the matrix units takes."""
+    return 4 * simds * fragments * 8 * stacks * (tiles * 16 + 1)
+
+
+def persistent_memory(
+    *, simds: int, tiles: int, fragments: int, mode: int, group: int, run: int, **_: object
+) -> int:
+    """The same where threadgroups stay."""
+    slots = 1 if mode == _NVFP4 else 4 * run // group
+    return 4 * simds * fragments * 8 * (tiles * 16 // slots + 1)
+
+
+def registers(
+    *, rows: int, outputs: int, run: int, ways: int, normed: bool = False, **_: object
+) -> int:
+    """Words of the arrays of a thread of qmv: weights, sums, and squares of x or x itself.
+
+    The weights of a single row are used as they are unpacked.
+    """
+    weights = 2 * run if rows == 1 else outputs * run
+    return weights + rows * outputs * ways + rows * normed
+
+
+def matrix_registers(
+    *,
+    T: mx.Dtype,
+    mode: int,
+    group: int,
+    bits: int,
+    normed: bool,
+    fragments: int,
+    run: int,
+    tiles: int,
+    ahead: int,
+    **_: object,
+) -> int:
+    """The same on the matrix units: packed words and numbers of the tiles, x, and sums."""
+    affine = mode == _AFFINE
+    numbers = (6 if affine else 4) * (run // 16 if group == 16 else 1)
+    # Runs that begin within a word take more than they have.
+    words = -(-run * bits // 32) + (run * bits % 16 > 0)
+    of_tile = 2 * ahead * words + numbers + 4 + 4 * fragments
+    # Short runs of x are loaded a step ahead.
+    operands = fragments * run * T.size // 4 * (2 if run <= 16 else 1)
+    sums = 4 * fragments * (2 if affine else 1) + 2 * fragments * normed
+    return tiles * of_tile + operands + sums + 2 * T.size
+
+
+def persistent_registers(*, ahead: int, **told: Any) -> int:
+    """The same where threadgroups stay: of their tiles `ahead` are in registers, a run of each."""
+    return matrix_registers(**told | {"tiles": ahead, "ahead": 1})
+
+
+def skinny_memory(*, SHARED: int = 0, fragments: int, **told: int) -> int:
+    """Bytes of threadgroup memory that are declared, by the values of the kernel's template."""
+    return 32 * fragments + (0 if SHARED else _skinny_memory(fragments=fragments, **told))
+
+
+def _skinny_memory(
+    *,
+    fragments: int,
+    run: int,
+    tiles: int,
+    sides: int,
+    shares: int,
+    stages: int,
+    chunk: int,
+    deep: int,
+    **_: object,
+) -> int:
+    """Bytes of windows of x, and later of sums."""
+    x = 4 * (shares * stages or 1) * deep * fragments * run
+    return -(-max(x, shares * 4 * tiles * sides * (8 * chunk + 2)) // 64) * 1024
+
+
+def skinny_registers(
+    *,
+    group: int,
+    bits: int,
+    fragments: int,
+    run: int,
+    tiles: int,
+    sides: int,
+    deep: int,
+    **_: object,
+) -> int:
+    """Words of the arrays of a thread: sums, packed words and numbers, x, and operands."""
+    numbers = 6 * (run // 16 if group == 16 else 1)
+    of_tile = 4 * fragments + 4 * run * bits // 32 + numbers + 4 + 8
+    return tiles * of_tile + -(-deep * fragments // sides) * run // 2 + 4
