@@ -45,9 +45,10 @@ def qmv(
 ):
     """A list of products; ``norm`` is a weight, which may be None, and epsilon."""
     weight, epsilon = norm or (None, None)
-    flat = [array for matrix in matrices for array in PackedMatrix(*matrix)]
-    arrays = QmvArrays(x, weight, tile_squares, residual, next_weight, *flat)
-    return _qmv.qmv(specs(arrays), fmt, config, epsilon=epsilon, gate=gate)(*arrays)
+    packed = [PackedMatrix(*matrix) for matrix in matrices]
+    flat = QmvArrays(x, weight, tile_squares, residual, next_weight, packed).flat
+    given = QmvArrays.of([None if a is None else Spec.of(a) for a in flat])
+    return _qmv.qmv(given, fmt, config, epsilon=epsilon, gate=gate)(*flat)
 
 
 def qmm(x, w, scales, biases, bias, *options):

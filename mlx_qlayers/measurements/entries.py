@@ -242,7 +242,9 @@ def parsed(value: Any) -> Entry:
 def raw(entry: Entry) -> dict[str, Any]:
     """An entry as it is stored; :func:`parsed` reads it."""
     empty = asdict(Entry())
-    return {name: each for name, each in asdict(entry).items() if each != empty[name]}
+    for name in _OF_COMPARED if entry.config is not None and entry.path != "uncompared" else ():
+        del empty[name]
+    return {name: each for name, each in asdict(entry).items() if each != empty.get(name, ...)}
 
 
 def _is_seconds(value: Any) -> bool:

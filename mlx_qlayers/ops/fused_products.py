@@ -172,7 +172,7 @@ def _plan(
             config = skinny_spread(choice.path, rows, n, k, fmt, len(matrices) == 1)
         else:
             config = configure("qmv", choice.path, rows, n, k, x.dtype, fmt, kind)
-        run = _vector(QmvArrays(*arrays), fmt, config, epsilon, gate, choice.path)
+        run = _vector(QmvArrays.of(arrays), fmt, config, epsilon, gate, choice.path)
     return Plan(choice, run, gradient_of(composed, arrays), composed)
 
 

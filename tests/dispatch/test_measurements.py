@@ -83,7 +83,9 @@ def test_evidence_says_what_was_measured_where(monkeypatch):
     assert str(evidence) == f"measured here: {TIMES}"
     assert (evidence.device, evidence.date) == ("some_gpu", "2026-11-22")
     # The same file, as if the package held it.
-    monkeypatch.setattr(entries, "SHIPPED", entries.user_folder())
+    own, read = entries.own_entries("some_gpu"), entries.read
+    shipped = {(entries.SHIPPED, "some_gpu"): own}
+    monkeypatch.setattr(entries, "read", lambda *at: {**read(*at), **shipped.get(at, {})})
     monkeypatch.setattr(entries, "own_entries", lambda device: {})
     advance_epoch()
     evidence = found("qmv", *QUESTION).evidence

@@ -110,8 +110,8 @@ def test_qmv(fmt, device):
                 continue
             bound.add((config, dtype, norm, gate))
             weight, matrix = Spec((k,), dtype) if norm else None, packed(fmt, n, k, dtype)
-            matrices = (*matrix, *(matrix if gate else ()))
-            specs = QmvArrays(Spec((rows, k), dtype), weight, None, None, None, *matrices)
+            matrices = [matrix] * (2 if gate else 1)
+            specs = QmvArrays(Spec((rows, k), dtype), weight, matrices=matrices)
             qmv(specs, fmt, config, gate=gate, epsilon=1e-6 if norm else None)
 
 
@@ -122,8 +122,8 @@ def test_qmm_skinny(fmt, device):
         config = skinny_config(device, rows, n, k, fmt)
         for gate in () if config in bound else (None, "silu"):
             matrix = packed(fmt, n, k, dtype)
-            matrices = (*matrix, *(matrix if gate else ()))
-            specs = QmvArrays(Spec((rows, k), dtype), None, None, None, None, *matrices)
+            matrices = [matrix] * (2 if gate else 1)
+            specs = QmvArrays(Spec((rows, k), dtype), matrices=matrices)
             qmv(specs, fmt, config, gate=gate)
         bound.add(config)
 
@@ -356,7 +356,7 @@ def test_registers_of_every_launch_are_checked(machine, monkeypatch):
     monkeypatch.setattr(mx.fast, "metal_kernel", lambda **made: lambda **launch: [])
     fmt, x = Format(64, 4), Spec((16, 512), mx.bfloat16)
     large = Tile("qmv_matrix", 16, fragments=2, tiles=4, shares=4, ahead=4)
-    specs = QmvArrays(x, None, None, None, None, *packed(fmt, 512, 512, mx.bfloat16))
+    specs = QmvArrays(x, matrices=[packed(fmt, 512, 512, mx.bfloat16)])
     with use_backend("metal"):
         with pytest.raises(KernelError, match="128 threads with 188 words of arrays each"):
             qmv(specs, fmt, large)

@@ -44,7 +44,7 @@ GATES = (None, "silu", "gelu", "gelu_approx")
 
 
 class QmvArrays(NamedTuple):
-    """What a launch is given, in the order of the kernels' inputs; None for what there is not.
+    """What a launch is given; None for what there is not.
 
     Attributes:
         x: (..., K) in float32, float16 or bfloat16; M rows, 1 to 16, or 128 with qmm_skinny.
@@ -53,7 +53,7 @@ class QmvArrays(NamedTuple):
             already: sums of squares of 16 columns of what it was before (a deferred norm).
         residual: added to the product of a single matrix; in its shape and dtype.
         next_weight: (N,) of the norm that the product of a single matrix goes through next.
-        w, scales, biases, bias, ...: of up to three matrices, see :class:`PackedMatrix`.
+        matrices: up to three.
     """
 
     x: Any
@@ -61,27 +61,32 @@ class QmvArrays(NamedTuple):
     tile_squares: Any = None
     residual: Any = None
     next_weight: Any = None
-    w: Any = None
-    scales: Any = None
-    biases: Any = None
-    bias: Any = None
-    w1: Any = None
-    scales1: Any = None
-    biases1: Any = None
-    bias1: Any = None
-    w2: Any = None
-    scales2: Any = None
-    biases2: Any = None
-    bias2: Any = None
+    matrices: Sequence[PackedMatrix] = ()
+
+    @classmethod
+    def of(cls, arrays: Sequence[Any]) -> QmvArrays:
+        """From the arrays one by one, four for each matrix."""
+        count = len(cls._fields) - 1
+        packed = (PackedMatrix(*arrays[i : i + 4]) for i in range(count, len(arrays), 4))
+        matrices = [matrix for matrix in packed if matrix.w is not None]
+        return cls._make([*arrays[:count], matrices])
 
     @property
-    def matrices(self) -> list[PackedMatrix]:
-        """The matrices that there are."""
-        found = (PackedMatrix(*self[i : i + 4]) for i in (5, 9, 13))
-        return [matrix for matrix in found if matrix.w is not None]
+    def flat(self) -> list[Any]:
+        """The arrays one by one, in the order of the kernels' inputs."""
+        return [*self[:-1], *(array for matrix in self.matrices for array in matrix)]
+
+    def there(self) -> dict[str, Any]:
+        """Those that there are, by the names of the kernels' inputs."""
+        pairs = zip(_ARRAYS, self.flat, strict=False)
+        return {name: array for name, array in pairs if array is not None}
 
 
-# Of arrays in the order of :class:`QmvArrays`.
+_ARRAYS = (
+    *QmvArrays._fields[:-1],
+    *(f"{name}{i or ''}" for i in range(MAX_MATRICES) for name in PackedMatrix._fields),
+)
+# Of arrays in the order of :attr:`QmvArrays.flat`.
 Launch = Callable[..., list[mx.array]]
 
 
@@ -122,7 +127,8 @@ def qmv(
             mx.fast.rms_norm(x, weight, epsilon), None, *others
         )
     launch, shape = _bind(specs, fmt, config, epsilon, gate)
-    return Launching(launch, (i for i, spec in enumerate(specs) if spec is not None), shape)
+    places = (i for i, spec in enumerate(specs.flat) if spec is not None)
+    return Launching(launch, places, shape)
 
 
 def single_qmv(call: MatmulCall, config: Tile) -> Callable[..., mx.array]:
@@ -132,7 +138,7 @@ def single_qmv(call: MatmulCall, config: Tile) -> Callable[..., mx.array]:
         A function of x, w, scales, biases and bias, of which the last two may be None, that gives
         (..., N); further arguments are not looked at.
     """
-    specs = QmvArrays(call.x, None, None, None, None, *call.matrix)
+    specs = QmvArrays(call.x, matrices=[call.matrix])
     launch, shape = _bind(specs, call.fmt, _fitting(config, specs, call.fmt, None), None, None)
     given = itemgetter(*(i for i, spec in enumerate((call.x, *call.matrix)) if spec is not None))
     return lambda *arrays: launch([*given(arrays), *shape])[0]
@@ -160,7 +166,7 @@ def takes_deferred_norm(config: Tile, matrices: Sequence[PackedMatrix]) -> bool:
     return config.units and all(m.w.size >= CONSTANT_BELOW for m in matrices)
 
 
-_INPUTS = (*QmvArrays._fields, "shape")
+_INPUTS = (*_ARRAYS, "shape")
 _OUTPUTS = ("y", "y1", "y2", "scaled", "scaled_squares")
 # What only the kernels on the matrix units have.
 _DEFERRED = ("tile_squares", "next_weight", "scaled", "scaled_squares")
@@ -220,11 +226,12 @@ def _bind_parts(
     specs: QmvArrays, fmt: Format, config: Tile, epsilon: float | None, gate: Gate | None
 ) -> tuple[Bound, list[mx.array]]:
     """The launch of a product whose columns threadgroups share, and that which adds their sums."""
-    (*leading, k), (_, *others), n = specs.x.shape, specs.matrices, specs.w.shape[0]
+    (*leading, k), (matrix, *others) = specs.x.shape, specs.matrices
+    n = matrix.w.shape[0]
     if others:
         raise ValueError(f"{config} takes no rows of {k} elements for several matrices")
-    finish = specs.bias, specs.residual, specs.next_weight
-    plain = specs._replace(bias=None, residual=None, next_weight=None)
+    finish = matrix.bias, specs.residual, specs.next_weight
+    plain = QmvArrays(*specs[:3], matrices=[matrix._replace(bias=None)])
     planes = Spec((config.parts(k), specs.x.size // k, n), mx.float32)
     launch, _ = _bind(plain, fmt, config, epsilon, gate, [planes.shape])
     there = [each for each in finish if each is not None]
@@ -238,7 +245,7 @@ def _bind_parts(
         threadgroup=(128, 1, 1),
         output_shapes=[*shapes, *([(rows, -(-n // 16))] * (len(shapes) - 1))],
     )
-    names = [name for name, spec in specs._asdict().items() if spec is not None]
+    names = [*specs.there()]
     of_product = [i for i, name in enumerate(names) if name not in _SUM]
     of_sum = [names.index(name) for name in _SUM[1:] if name in names]
 
@@ -265,7 +272,8 @@ def _bind(
     shapes = [*planes] or [(*leading, n) for n in (sizes[:1] if gate else sizes)]
     # What of the kernel's inputs and outputs the launch does without.
     omitted = [*_OUTPUTS[len(shapes) : 3], *_OUTPUTS[3:] * (specs.next_weight is None)]
-    omitted += [name for name, spec in specs._asdict().items() if spec is None]
+    there = specs.there()
+    omitted += [name for name in _ARRAYS if name not in there]
     omitted += [f"w{i}_shape" for i in range(len(matrices), MAX_MATRICES)]
     if specs.next_weight is not None:
         shapes += [*shapes, (rows, -(-sizes[0] // 16))]
@@ -280,7 +288,7 @@ def _bind(
         grid = -(-rows // (8 * config.fragments)) * threads, groups, config.parts(k)
         template["O"] = mx.float32 if planes else specs.x.dtype
     launch = kernel_of(config.kernel, tuple(omitted)).bind(
-        [*(spec for spec in specs if spec is not None), *shape],
+        [*there.values(), *shape],
         template=template | config.template(),
         grid=grid,
         threadgroup=(threads, 1, 1),

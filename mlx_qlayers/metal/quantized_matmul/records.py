@@ -205,13 +205,13 @@ class QmvRecord(Record):
         """One launch."""
         kind = QmvKind.of(self.kind)
         launch = qmv.qmv(
-            qmv.QmvArrays(*(None if a is None else Spec.of(a) for a in _arrays(inputs, kind))),
+            _arrays([*map(Spec.of, inputs)], kind),
             self.fmt,
             config,
             epsilon=_EPSILON if kind.norm else None,
             gate="silu" if kind.gate else None,
         )
-        return lambda inputs: list(launch(*_arrays(inputs, kind)))
+        return lambda inputs: list(launch(*_arrays(inputs, kind).flat))
 
     def stock(self, inputs: Inputs) -> Inputs:
         kind = QmvKind.of(self.kind)
@@ -366,14 +366,13 @@ class QmmRecord(Record):
         return found
 
 
-def _arrays(inputs: Inputs, kind: QmvKind) -> qmv.QmvArrays:
+def _arrays(inputs: Sequence[Any], kind: QmvKind) -> qmv.QmvArrays:
     x, *rest = inputs
     weight = rest.pop(0) if kind.norm else None
     residual = rest.pop(0) if kind.residual else None
     each = len(rest) // kind.matrices
-    starts = range(0, len(rest), each)
-    packed = (a for i in starts for a in PackedMatrix(*rest[i : i + each]))
-    return qmv.QmvArrays(x, weight, None, residual, None, *packed)
+    packed = [PackedMatrix(*rest[i : i + each]) for i in range(0, len(rest), each)]
+    return qmv.QmvArrays(x, weight, None, residual, None, packed)
 
 
 def packed(shape: tuple[int, int], dtype: mx.Dtype, fmt: Format) -> Inputs:
