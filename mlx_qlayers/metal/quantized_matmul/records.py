@@ -101,7 +101,8 @@ class QmvRecord(Record):
 
     def fields(self, config: Tile) -> set[str]:
         """Those of its kernel."""
-        return {"kernel", "occupancy", "local", *PARAMETERS[config.kernel].values()}
+        own = "occupancy" if config.units else "local"
+        return {"kernel", own, *PARAMETERS[config.kernel].values()}
 
     def heuristic(self, device: str) -> Any:
         shape = self.rows, self.n, self.k
