@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from math import e, log2
 from struct import pack, unpack
@@ -178,37 +177,7 @@ def question(call: AttentionCall) -> tuple[mx.Dtype, int, int, int, int, int, in
     return call.q.dtype, rows, width, call.v_width, call.packing[1], caches, rounded(keys)
 
 
-def configure(
-    device: str,
-    dtype: mx.Dtype,
-    rows: int,
-    widths: tuple[int, int],
-    bits: int,
-    keys: int,
-    measured: Mapping[str, Sequence[int]],
-) -> Decode | Serial:
-    """The configuration for a backend; it does not depend on the batch.
-
-    Args:
-        device: the name of a backend.
-        dtype: of the queries.
-        rows: queries of a key head.
-        widths: D and Dv.
-        bits: of packed keys; 0 for plain ones.
-        keys: rows of a cache.
-        measured: the threshold ``attention_decode_splits``.
-    """
-    if not device_of(device).gpu:
-        # A power of two, so that one kernel serves many shapes, in a stack of 128 KB.
-        return Serial(min(1 << (rows - 1).bit_length(), 4096 // max(*widths, 64)))
-    kind = "packed" if bits else "plain"
-    most = measured[kind][bisect_left(measured[f"{kind}_keys"], keys)]
-    return replace(_unsplit(device, dtype, rows, *widths, bits), max_splits=most)
-
-
-def _unsplit(
-    device: str, dtype: mx.Dtype, rows: int, width: int, v_width: int, bits: int
-) -> Decode:
+def unsplit(device: str, dtype: mx.Dtype, rows: int, width: int, v_width: int, bits: int) -> Decode:
     """The configuration where a threadgroup takes all keys of a head."""
     slice = 64 if bits else 32 if v_width >= 96 else 16
     simds, run = -(-v_width // slice), 16 if bits else 16 // dtype.size
@@ -233,7 +202,7 @@ def _unsplit(
 def fits_few_registers(call: AttentionCall) -> bool:
     """Whether M1 and M2 have registers for a call: not with wide heads."""
     dtype, rows, width, v_width, bits, *_ = question(call)
-    config = _unsplit("metal", dtype, rows, width, v_width, bits)
+    config = unsplit("metal", dtype, rows, width, v_width, bits)
     return _fits(config, dtype, width, bits)
 
 

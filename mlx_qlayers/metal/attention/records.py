@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +16,7 @@ from ...reference import attention as reference
 from ...reference.latent_attention import latent_attention
 from ...runtime import tensor_ops
 from ...runtime.backend import backend
+from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
 from ..record import (
@@ -80,9 +82,17 @@ class AttentionDecodeRecord(Record):
     }
 
     def heuristic(self, device: str) -> decode.Decode | decode.Serial:
-        splits = threshold("attention_decode_splits", device=device)
-        size = self.rows, (self.width, self.v_width), self.bits, self.keys
-        return decode.configure(device, self.dtype, *size, splits)
+        """It does not depend on the batch."""
+        widths = self.width, self.v_width
+        if not device_of(device).gpu:
+            # A power of two, so that one kernel serves many shapes, in a stack of 128 KB.
+            rows = 1 << (self.rows - 1).bit_length()
+            return decode.Serial(min(rows, 4096 // max(*widths, 64)))
+        kind, splits = "packed" if self.bits else "plain", "attention_decode_splits"
+        up_to = threshold(splits, f"{kind}_keys", device=device)
+        most = threshold(splits, kind, device=device)[bisect_left(up_to, self.keys)]
+        unsplit = decode.unsplit(device, self.dtype, self.rows, *widths, self.bits)
+        return replace(unsplit, max_splits=most)
 
     def admits(self, name: str) -> Sequence[int]:
         return slices(self) if name == "simds" else super().admits(name)

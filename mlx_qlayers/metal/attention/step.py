@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
 from math import e, log2
 from struct import pack, unpack
@@ -162,41 +162,7 @@ class Step:
         return 32 * self.simds * self.teams
 
 
-def configure(
-    device: str,
-    dtype: mx.Dtype,
-    share: int,
-    size: int,
-    widths: tuple[int, int],
-    measured: Mapping[str, int],
-    bits: int = 0,
-) -> Step:
-    """The configuration for so many queries of a key head and a cache of so many keys.
-
-    Args:
-        device: the name of a backend.
-        dtype: of the queries.
-        share: queries of a key head.
-        size: rows of the cache.
-        widths: D and Dv.
-        measured: the threshold ``attention_step_splits``, or that of packed caches.
-        bits: of packed keys and values, else 0.
-    """
-    config = _unsplit(device, dtype, share, *widths, bits)
-    if size <= measured["unsplit_keys"]:
-        return config
-    # What splits write and what is read of that is less than a hundredth of a 7B model's weights.
-    most = measured["most" if size <= measured["long_keys"] else "most_long"]
-    splits = min(max(size // measured["split_keys"], measured["least"]), most)
-    config = replace(config, splits=splits)
-    # So few splits fill an H200 with threads only where each reads two blocks at once.
-    teams = measured["long_teams"] if config.simds <= 4 else 1
-    long = replace(config, blocks=measured["long_blocks"], teams=teams)
-    is_long = size >= measured["long_keys"] and _words(long, dtype, widths[0], bits) <= _MOST_WORDS
-    return long if is_long and _fits(device, long, dtype, *widths, bits) else config
-
-
-def _unsplit(device: str, dtype: mx.Dtype, share: int, width: int, v_width: int, bits: int) -> Step:
+def unsplit(device: str, dtype: mx.Dtype, share: int, width: int, v_width: int, bits: int) -> Step:
     """The configuration where a threadgroup takes all keys of a head."""
     slice = 16 if v_width < 96 or (v_width <= 128 and not device_of(device).spills) else 32
     slice = 64 if bits else slice
@@ -219,7 +185,7 @@ def fits_few_registers(
     dtype: mx.Dtype, share: int, width: int, v_width: int, bits: int = 0
 ) -> bool:
     """Whether M1 and M2 have registers for such heads: not for wide ones."""
-    config = _unsplit("metal", dtype, share, width, v_width, bits)
+    config = unsplit("metal", dtype, share, width, v_width, bits)
     return _has_registers(config, dtype, width, bits)
 
 

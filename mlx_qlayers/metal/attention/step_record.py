@@ -74,9 +74,23 @@ class AttentionStepRecord(Record):
 
     def heuristic(self, device: str) -> step.Step:
         names = ("attention_step_packed_splits",) * (self.bits > 0) + ("attention_step_splits",)
-        splits = next(filter(None, (threshold(name, device=device) for name in names)))
-        size = self.heads // self.kv_heads, self.keys, (self.width, self.v_width)
-        return step.configure(device, self.dtype, *size, splits, self.bits)
+        measured = next(filter(None, (threshold(name, device=device) for name in names)))
+        size, widths, bits = self.keys, (self.width, self.v_width), self.bits
+        share = self.heads // self.kv_heads
+        config = step.unsplit(device, self.dtype, share, *widths, bits)
+        if size <= measured["unsplit_keys"]:
+            return config
+        # What splits write and what is read of that is less than a hundredth of a 7B's weights.
+        most = measured["most" if size <= measured["long_keys"] else "most_long"]
+        splits = min(max(size // measured["split_keys"], measured["least"]), most)
+        config = replace(config, splits=splits)
+        # So few splits fill an H200 with threads only where each reads two blocks at once.
+        teams = measured["long_teams"] if config.simds <= 4 else 1
+        long = replace(config, blocks=measured["long_blocks"], teams=teams)
+        words = step._words(long, self.dtype, self.width, bits)
+        is_long = size >= measured["long_keys"] and words <= step._MOST_WORDS
+        fits = is_long and step._fits(device, long, self.dtype, *widths, bits)
+        return long if fits else config
 
     def admits(self, name: str) -> Sequence[int]:
         return slices(self) if name == "simds" else super().admits(name)
