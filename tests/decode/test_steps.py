@@ -14,6 +14,9 @@ from step_launches import recorded
 
 from mlx_qlayers import use_backend
 from mlx_qlayers.decode import engine
+from mlx_qlayers.decode.caches import facts
+from mlx_qlayers.decode.rules import fused
+from mlx_qlayers.decode.rules.steps import Tails
 from mlx_qlayers.runtime.tracing import trace
 
 PROMPT = mx.array([[5, 17, 3, 60, 2, 9, 44, 1, 2]])
@@ -48,3 +51,13 @@ def test_kernels_of_a_token(name: str) -> None:
     assert found == before or ("experts" in str(before) and len(found) < len(before))
     attention = [Counter(n for n in names if "attention" in n) for names in (found, before)]
     assert attention[0] == attention[1]
+
+
+def test_rings_that_count_alike_share_a_mask() -> None:
+    model = build("gemma3_text", ARCHITECTURES["gemma3_text"])
+    cache = make_prompt_cache(model)
+    model(PROMPT, cache=cache)
+    some = [facts(c, 1) for c in cache]
+    step, *_ = engine.captured(model, cache, some, 1, 1)
+    ops = [n.op for n in fused(step.graph, Tails([f.key for f in some], step.names)).nodes()]
+    assert ops.count("AttentionStep") == 4 and ops.count("Shown") == 1
