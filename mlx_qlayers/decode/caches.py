@@ -22,6 +22,8 @@ _MOST_ROWS = 2048
 # Steps that go on without a look at what has no rows.
 _MANY = 256
 _RINGS = ("RotatingKVCache", "BatchRotatingKVCache")
+# Cases of rings in which a step's row is none that goes on with the tokens.
+_AT_ROWS = ("full", "begins", "moves")
 # By the class of a cache the counts that go on with each token.
 _COUNTERS = {
     "KVCache": ("offset",),
@@ -71,7 +73,12 @@ def facts(c: Any, length: int) -> Facts:
     rows = _rows(own["keys"])
     if kind in _RINGS:
         offset = own["_offset" if "_offset" in own else "offset"]
-        if offset + length >= own["max_size"]:
+        if length > 1 and offset + 1 >= own["max_size"]:
+            case = "moves"
+        elif length > 1:  # without a window in the mask, or with one
+            case = "grows" if offset + length <= own["max_size"] else "moves soon"
+            last = own["max_size"] - (length if case == "grows" else 2)
+        elif offset + length >= own["max_size"]:
             case = "full" if at < own["max_size"] else "begins"
         else:
             last = own["max_size"] - length - 1
@@ -112,9 +119,7 @@ def _rows(buffer: Any) -> int:
 def _room(c: Any, kind: str, length: int) -> int:
     """Where the next token goes, with room for it."""
     if kind in _RINGS:
-        if length > 1:
-            raise Unsupported("a rotating cache takes several tokens")
-        return _room_in_ring(c)
+        return _room_in_ring(c) if length == 1 else _in_order(c)
     if kind == "ChunkedKVCache":
         c.maybe_trim_front()
         at: int = c.offset - c.start_position
@@ -124,6 +129,19 @@ def _room(c: Any, kind: str, length: int) -> int:
         # As mlx-lm's, or a quarter: each number of rows takes a compiled step.
         more = max(-(-length // c.step), min(_rows(c.keys) // 4, _MOST_ROWS) // c.step) * c.step
         c.keys, c.values = (_grown(b, more, at) for b in (c.keys, c.values))
+    return at
+
+
+def _in_order(c: Any) -> int:
+    """The rows of a ring, once they are in the order of its tokens: several more come behind."""
+    if getattr(c, "rotated", False):  # its mask goes by what it has not in order
+        raise Unsupported("a rotated cache of a batch takes several tokens")
+    if "rotated" in vars(c):
+        c.keys, c.values = (each[:, :, : c._idx] for each in (c.keys, c.values))
+    else:
+        c.keys, c.values = map(c._temporal_order, (c.keys, c.values))
+        c._idx = c.keys.shape[2]
+    at: int = c._idx
     return at
 
 
@@ -184,7 +202,7 @@ def _ways(some: Sequence[Facts], reach: int) -> dict[int, int]:
     found: dict[int, int] = {}
     for each in some:
         for name in {"_idx", "offset", "_offset"} & each.counters.keys():
-            if name == "_idx" and each.key[0] in _RINGS and each.key[1] in ("full", "begins"):
+            if name == "_idx" and each.key[0] in _RINGS and each.key[1] in _AT_ROWS:
                 continue
             value = each.counters[name]
             most = reach * (2 * len(found) + 1) if value not in found else found[value]
@@ -222,8 +240,10 @@ def _moved(
     kind, case, *rest = each.key
     settings, is_ring = dict(rest), kind in _RINGS
     moved = {name: v + ways.get(v, 0) for name, v in each.counters.items()}
-    if is_ring and case == "begins":
+    if is_ring and case in ("begins", "moves"):
         return moved | {"_idx": each.at}, each.rows
+    if case in ("grows", "moves soon"):
+        return moved, moved["_idx"]
     if _goes_round(each):
         return moved, each.rows
     if "start_position" in moved:
@@ -286,6 +306,8 @@ def more_steps(each: Facts, c: Any, length: int, fills: bool = False) -> int:
         return 0
     if each.rows is None:
         return _MANY
+    if case == "moves":
+        return _MANY if _rows(own["keys"]) == each.rows else 0
     if case:
         return each.rows - each.at - 1 if kind in _RINGS else 0
     counts, last = each.counters, _MANY

@@ -115,6 +115,24 @@ def test_several_tokens_and_a_cache_that_is_trimmed(kind: str) -> None:
     assert forms(model) == {Padded}
 
 
+@pytest.mark.parametrize("kind", ["kept", "batch of rings"])
+def test_rings_that_take_several_tokens(kind: str) -> None:
+    """Until they are full, while they are, and among single ones."""
+    model, made, taken = qwen(), [], 0
+    for by_graph in (False, True):
+        cache, at, rows = begun(model, kind), 5, []
+        for length in (3, 6, 6, 6, 1, 1, 6):
+            tokens = TOKENS[: sequences(kind), at : at + length]
+            logits = engine.step(model, tokens, cache) if by_graph else None
+            taken += logits is not None
+            rows.append(model(tokens, cache) if logits is None else logits)
+            at += length
+        made.append([mx.concatenate(rows, axis=1), state(cache)])
+    assert_same(made[1], made[0], kind, "behind all")
+    # A mask of mlx-lm's for a batch depends on where the rows of a ring lie.
+    assert taken == (6 if "batch" in kind else 7), engine.stopped(model)
+
+
 def test_compiled_steps_across_the_end_of_a_buffer() -> None:
     """And each token is written where the buffer lies, but where that grows."""
     mx.enable_compile()
