@@ -254,7 +254,9 @@ class Steps:
                 found.programs[key] = None
         return found.programs[key]
 
-    def _captured(self, key: Any, caches: Sequence[Any], some: list[Facts], batch: int) -> Step:
+    def _captured(
+        self, key: Any, caches: Sequence[Any], some: list[Facts], batch: int, again: bool = True
+    ) -> Step:
         """A step for these caches, and for as many positions and batch sizes as are alike."""
         model: Any = self.model()
         mx.eval(model.parameters())
@@ -271,6 +273,8 @@ class Steps:
                 names = ", ".join(self.snapshot.difference())
                 changed = changed or f"the model changes {names} in a call"
                 self.snapshot.restore()
+        if changed and again:  # it may have been another thread
+            return self._captured(key, caches, some, batch, again=False)
         if changed:
             raise Unsupported(changed) from error
         if found is None:
