@@ -207,7 +207,9 @@ class _Solver:
         self.one, self.other = one, other
         first, last = one.setting, other.setting
         self.batches = first.batch, last.batch
-        pairs = {f"{i}.{n}": (v, last.counters[i, n]) for (i, n), v in first.counters.items()}
+        # A position has the name of a cache that holds all tokens, if there is one.
+        counters = sorted(first.counters.items(), key=lambda x: (x[0][0], _START) in first.counters)
+        pairs = {f"{i}.{n}": (v, last.counters[i, n]) for (i, n), v in counters}
         pairs |= {f"{i}.rows": (v, last.rows[i]) for i, v in first.rows.items()}
         # Counters that are the same in both are one.
         self.pairs: dict[tuple[int, int], str] = {}
@@ -352,6 +354,7 @@ class _Solver:
         return True
 
 
+_START = "start_position"
 _BRANCH = "its code takes another branch for another batch size or position"
 
 

@@ -137,6 +137,8 @@ class Steps:
         self.items, self.type = dict(model), type(model)
         self.snapshot = Snapshot(inside, vars(model), self.items, types=[type(model)])
         self.stopped: dict[Any, str] = {}
+        # Where those were that are not alike any two of which are captured.
+        self.branches: dict[Any, dict[str, int]] = {}
         vain = before is not None and before.failed()
         self.wait: int = min(2 * before.wait + 1, 1000) if before and vain else 0
         self.waits = self.wait
@@ -178,18 +180,28 @@ class Steps:
         asked = tokens.shape, tokens.dtype, where() or _place()
         last = self.progress.get(own[0])
         key: Any = asked
+        at: dict[str, int] = {}
         try:
             if last is not None and last.asked == asked and last.left > 0 and last.now.holds(own):
                 return self._goes_on(last.now.step, tokens, own, last)
             released(own)
             some = [facts(c, tokens.shape[1]) for c in own]
             key = tokens.shape[1], tokens.dtype, tuple(each.key for each in some), _alike(some)
-            return None if key in self.stopped else self._first(key, tokens, caches, some)
+            at = _positions(some)
+            stops = key in self.stopped and self._is_behind(key, len(tokens), at)
+            return None if stops else self._first(key, tokens, caches, some)
         except Exception as error:
             # A call of the model writes what it would have written, whatever has been by now.
             self.progress.pop(own[0], None)
             self.stopped[key] = stopping_line(error)
+            self.branches[key] = at if isinstance(error, Differs) else {}
             return None
+
+    def _is_behind(self, key: Any, batch: int, at: dict[str, int]) -> bool:
+        """Whether the model's code takes its other branch here as well, if it does for a key."""
+        ahead = any(at[n] < v for n, v in self.branches[key].items() if not n.endswith("rows"))
+        known = self.branches[key] and any(s.holds(batch, at) for s in self.steps.get(key, ()))
+        return not (ahead or known)
 
     def _first(
         self, key: Any, tokens: mx.array, caches: Sequence[Any], some: list[Facts]
@@ -331,9 +343,10 @@ def captured(
 
 
 def _alike(some: Sequence[Facts]) -> tuple[int, ...]:
-    """Which positions of caches are the same."""
+    """Which positions of caches are the same, and which have as many rows."""
     groups: dict[Any, int] = {}
-    return tuple(groups.setdefault(v, len(groups)) for f in some for v in f.counters.values())
+    values = [v for f in some for v in f.counters.values()] + [("rows", f.rows) for f in some]
+    return tuple(groups.setdefault(v, len(groups)) for v in values)
 
 
 def _positions(some: Sequence[Facts]) -> dict[str, int]:

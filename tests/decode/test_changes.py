@@ -432,3 +432,27 @@ def test_numbers_that_another_thread_draws_meanwhile(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(engine, "Trace", trace)
     assert engine.step(model, TOKEN, after_prompt(model)) is not None, engine.stopped(model)
+
+
+class Blocks(qwen2.Model):
+    """A model that counts blocks of four tokens, once there are twelve."""
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        """The logits and something more."""
+        y, at = super().__call__(inputs, cache), cache[0].offset
+        return y if at < 12 else y + at // 4
+
+
+def test_positions_of_which_no_two_are_alike_stop_none_ahead_of_them() -> None:
+    model: Any = qwen()
+    model.__class__ = Blocks
+    for begin in (9, 4, 10):
+        caches, found = after_prompt(model), []
+        model(mx.ones((1, begin - 3), mx.int32), cache=caches)
+        for at in range(begin, 14):
+            again = copy.deepcopy(caches)
+            made, want = engine.step(model, TOKEN, caches), model(TOKEN, cache=again)
+            found += [at] if made is not None else []
+            assert made is None or mx.abs(made - want).max() < 1e-4 * mx.abs(want).max(), at
+            caches = again
+        assert {*range(begin, 11)} <= {*found}, engine.stopped(model)
