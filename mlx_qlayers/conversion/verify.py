@@ -13,8 +13,8 @@ from mlx.utils import tree_flatten, tree_map
 from ..formats import GLOBAL_UNIT
 from ..layers.qlinear import Counterpart, QEmbedding
 from ..reference.rounding import rounding_error
-from ..runtime.backend import backend
 from ..runtime.cuda_ahead import together
+from ..runtime.devices import device_of
 from ..runtime.explain import recording
 from ..runtime.transformed import has_values, uncompiled
 from .attention_patch import patched_attention, stock_class
@@ -28,8 +28,8 @@ Result = tuple[str, mx.array, mx.array, int, int]
 Results = Iterator[Result]
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-# The rows of input. On CUDA, where each number of them is a kernel to compile, those of decoding.
-_ROWS, _CUDA_ROWS = (1, 3), (1,)
+# The rows of input. Where each number of them is a kernel to compile, those of decoding.
+_ROWS, _FEW_ROWS = (1, 3), (1,)
 # Roundings one after the other in a decoder layer: norms, products, attention, residuals.
 _DEPTH = 16
 
@@ -47,7 +47,7 @@ def verify_steps(model: nn.Module, steps: Sequence[Step]) -> None:
     dtype = next((p.dtype for p in parameters if p.dtype in _FLOATS), mx.float32)
     by_module, seen = {id(step.module): step for step in steps}, set[tuple[object, ...]]()
     results: list[Result] = []
-    # All kernels are asked for before the first one runs: CUDA's are compiled side by side.
+    # All kernels are asked for before the first one runs: some are compiled side by side.
     with recording(), together():  # what is verified is no call of the user's
         for step in steps:
             assert step.cls is not None
@@ -80,8 +80,8 @@ def _check_fused(path: str, fused: nn.Module, cls: type[nn.Module], dtype: mx.Dt
         x = _random((1, rows, width), rows).astype(dtype)
         masks = () if match.kind == "mlp" else ("causal",)
         actual = fused(x, *masks)
-        # On CUDA MLX takes seconds to compile what stock layers fuse, for one result.
-        with uncompiled(backend() == "cuda" and _traces()):
+        # For NVIDIA GPUs MLX takes seconds to compile what stock layers fuse, for one result.
+        with uncompiled(device_of().stock_compiles and _traces()):
             expected = stock(x.astype(mx.float32), *masks)
         yield f"{path}: fused, {rows} rows", actual, expected, width, _DEPTH
 
@@ -166,13 +166,13 @@ def _check_attention(path: str, _: nn.Module, cls: type[nn.Module], dtype: mx.Dt
 
 
 def _rows() -> tuple[int, ...]:
-    return _CUDA_ROWS if backend() == "cuda" else _ROWS
+    return _FEW_ROWS if device_of().stock_compiles else _ROWS
 
 
 def _format(module: Any) -> tuple[object, ...]:
-    """What makes a matrix a kind of its own: on CUDA its format, as other shapes have their kernels
+    """What makes a matrix a kind of its own: its format, where other shapes have their kernels
     verified in the fused modules that launch them."""
-    if backend() != "cuda":
+    if not device_of().stock_compiles:
         return _shapes(module), module.bits, module.mode
     names = (name for name in ("biases", "bias", "global_scale") if module.get(name) is not None)
     return module["scales"].ndim, module.group_size, module.bits, module.mode, *names

@@ -16,7 +16,7 @@ class Choice(NamedTuple):
 
     Attributes:
         op: the operation's public name.
-        path: ``"metal"``, ``"cuda"``, ``"host"``, or ``"reference"`` for the reference.
+        path: the backend; ``"reference"`` where no kernel runs.
         reason: why, for :func:`~mlx_qlayers.explain`.
         evidence: ``"rule"``, ``"asked for"``, ``"shipped result"``, ``"measured here"`` or
             ``"proof"``.

@@ -58,7 +58,7 @@ def configure(family: str, device: str, *question: Hashable) -> Any:
 
     Args:
         family: the name of a kernel family, one of :data:`~mlx_qlayers.metal.records.RECORDS`.
-        device: ``"metal"``, ``"cuda"`` or ``"host"``.
+        device: the name of a backend.
         question: the arguments of the family's record.
 
     Example:
@@ -76,7 +76,7 @@ def found(family: str, *question: Hashable, device: str | None = None) -> Found 
     Args:
         family: the name of a kernel family.
         question: the arguments of its record.
-        device: ``"metal"``, ``"cuda"`` or ``"host"``; by default the current backend.
+        device: the name of a backend; by default the current backend.
 
     Example:
         >>> from mlx_qlayers.formats import Format

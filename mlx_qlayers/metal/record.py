@@ -53,7 +53,7 @@ class Record(ABC):
         sized: the field that counts its rows, tokens or keys, if a device is calibrated of it.
         sizes_measured: so many of them.
         matrix: N and K of a product with one matrix, of which a model has a number.
-        stock_waits: whether MLX compiles the stock operator on CUDA first, for half a minute.
+        stock_waits: whether MLX may compile the stock operator first, for half a minute.
         of_backend: whether what ships for a backend's first device holds on its others.
     """
 
@@ -99,7 +99,7 @@ class Record(ABC):
 
     @abstractmethod
     def heuristic(self, device: str) -> Any:
-        """The configuration without tuning, for ``"metal"``, ``"cuda"`` or ``"host"``."""
+        """The configuration without tuning, on the device of a backend."""
 
     def starts(self, device: str) -> tuple[Any, ...]:
         """Configurations that a search starts from: the heuristic's, and those of other kernels."""

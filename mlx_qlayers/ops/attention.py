@@ -209,7 +209,7 @@ def _is_too_much(call: AttentionCall) -> bool:
 
 
 def _plan_wide(call: AttentionCall, static: tuple[Any, ...], choice: Choice) -> Plan:
-    """The forward kernel where MLX would run ahead of what is in turn, and keep it all: on CUDA."""
+    """The forward kernel where MLX would run ahead of what is in turn, and keep it all."""
     turns, arrays = _in_turn(call, static), (call.q, *call.k, *call.v, call.mask, call.sinks)
     wide = max(call.q.shape[3], call.v_width) > WIDEST and call.q.dtype.size == 2
     many = prod(call.q.shape[:3]) * call.k[0].shape[2] >= _MOST_IN_TURN

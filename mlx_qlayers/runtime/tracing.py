@@ -18,7 +18,7 @@ class Record:
 
     Attributes:
         kernel: the kernel's name.
-        backend: ``"metal"``, ``"cuda"`` or ``"host"``.
+        backend: the name of the backend.
         grid: the number of threads in x, y and z.
         threadgroup: the threads of one threadgroup in x, y and z.
         template: the template's values by name.

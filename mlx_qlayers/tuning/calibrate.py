@@ -27,6 +27,7 @@ from ..metal.record import CALIBRATED_KEYS, CALIBRATED_PROMPTS, Record
 from ..metal.records import RECORDS
 from ..runtime.backend import advance_epoch, backend, epoch, requested
 from ..runtime.cuda_ahead import nothing_compiled
+from ..runtime.devices import device_of
 from ..runtime.explain import note, recording, significant
 from ..runtime.ranks import gathered
 from .measuring import Result, results
@@ -240,7 +241,7 @@ def _problems(model: nn.Module) -> list[Record]:
             asked_by(model, prompt=CALIBRATED_PROMPTS[-1])
     found = (RECORDS[name](*arguments) for name, arguments in asked)
     every = problems_of((each for one in found for each in one.calibrated()), searched=False)
-    slow = backend() == "cuda"
+    slow = device_of().stock_compiles
     return [each for each in every if each.bytes() <= _LARGEST and not (slow and each.stock_waits)]
 
 

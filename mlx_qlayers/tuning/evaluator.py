@@ -18,6 +18,7 @@ from ..measurements.entries import file_of
 from ..metal.record import Inputs, Path, Record, in_float32
 from ..runtime.backend import backend
 from ..runtime.cuda_ahead import together
+from ..runtime.devices import device_of
 from ..runtime.host import checks
 from ..runtime.proof import record, trial
 from ..runtime.wait import KernelTimeout, wait_for
@@ -53,7 +54,7 @@ _FIRST_LOOK, _SECOND_LOOK = (5, _CHAIN / 2), (9, _CHAIN)
 _MOST_NOISE, _NOISY = 0.03, 0.1
 # Bytes of inputs above which the checked build of the host takes too long.
 _CHECKED = 4 << 20
-# With these in its environment MLX starts what it is given on CUDA in order, and at once.
+# With these in its environment MLX starts what it is given on an NVIDIA GPU in order, and at once.
 IN_ORDER = {"MLX_USE_CUDA_GRAPHS": "0", "MLX_MAX_OPS_PER_BUFFER": "1000"}
 # The name of the chain that launches nothing else.
 _LINKS = "links"
@@ -70,7 +71,7 @@ class Evaluator(Generic[C]):
 
     Attributes:
         name: of the device that results are stored for.
-        device: ``"metal"``, ``"cuda"`` or ``"host"``, for heuristics.
+        device: the name of the backend, for heuristics.
         lost: why nothing else can run, after a kernel that hangs or that the device gave up on.
         truth_seconds: what the verified result took stock operators to compute in float32.
         noise: what the time of one configuration differs by from one time to the next.
@@ -92,13 +93,12 @@ class Evaluator(Generic[C]):
         self.truth_seconds = self._seconds("truth", self.truth, patience=_STOCK)
         mx.clear_cache()
         self._size = sum(x.nbytes for x in self.inputs)
-        self._checked = checked and self.device == "host" and self._size <= _CHECKED
+        self._checked = checked and not device_of(self.device).gpu and self._size <= _CHECKED
         # By the number of sets what a launch with each takes, once that is known.
         self._rounds: dict[int, float] = {}
         self._is_short = True
-        self._ordered = self.device == "host" or (
-            self.device == "cuda" and IN_ORDER.items() <= os.environ.items()
-        )
+        in_order = device_of(self.device).stock_compiles and IN_ORDER.items() <= os.environ.items()
+        self._ordered = in_order or not device_of(self.device).gpu
         self._true = mx.array([True])
 
     @cached_property
@@ -114,9 +114,9 @@ class Evaluator(Generic[C]):
         mx.eval(self._path(config)(self.inputs))
 
     def prepare(self, configs: Sequence[C], waits: bool = True) -> None:
-        """Have configurations compiled side by side on CUDA; nothing is run."""
+        """Have configurations compiled side by side where that takes long; nothing is run."""
         with together(waits):
-            for config in configs if self.device == "cuda" else ():
+            for config in configs if device_of(self.device).stock_compiles else ():
                 with suppress(Exception):  # what is wrong with it will be found where it is tried
                     self._path(config)(self.inputs)
 
@@ -204,8 +204,8 @@ class Evaluator(Generic[C]):
         if self.lost:
             return {}
         # On a CPU arithmetic counts, not memory.
-        self._is_short = pace < _LONG and self.device != "host"
-        self._rounds |= {} if self._is_short or self.device == "host" else {1: pace}
+        self._is_short = pace < _LONG and device_of(self.device).gpu
+        self._rounds |= {} if self._is_short or not device_of(self.device).gpu else {1: pace}
         found = self._times(every, self.sets, *_FIRST_LOOK)
         if not until(found[fastest_kernel(found)], found["stock"]):
             with suppress(OutOfTime):
@@ -214,7 +214,7 @@ class Evaluator(Generic[C]):
 
     def others(self) -> float:
         """Seconds of the fastest other path but the stock operator, roughly; infinity without."""
-        paths = self._paths("stock")  # which CUDA may take a minute to build
+        paths = self._paths("stock")  # which MLX may take a minute to build
         found = self._times(paths, self.sets, 3)
         return min((sample.median for sample in found.values()), default=inf)
 
@@ -278,7 +278,7 @@ class Evaluator(Generic[C]):
             return found if self._ordered else [y], behind
 
         # What is compiled has no values, which the host backend needs.
-        run: Any = once if self.device == "host" else mx.compile(once)
+        run: Any = mx.compile(once) if device_of(self.device).gpu else once
 
         def launches(y: mx.array) -> list[mx.array]:
             every = list[mx.array]()
@@ -304,7 +304,7 @@ def fastest_kernel(times: Mapping[str, Sample]) -> str:
 
 
 def _works() -> bool:
-    """Whether the device still takes work: after a kernel that reads outside CUDA refuses all."""
+    """Whether the device still takes work: after a kernel that reads outside, some refuse all."""
     try:
         mx.eval(mx.zeros(8) + 1)
     except RuntimeError:
@@ -319,4 +319,4 @@ def _nothing(y: mx.array) -> list[mx.array]:
 @cache
 def timer_of(device: str) -> QueueTimer:
     """What times launches on a device."""
-    return QueueTimer(device != "host")
+    return QueueTimer(device_of(device).gpu)

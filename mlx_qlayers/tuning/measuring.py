@@ -1,8 +1,8 @@
-"""Measures problems one after the other until a deadline: here or, on CUDA, in another process.
+"""Measures problems one after the other until a deadline: here or, for NVIDIA, in another process.
 
-MLX compiles for CUDA behind a lock, for up to half a minute, and nothing ends that. So a process
-of its own waits for it: it is left behind at the deadline, ends with what it compiles, and the next
-one finds that in MLX's folder.
+MLX compiles for NVIDIA GPUs behind a lock, for up to half a minute, and nothing ends that. So a
+process of its own waits for it: it is left behind at the deadline, ends with what it compiles, and
+the next one finds that in MLX's folder.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ..dispatch.measurements import entry_of
 from ..measurements.entries import COMPUTED, Entry, parsed, raw
 from ..metal.record import Record
 from ..runtime.backend import backend
+from ..runtime.devices import device_of
 from ..runtime.explain import recording
 from .evaluator import IN_ORDER, Evaluator, fastest_kernel, timer_of
 from .queue_timer import OutOfTime
@@ -35,7 +36,7 @@ from .timing import Sample
 
 # A kernel has to be so much faster than the stock operator.
 _MARGIN = 0.97
-# Problems whose kernels are compiled while others are measured on CUDA: their inputs take memory.
+# Problems whose kernels are compiled while others are measured: their inputs take memory.
 _AHEAD = 4
 # Seconds that a GPU works before anything is measured.
 _WARM = 0.5
@@ -67,18 +68,19 @@ def results(records: Sequence[Record], deadline: float, longest: float) -> Itera
 
     Args:
         records: the problems.
-        deadline: by ``time.monotonic``; what is under way then is left. On CUDA none is waited for.
+        deadline: by ``time.monotonic``; what is under way then is left, or not waited for.
         longest: seconds of a prompt beyond which it is left to the tuner.
     """
-    if backend() == "cuda":
+    if device_of().stock_compiles:
         return _of_process(records, deadline)
     return _measured(records, deadline, longest)
 
 
 def _measured(records: Sequence[Record], deadline: float, longest: float = inf) -> Iterator[Result]:
     """Measure them here; kernels are compiled while others are measured, where that can be."""
-    workers = {"host": os.cpu_count() or 1, "cuda": _AHEAD}.get(backend(), 0)
-    pool = ThreadPoolExecutor(workers, "calibrate") if backend() == "host" else None
+    on = device_of()
+    workers = _AHEAD * on.stock_compiles if on.gpu else os.cpu_count() or 1
+    pool = None if on.gpu else ThreadPoolExecutor(workers, "calibrate")
     ahead: list[tuple[Record, Evaluator[Any] | Result, Future[None] | None]] = []
     if pool is None and records:
         timer_of(backend()).warm(_WARM)
@@ -106,7 +108,7 @@ def _measured(records: Sequence[Record], deadline: float, longest: float = inf) 
 
 def _estimated(record: Record) -> float:
     """Seconds that it takes to measure a problem of a prompt, on a GPU; 0 for all others."""
-    if backend() == "host" or record.stage < 2:
+    if not device_of().gpu or record.stage < 2:
         return 0.0
     return _SETUP + _PRODUCTS * record.operations() / timer_of(backend()).rate
 
@@ -124,9 +126,9 @@ def _begun(
 ) -> tuple[Evaluator[Any] | Result, Future[None] | None]:
     """What rates a problem, and its kernel being compiled if there are threads for that."""
     try:
-        part = record.part() if backend() == "host" else record
+        part = record if device_of().gpu else record.part()
         rates: Evaluator[Any] = Evaluator(part, False, deadline)
-        if backend() == "cuda":
+        if device_of().stock_compiles:
             rates.prepare([record.heuristic(rates.device)], waits=False)
     except Exception as error:  # whatever stock does not take stays with the rules
         why = f"{record.key}: {type(error).__name__}: {error}"

@@ -13,6 +13,7 @@ from ..metal.record import Record
 from ..metal.records import RECORDS
 from ..runtime.backend import advance_epoch, backend
 from ..runtime.cuda_ahead import together
+from ..runtime.devices import device_of
 from ..runtime.explain import note, recording
 from ..runtime.transformed import has_values
 
@@ -69,16 +70,17 @@ def asked_by(model: nn.Module, prompt: int = 0) -> bool:
         from mlx_lm.models.cache import make_prompt_cache
 
         cache = make_prompt_cache(model)
+        on_host = backend() == "host"
         body: Any = getattr(model, "model", model) if prompt else model
 
         def run(tokens: mx.array) -> list[mx.array]:
-            if backend() == "host" and has_values([tokens]):
+            if on_host and has_values([tokens]):
                 raise ValueError("nothing is traced while mx.disable_compile holds")
             return [body(tokens, cache=cache) for _ in range(steps)]
 
         # The second token of a sequence finds a cache, for which a GPU may have other kernels.
-        steps = 1 if prompt or backend() == "host" else 2
-        trace = mx.compile(run) if backend() == "host" else run
+        steps = 1 if prompt or on_host else 2
+        trace = mx.compile(run) if on_host else run
         trace(mx.zeros((1, prompt or 1), mx.int32))
     except Exception as error:  # a model of another kind, of which nothing is known
         note("calibration", "not traced", f"{type(model).__name__}: {error}")
@@ -87,11 +89,11 @@ def asked_by(model: nn.Module, prompt: int = 0) -> bool:
 
 
 def compile_kernels(model: nn.Module) -> None:
-    """Compile what a converted model launches first, where that takes long: on CUDA.
+    """Compile what a converted model launches first, where that takes long.
 
     For a token, a short and a long prompt; side by side, while the caller goes on.
     """
-    if backend() != "cuda":
+    if not device_of().stock_compiles:
         return
     with together(waits=False), recording():
         for prompt in _PROMPTS:

@@ -14,7 +14,7 @@ import mlx.core as mx
 from ...measurements.thresholds import threshold
 from ...options import Rotation, Scores, StepCall
 from ...reference.attention_step import packed_rows, parts_of_rows
-from ...runtime.backend import backend
+from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
 from ..record import (
@@ -164,7 +164,7 @@ class AttentionStepRecord(Record):
 
     def bind(self, inputs: Inputs, config: step.Step) -> Path:
         optional: list[Any] = [None] * 5
-        if backend() == "cuda":
+        if device_of().orders_threadgroups:
             optional.append(mx.zeros(max(_POSITIONS, self.batch * self.heads), mx.int32))
         specs = (*map(Spec.of, inputs), *[None] * 5, *map(Spec.of, optional[5:]))
         launch = step.attention_step(specs, self.width**-0.5, Rotation(self.width), config)

@@ -38,7 +38,7 @@ from .qmv_config import matrix_config, qmv_config
 from .tile import PARAMETERS, Tile
 
 _EPSILON = 1e-6
-# Rows up to which MLX has a kernel of its own on CUDA, which it compiles at once.
+# Rows up to which MLX has a kernel of its own on NVIDIA GPUs, which it compiles at once.
 _STOCK_ROWS = 4
 # Elements of the part of a matrix that is measured on a CPU.
 _PART = 1 << 20
@@ -110,7 +110,7 @@ class QmvRecord(Record):
 
     def starts(self, device: str) -> tuple[Any, ...]:
         # Which kernel is faster depends on what the matrix units of a GPU are worth: ten times the
-        # other ones on CUDA.
+        # other ones with tensor cores.
         first = self.heuristic(device)
         if first.kernel == "qmv_persistent":
             shape = self.rows, self.n, self.k
