@@ -16,8 +16,8 @@ from ..ops.attention_step import MIN_TICKETS, why_not
 from ..options import StepCall
 from ..runtime.arena import View, arena, halves, joined
 from ..runtime.backend import Mode, mode, requested
+from .caches import Held, held_by, places, put
 from .caches import arrays_of as named
-from .caches import put
 from .capture import Captured, Unsupported
 from .emit import Program
 from .rules import fused
@@ -73,7 +73,9 @@ class Tailed:
         self.buffers = [*_buffers(self.groups, keys)]
         moving = {"tokens", *self.at, *self.tails, *self.states, *self.buffers}
         self.fixed = [name for _, name in self.program.inputs if name not in moving]
-        self.places = _places(self.states)
+        self.places = places(self.states)
+        of_caches = places(n for n in (*self.states, *self.fixed) if n[:6] == "cache.")
+        self.lists = sorted({(i, name) for i, name, index in of_caches if index is not None})
         calls = [StepCall.of(node.src) for node in graph.nodes() if node.op == "AttentionStep"]
         if reason := next(filter(None, (_why_not(call, batch) for call in calls)), None):
             raise Unsupported(reason)
@@ -149,17 +151,16 @@ class Tailed:
                 counts["_idx"] = c.get("keep", 0) + 1
             for i, number in enumerate(numbers):
                 items[number] = {**counts, "keys": (tail, 2 * i), "values": (tail, 2 * i + 1)}
-        for number, name, index, i in self.places:
+        for (number, name, index), state in zip(self.places, states, strict=True):
             if index is None:
-                items[number][name] = states[i]
+                items[number][name] = state
             else:
-                whole = items[number].setdefault(name, [*vars(own[number])[name]])
-                whole[index] = states[i]
+                items[number].setdefault(name, [*vars(own[number])[name]])[index] = state
         if is_first:
             watch([own[i] for numbers in self.groups for i in numbers])
         put(own, items)
-        left, kinds = [*map(dict, map(vars, own))], [*map(type, own)]
-        return logits, Progress(self, tails, at, now.fixed, states, room, left, kinds)
+        left = held_by(own, self.lists)
+        return logits, Progress(self, tails, at, now.fixed, states, room, left)
 
 
 def _why_not(call: StepCall, batch: int) -> str | None:
@@ -179,15 +180,6 @@ def _buffers(groups: Sequence[Sequence[int]], keys: Sequence[Any]) -> Iterator[s
         yield from (f"cache.{number}.{name}{part}" for name in _NAMES for part in parts)
 
 
-def _places(states: Sequence[str]) -> list[tuple[int, str, int | None, int]]:
-    """Where arrays of caches are: the cache, the attribute, the place in a list; which array."""
-    found = []
-    for i, path in enumerate(states):
-        _, number, name, *index = path.split(".")
-        found.append((int(number), name, int(index[0]) if index else None, i))
-    return found
-
-
 class Progress(NamedTuple):
     """What a step leaves for the next one with the same caches.
 
@@ -197,7 +189,7 @@ class Progress(NamedTuple):
         at: the positions of the next token in them.
         fixed: other arrays that it takes, and ``states`` those that it changed.
         room: for how many tokens.
-        left: what all caches have, and ``kinds`` their classes.
+        left: what all caches have.
     """
 
     step: Tailed
@@ -206,14 +198,8 @@ class Progress(NamedTuple):
     fixed: list[mx.array]
     states: list[mx.array]
     room: int = 0
-    left: Sequence[dict[str, Any]] = ()
-    kinds: Sequence[type] = ()
+    left: Held | None = None
 
     def holds(self, own: Sequence[Any]) -> bool:
         """Whether there is room for another token, and the caches are as the step left them."""
-        if not self.room or [*map(type, own)] != self.kinds:
-            return False
-        try:  # dicts compare what is not identical, and arrays have no truth value
-            return [*map(vars, own)] == self.left
-        except Exception:
-            return False
+        return self.room > 0 and self.left is not None and self.left.same(own)

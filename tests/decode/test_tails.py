@@ -48,6 +48,22 @@ def test_every_token_is_by_tails_while_caches_grow_and_go_round(kind: str) -> No
     assert_same(state(ours.cache), state(theirs.cache), kind, "behind all")
 
 
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_states_that_a_prompt_changes_between_tokens(name: str) -> None:
+    """A model's code writes them into the list that a cache has."""
+    model, logits = build(name, ARCHITECTURES[name]), []
+    for by_graph in (True, False):
+        cache, rows, at = make_prompt_cache(model), [], 0
+        for length in (5, 1, 1, 1, 4, 1, 1, 3, 1):
+            tokens = TOKENS[:1, at : at + length]
+            made = engine.step(model, tokens, cache) if by_graph and length == 1 else None
+            rows.append(model(tokens, cache=cache) if made is None else made)
+            assert made is not None or not by_graph or length > 1
+            at += length
+        logits.append(mx.concatenate(rows, axis=1))
+    assert_same(*logits, "states", name)
+
+
 @pytest.mark.parametrize("keep", [0, 3])
 def test_windows_smaller_than_a_ring(keep: int) -> None:
     """Also where mlx-lm's mask of a ring that begins anew takes the row of its token as 0."""
