@@ -127,9 +127,8 @@ def test_batches_that_are_filtered_extended_and_extracted() -> None:
             for c, more in zip(run.cache, other.cache, strict=True):
                 c.extend(more)
             run.rows += other.rows
-        tokens = TOKENS[:1, 30:34]
-        for i in range(4):
-            given = mx.broadcast_to(tokens[:, i : i + 1], (4, 1))
+        for i in range(30, 34):
+            given = mx.broadcast_to(TOKENS[:1, i : i + 1], (4, 1))
             ours = engine.step(model, given, runs[0].cache)
             assert_same(ours, model(given, cache=runs[1].cache), kind, "extended")
         assert engine.stopped(model) is None
@@ -174,8 +173,7 @@ def test_interrupted_anywhere_all_layers_hold_the_token_or_none(kind: str) -> No
     """An exception at every line that runs, as Ctrl-C raises it."""
     model = qwen()
     files = {each.__file__ for each in (engine, tailed, tails, caches)}
-    truth = Stepped(model, kind, False)
-    want = truth(12)
+    want = Stepped(model, kind, False)(12)
     lines, interrupted, left = 0, True, 0
 
     def at_line(frame: Any, event: str, arg: Any) -> Any:
