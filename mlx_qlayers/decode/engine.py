@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..runtime.backend import Mode, current, epoch
+from ..runtime.backend import Mode, backend, current, epoch
 from ..runtime.transformed import is_transformed
 from .caches import REACH, Facts, facts, more_steps, settings
 from .capture import Captured, Differs, Setting, Trace, Unsupported, solved, stopping_line
@@ -250,7 +250,7 @@ class Steps:
             except Unsupported as error:
                 self.stopped[key] = str(error)
         if key not in found.programs:
-            on_cpu = mx.default_device().type == mx.cpu
+            on_cpu = mx.default_device().type == mx.cpu and backend() in ("host", "reference")
             program = Program(found.graph, batch, found.captured.weights, binds=on_cpu)
             found.programs[key] = Listed(found.captured, program)
         step: Listed = found.programs[key]
