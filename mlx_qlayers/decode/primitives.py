@@ -233,11 +233,15 @@ def _scatter_axis(node: Node) -> Call:
 
 
 def _pad(node: Node) -> Call:
-    axes, low, high = node.arg
-    widths = [(0, 0)] * len(node.shape)
-    for axis, before, behind in zip(axes, low, high, strict=True):
-        widths[axis] = before, behind
-    return Call(lambda x, value: mx.pad(x, widths, value))
+    count = len(node.shape)
+
+    def widths(arg: tuple[Any, ...]) -> tuple[Any, ...]:
+        found = [(0, 0)] * count
+        for axis, before, behind in zip(*arg, strict=True):
+            found[axis] = before, behind
+        return (found,)
+
+    return Call(lambda x, value, found: mx.pad(x, found, constant_values=value), widths)
 
 
 def _joined(node: Node) -> Call:

@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_qlayers.decode.graph import Graph, Node, P, Size, Spec, fits, resolved, rewrite
+from mlx_qlayers.decode.primitives import call_of
 
 SPEC = Spec((2, 3), mx.float32)
 X, Y = (Node("Input", (), (name,), (SPEC,)) for name in "xy")
@@ -80,3 +81,12 @@ def test_patterns_are_texts() -> None:
         assert (found and {*found}) == names, (op, arg)
     with pytest.raises(ValueError, match="Lambda"):
         P("lambda: x")
+
+
+def test_rows_that_are_padded_have_the_value() -> None:
+    """Ahead and behind, by numbers that may depend on the batch size."""
+    x, value = (Node("Input", (), (name,), (Spec((), mx.float32),)) for name in "xv")
+    arg = (1,), (2,), (Size(0, (("batch", 1),)),)
+    call = call_of(Node("Pad", (x, value), arg, (Spec((3, 9), mx.float32),)))
+    y = call.function(mx.ones((3, 4)), mx.array(5.0), *call.more(resolved(arg, {"batch": 3})))
+    assert y.shape == (3, 9) and y[0].tolist() == [5.0] * 2 + [1.0] * 4 + [5.0] * 3
