@@ -42,6 +42,8 @@ OF_GRADIENTS = (
     *("grid_sample_gradient", "grid_sample_list", "grid_sample_find", "grid_sample_spread"),
     *("solve_lower", "subtract_product", "gather_qmm_tiles", "attention_combine", "gated_rows"),
 )
+# Kernels of an M5 that are launched before others in one operation, and those of gradients.
+BESIDE_OTHERS = "group_sums|int8_rows|gather_qmm_list|attention_tensor_"
 # Set, rows of the page are written and not compared.
 WRITES = bool(os.environ.get("MLX_QLAYERS_WRITE_FAULTS"))
 
@@ -202,6 +204,25 @@ def test_other_tensor_operations_take_the_place_of_those_that_fail(
     assert all(SAID[kind] in why for _, why in first.warned)
     second = run(tmp_path, "tensors", **options)
     assert second == first._replace(tried=set())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", [f"(?!{BESIDE_OTHERS})", BESIDE_OTHERS], ids=["most", "others"])
+@kinds("wrong")
+def test_a_fault_in_every_kernel_of_an_m5(kind, failing, tmp_path):
+    """Of most, or of those that others go with. QR comes here, where no other call needs its last
+    kernels."""
+    options = {"faults": {failing: kind}, "fastest": "tensor codes"}
+    first = run(tmp_path, "tensors", "other_tensors", **options)
+    as_stock(first)
+    assert {verdict for _, verdict in first.launches} <= {"proven"}
+    assert not any(re.match(failing, name) for name, _ in first.launches)
+    tried = {name for name in first.tried if re.match(failing, name)}
+    named = " ".join(" ".join(each) for each in first.warned)
+    assert all(re.search(rf"\b{name}\b", named) for name in tried)
+    second = run(tmp_path, "tensors", "other_tensors", **options)
+    assert second == first._replace(tried=set())
+    on_page(f"{kind}, on an M5" + ", others" * (failing == BESIDE_OTHERS), tried)
 
 
 @pytest.mark.slow

@@ -22,9 +22,10 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import mlx.core as mx
 
+from ..measurements import entries
 from ..reference.rounding import rounding_error
 from ..runtime import proof
-from ..runtime.backend import Mode, current, mode, use_backend
+from ..runtime.backend import Mode, advance_epoch, current, mode, use_backend
 from ..runtime.declaration import KernelError
 from ..runtime.proof import Launches, Unproven, trial
 from ..runtime.spec import Spec
@@ -44,13 +45,15 @@ _STEPS = 4
 
 
 class _Job(NamedTuple):
-    """A call by its plan: an operation, its static arguments, the specs of its arrays."""
+    """A call by its plan: an operation, its static arguments, the specs of its arrays, and what was
+    measured but is in no file of this process's user."""
 
     operation: Any
     static: tuple[Any, ...]
     specs: Sequence[Spec | None]
     mode: Mode
     gradient: bool
+    measured: tuple[dict[str, Any], dict[str, Any]]
 
 
 def proven(
@@ -77,7 +80,8 @@ def proven(
                 proof.say(found.kernel, found.why or "its proof cannot be read")
                 raise
             tried.add(found.key)
-            _prove(_Job(operation, static, specs, current.get().mode, gradient), found)
+            measured = entries.adopted, entries.unsaved
+            _prove(_Job(operation, static, specs, current.get().mode, gradient, measured), found)
 
 
 def plan_of(operation: Any, static: tuple[Any, ...], specs: Sequence[Any]) -> Any:
@@ -196,6 +200,8 @@ def main() -> None:
     os.dup2(2, 1)  # whatever prints meanwhile is no result
     while wait([orders.fileno()], _IDLE) and (size := orders.read(8)):
         job: _Job = pickle.loads(orders.read(int.from_bytes(size, "little")))
+        entries.adopted, entries.unsaved = job.measured
+        advance_epoch()  # results may have been stored since the last job
 
         def tell(what: Any) -> None:
             print(json.dumps(what), file=results, flush=True)

@@ -22,7 +22,7 @@ import mlx.optimizers as optim
 from mlx_lm.models import qwen2
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.tuner.utils import linear_to_lora_layers
-from tensors import tensors  # noqa: F401, a scenario
+from tensors import other_tensors, tensors  # noqa: F401, scenarios
 
 from mlx_qlayers import convert_model, quantize_model, use_backend
 from mlx_qlayers.commands.doctor_checks import checks, families
@@ -31,12 +31,13 @@ from mlx_qlayers.conversion.gptq import Calibration
 from mlx_qlayers.conversion.verify import in_float32
 from mlx_qlayers.dispatch import choice, prover
 from mlx_qlayers.reference.rounding import rounding_error
+from mlx_qlayers.runtime import proof
 from mlx_qlayers.runtime.backend import Mode, current
 
 ARGS = qwen2.ModelArgs("qwen2", 128, 2, 192, 4, 1e-6, 96, 2, tie_word_embeddings=True)
 TOKENS = 20
-# Of units for which there is no stand-in here; and what auto never takes on a Mac.
-_NO_FAMILIES = ("tensor_ops", "int8_matmul", "gated_delta")
+# Of units that an M5 has: see tensors.py.
+_OF_TENSORS = ("tensor_ops", "int8_matmul")
 
 
 def kernels_everywhere() -> None:
@@ -67,7 +68,7 @@ def patience_begins_with_a_hang() -> None:
 def operations() -> Iterator[tuple[str, str]]:
     """The smallest call of each family by each of its kernels, with gradients."""
     for family in families():
-        for check in () if family in _NO_FAMILIES else checks(family):
+        for check in () if family in _OF_TENSORS else checks(family):
             actual = check.run(*check.arrays)
             with use_backend("reference"):
                 expected = check.run(*map(in_float32, check.arrays))
@@ -110,6 +111,9 @@ def decoding() -> Iterator[tuple[str, str]]:
     """Conversion, and twenty tokens."""
     stock, model = _model(), _model()
     convert_model(model)
+    tried = "".join(f"{verdict.kernel} " for verdict in proof.stored().values())
+    lacking = [name for name in ("qmv", "attention_decode", "rotary") if name not in tried]
+    yield "a conversion tries each kind of layer", f"not {lacking}" if lacking else ""
     for kind in ("plain", "rotating", "quantized"):
         for batch in (1, 8):
             with use_backend("reference"):

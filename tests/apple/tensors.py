@@ -11,11 +11,13 @@ import apple_gpu
 import mlx.core as mx
 
 from mlx_qlayers import attention, explain, quantized_matmul, use_backend
+from mlx_qlayers.commands.doctor_checks import checks
 from mlx_qlayers.conversion.verify import in_float32
 from mlx_qlayers.dispatch.measurements import entry_of
 from mlx_qlayers.formats import Format
 from mlx_qlayers.measurements.store import save
 from mlx_qlayers.metal.attention.records import AttentionForwardRecord
+from mlx_qlayers.metal.gather_qmm.records import GatherRecord
 from mlx_qlayers.metal.quantized_matmul.records import QmmRecord
 from mlx_qlayers.metal.record import Record
 from mlx_qlayers.reference.rounding import rounding_error
@@ -36,6 +38,17 @@ def tensors() -> Iterator[tuple[str, str]]:
     x, w = (normal((_ROWS, _K), key=mx.random.key(i)) for i in (4, 5))
     yield _held("attention", _attended, q, k, v)
     yield _held("quantized_matmul", _product, x, *mx.quantize(w, 64, 4))
+
+
+def other_tensors() -> Iterator[tuple[str, str]]:
+    """Products with what follows them, with experts and of 8-bit integers; and QR, whose first
+    kernel is not reached where another call's has failed that comes behind it."""
+    _calibrated(QmmRecord(40, 72, 512, mx.bfloat16, Format(64, 4), True), "tensor", "codes")
+    _calibrated(GatherRecord((400, 4, 72, 512), mx.float16, ("affine", 64, 4)), "tensor")
+    for family in ("fused_products", "gather_qmm", "int8_matmul", "linalg"):
+        for check in checks(family):
+            if any(word in check.name for word in ("40 rows", "many", "70 rows", "qr")):
+                yield check.name, _held("", check.run, *check.arrays)[1]
 
 
 def _calibrated(record: Record, first: str, *paths: str) -> None:
