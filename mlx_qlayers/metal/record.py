@@ -30,6 +30,8 @@ from ..runtime.kernel import Kernel
 CALIBRATED_ROWS = (1, 2, 4, 8, 16)
 CALIBRATED_PROMPTS = (64, 512, 2048)
 CALIBRATED_KEYS = (512, 4096, 65536)
+# Bytes of what is measured: a conversion has little more memory than the model.
+LARGEST = 1 << 30
 _DEVICES = ("metal", "cuda", "host")
 # Rows that no GPU multiplies by matrix units of TF32.
 _FEW = 8
@@ -195,8 +197,9 @@ class Record(ABC):
         return map(self.at, self.sizes_measured)
 
     def larger(self) -> Iterator[Record]:
-        """The same of the next larger sizes of which a device is calibrated."""
-        return (self.at(size) for size in self.sizes_measured if size > self.size)
+        """The same of the next larger sizes of which a device is calibrated, or of the largest."""
+        measured = self.sizes_measured
+        return (self.at(n) for n in measured if n > self.size or self.size > n == measured[-1])
 
     def part(self) -> Record:
         """What a CPU measures in its place, in milliseconds, for a time in proportion."""

@@ -23,7 +23,7 @@ from ..dispatch.measurements import Question, lookup, questions
 from ..formats import Format
 from ..measurements.entries import COMPUTED, Entry, adopted, file_of, own_entries, parsed, raw
 from ..measurements.store import exclusive, save
-from ..metal.record import CALIBRATED_KEYS, CALIBRATED_PROMPTS, Record
+from ..metal.record import CALIBRATED_KEYS, CALIBRATED_PROMPTS, LARGEST, Record
 from ..metal.records import RECORDS
 from ..runtime.backend import advance_epoch, backend, epoch, requested
 from ..runtime.cuda_ahead import nothing_compiled
@@ -35,13 +35,11 @@ from .problems import asked_by, problems_of
 
 # Set to 0 it leaves calibration out.
 _ENVIRONMENT = "MLX_QLAYERS_CALIBRATE"
-BUDGET = 5.5
+BUDGET = 5.9
 # Keys of the token whose time is reported.
 _SHORT = CALIBRATED_KEYS[0]
-# Bytes of what is measured: a conversion has little more memory than the model.
-_LARGEST = 1 << 30
 # The share of the budget that a prompt may take.
-_SHARE = 0.15
+_SHARE = 0.14
 # Seconds between two writes of what was measured, and the share of the budget for the last one.
 _SAVE, _STORING = 1.0, 0.03
 
@@ -242,7 +240,7 @@ def _problems(model: nn.Module) -> list[Record]:
     found = (RECORDS[name](*arguments) for name, arguments in asked)
     every = problems_of((each for one in found for each in one.calibrated()), searched=False)
     slow = device_of().stock_compiles
-    return [each for each in every if each.bytes() <= _LARGEST and not (slow and each.stock_waits)]
+    return [each for each in every if each.bytes() <= LARGEST and not (slow and each.stock_waits)]
 
 
 def _products(model: nn.Module) -> Iterator[Question]:

@@ -7,6 +7,7 @@ take. Which problems there are, their order, texts, repeats and deadlines are th
 import random
 import sys
 import time
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,8 +18,10 @@ from mlx_lm.models import qwen2
 from mlx_qlayers import convert_model, use_backend
 from mlx_qlayers.conversion import compiled
 from mlx_qlayers.conversion.step_slots import current_step
-from mlx_qlayers.dispatch.measurements import lookup
+from mlx_qlayers.dispatch.measurements import found, lookup
 from mlx_qlayers.measurements import entries
+from mlx_qlayers.metal.attention.records import AttentionDecodeRecord
+from mlx_qlayers.metal.attention.step_record import AttentionStepRecord
 from mlx_qlayers.metal.quantized_matmul.records import QmvRecord
 from mlx_qlayers.runtime import metal, tensor_ops
 from mlx_qlayers.runtime.backend import advance_epoch, epoch
@@ -185,25 +188,43 @@ def converted():
     return model
 
 
+def undecided(asked):
+    """What operations may ask of a token, or of several at once, and nobody has an answer to."""
+    every = []
+    for each in asked:
+        if isinstance(each, QmvRecord):
+            every += map(each.at, range(1, 17))
+        elif isinstance(each, AttentionDecodeRecord | AttentionStepRecord):
+            batches = (1, 5, 32) if isinstance(each, AttentionStepRecord) else ()
+            some = [replace(each, batch=batch) for batch in batches] or [each]
+            every += [one.at(n) for one in some for n in (1, 200, 300, 3000, 50_000, 200_000)]
+
+    def question(record):
+        return [getattr(record, field.name) for field in fields(record)]
+
+    return [each.key for each in every if found(each.family, *question(each)) is None]
+
+
 def test_three_conversions_decide_everything(mac):
     name, asked = entries.file_of("metal"), module._counted(converted())
     assert name == mac.chip.name.replace(" ", "_")
     for conversion in range(3):
         mac.texts.clear()  # in a process of its own
         model, start = converted(), mac.now
-        found = calibrate(model)
+        report = calibrate(model)
         assert mac.now - start <= 6
         known = entries.own_entries(name)
         if conversion == 0:
             token = {each.key for each in asked if each.stage == 0}
-            # Five products, and attention of two kinds to 512, 4,096 and 65,536 keys.
-            assert len(token) == 11 and token <= {*known}
-    assert found.left == 0 and {each.key for each in asked} == {*known}
+            # Five products, attention of two kinds to 512, 4,096 and 65,536 keys, and one to 256.
+            assert len(token) == 12 and token <= {*known}
+    assert report.left == 0 and {each.key for each in asked} == {*known}
     order = [(problem.stage, problem.size) for problem, _ in mac.measured]
     assert order == sorted(order) and all(min(counts) >= 5 for _, counts in mac.measured)
     # A prompt that would take an M1 too long is left to the tuner; an M4 Max takes all of them.
     left = {key for key, entry in known.items() if entry.path == entries.COMPUTED}
     assert len(left) + len(mac.measured) == len(known)
     assert all(lookup(each, name) is None for each in asked if each.key in left)
+    assert undecided(asked) == []
     slow = "qmm 2048x18944x3584 bfloat16 affine-64-4-t"
     assert {"Apple M1": slow in left, "Apple M4 Max": not left}.get(mac.chip.name, True)

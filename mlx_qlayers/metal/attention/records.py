@@ -41,6 +41,8 @@ from .tensor import attention_tensor, why_no_tensors
 _MOST_REGISTERS = 160
 # Elements of a group of packed keys and values.
 GROUP = 64
+# Keys of a call that are not split among threadgroups.
+_WHOLE_KEYS = 256
 # Kernels for GPUs and for CPUs, plain and packed keys.
 _DECODE = ((False, False), (False, True), (True, False), (True, True))
 
@@ -69,7 +71,8 @@ class AttentionDecodeRecord(Record):
     bits: int
     caches: int
     keys: int
-    family, sized, sizes_measured = "attention_decode", "keys", CALIBRATED_KEYS
+    family, sized = "attention_decode", "keys"
+    sizes_measured = _WHOLE_KEYS, *CALIBRATED_KEYS
     stock_waits = False
     configs = (decode.Decode, decode.Serial)
     values: ClassVar = {

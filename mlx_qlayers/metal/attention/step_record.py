@@ -19,6 +19,7 @@ from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
 from ..record import (
     CALIBRATED_KEYS,
+    LARGEST,
     Inputs,
     Path,
     Record,
@@ -131,16 +132,23 @@ class AttentionStepRecord(Record):
         """In batches, too, up to so many keys, and with packed keys as mlx-lm packs them."""
         whole = self.width % GROUP == self.v_width % GROUP == 0
         kinds = [(0, 0), *((GROUP, bits) for bits in _BITS if whole)]
-        for (group, bits), batch in product(kinds, _BATCHES):
-            rest = replace(self, batch=self.batch * batch, group_size=group, bits=bits)
-            yield from (rest.at(n) for n in self.sizes_measured if batch * n <= _MOST_KEYS)
+        for group, bits in kinds:
+            yield from replace(self, group_size=group, bits=bits)._measured()
+
+    def _measured(self) -> list[AttentionStepRecord]:
+        """In all batches; of packed caches fewer, which go by others of the same kernel."""
+        packed = self.bits > 0
+        pairs = product(_BATCHES[:: 1 + packed], self.sizes_measured[: -1 if packed else None])
+        every = (replace(self, batch=b, keys=n) for b, n in pairs if b * n <= _MOST_KEYS)
+        return [each for each in every if each.bytes() <= LARGEST]
 
     def larger(self) -> Iterator[Record]:
-        """In the next larger batch, too: the kernel is the same."""
-        for batch in (n for n in _BATCHES if n >= self.batch):
-            rest = replace(self, batch=batch)
-            keys = (n for n in self.sizes_measured if n >= self.keys)
-            yield from (rest.at(n) for n in keys if (batch, n) != (self.batch, self.keys))
+        """In the next larger batch, too: the kernel is the same. Of what is too large to be
+        measured, that of most keys that is not."""
+        every = [each for each in self._measured() if each != self]
+        above = [each for each in every if each.batch >= self.batch and each.keys >= self.keys]
+        below = [each for each in every if each.batch <= self.batch and each.keys <= self.keys]
+        yield from above or sorted(below, key=lambda each: -each.batch * each.keys)
 
     def bytes(self) -> float:
         bits = self.bits + 32 / self.group_size if self.bits else 8 * self.dtype.size

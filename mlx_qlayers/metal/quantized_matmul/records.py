@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -145,6 +145,12 @@ class QmvRecord(Record):
         if config.lanes > 1 and max(products / 2, sums) > _MOST_PRODUCTS:
             return f"{sums} sums, {products} products"
         return None
+
+    def calibrated(self) -> Iterator[Record]:
+        """Three rows too, where they have a kernel that four have not: on Apple GPUs."""
+        every, both = self.sizes_measured, (self.at(3), self.at(4))
+        three, four = (each.variant(each.heuristic(backend())) for each in both)
+        yield from (self.at(n) for n in (*every, *[3] * (three != four and 4 in every)))
 
     def _slots(self, config: Tile) -> int:
         return 1 if self.fmt.mode == "nvfp4" else 4 * config.run // self.fmt.group_size
