@@ -37,14 +37,14 @@ def gradient_of(composed: Callable[..., Outputs], arrays: Arrays) -> tuple[Gradi
         composed: that function, of the arrays.
         arrays: the arrays of the call, or their specs.
     """
-    floats = tuple(i for i, a in enumerate(arrays) if a is not None and _is_float(a))
+    floats = tuple(i for i, a in enumerate(arrays) if is_float(a))
 
     def compute(given: Arrays, cotangents: list[mx.array], _: list[mx.array]) -> Sequence[mx.array]:
         def of_floats(*some: mx.array) -> list[mx.array]:
             merged = list(given)
             for i, a in zip(floats, some, strict=True):
                 merged[i] = a
-            made = _listed(composed(*merged))
+            made = listed(composed(*merged))
             # What a launch gives besides has no gradient.
             return made + [mx.zeros_like(c) for c in cotangents[len(made) :]]
 
@@ -71,7 +71,7 @@ def differentiable(
         specs: the arrays' specs; None where one is left out.
     """
     there = [i for i, spec in enumerate(specs) if spec is not None]
-    frozen = [i for i in there if not _is_float(specs[i])]
+    frozen = [i for i in there if not is_float(specs[i])]
 
     def expanded(given: Sequence[Any]) -> list[Any]:
         full: list[Any] = [None] * len(specs)
@@ -119,9 +119,9 @@ def _lazy(
 
     @node.vjp
     def _(given: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
-        arrays, made = _listed(given), dict[int, mx.array]()
+        arrays, made = listed(given), dict[int, mx.array]()
         for positions, compute in gradients:
-            found = compute(arrays, _listed(cotangents), _listed(outputs))
+            found = compute(arrays, listed(cotangents), listed(outputs))
             made |= zip(positions, found, strict=True)
         return [made[i] if i in made else mx.zeros_like(a) for i, a in enumerate(arrays)]
 
@@ -141,8 +141,8 @@ def _at_once(
 
         @node.vjp
         def _(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
-            held = _listed(primals)
-            given[:] = [held, _listed(cotangents), _listed(outputs)]
+            held = listed(primals)
+            given[:] = [held, listed(cotangents), listed(outputs)]
             return [mx.broadcast_to(mx.array(0, a.dtype), a.shape) for a in held]
 
         held = list(arrays)
@@ -173,7 +173,7 @@ def _no_gradient(op: str, arrays: list[mx.array]) -> list[mx.array]:
         return arrays
 
     def refuse(given: Any, *_: Any) -> NoReturn:
-        dtypes = ", ".join(dict.fromkeys(str(a.dtype) for a in _listed(given)))
+        dtypes = ", ".join(dict.fromkeys(str(a.dtype) for a in listed(given)))
         raise ValueError(
             f"[{op}] no gradient wrt the quantized weights or indices, an array of {dtypes}: "
             "freeze it"
@@ -185,9 +185,9 @@ def _no_gradient(op: str, arrays: list[mx.array]) -> list[mx.array]:
     return cast(list[mx.array], identity(*arrays))
 
 
-def _is_float(array: Any) -> bool:
-    return bool(mx.issubdtype(array.dtype, mx.floating))
+def is_float(array: Any) -> bool:
+    return array is not None and bool(mx.issubdtype(array.dtype, mx.floating))
 
 
-def _listed(outputs: Any) -> list[mx.array]:
+def listed(outputs: Any) -> list[mx.array]:
     return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]

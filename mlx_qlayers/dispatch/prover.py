@@ -30,7 +30,7 @@ from ..runtime.declaration import KernelError
 from ..runtime.proof import Launches, Unproven, trial
 from ..runtime.spec import Spec
 from .choice import refused
-from .gradients import differentiable
+from .gradients import differentiable, is_float, listed
 
 # Seconds for a proof, most of them the compiler's; what is not back by then hangs.
 _PATIENCE = float(os.environ.get("MLX_QLAYERS_PROOF_SECONDS") or 60)
@@ -232,16 +232,21 @@ class _Told(Launches):
 
 def _begun(job: _Job, told: _Told) -> tuple[list[mx.array], list[Any], tuple[int, ...]]:
     """A job's results, its arrays, and of which of them there are gradients."""
-    specs = job.specs
-    if sum(spec.size for spec in specs if spec is not None) > _MANY:
-        specs = _smaller(job)
+    many = sum(spec.size for spec in job.specs if spec is not None) > _MANY
+    specs = _smaller(job) if many else job.specs
     arrays = _arrays(job.operation, job.static, specs)
-    of: tuple[int, ...] = ()
-    with trial(told):
+    results, of = _launched(job, specs, arrays, told)
+    return results, arrays, of
+
+
+def _launched(
+    job: _Job, specs: Sequence[Any], arrays: Sequence[Any], made: Launches
+) -> tuple[list[mx.array], tuple[int, ...]]:
+    with trial(made):
         plan = _plan(job, specs)
-        if job.gradient:
-            of = tuple(sorted(i for gradient in plan.gradients for i in gradient.of))
-        return _results(job, plan, arrays, specs, of), arrays, of
+        gradients = plan.gradients if job.gradient else ()
+        of = tuple(sorted(i for gradient in gradients for i in gradient.of))
+        return _results(job, plan, arrays, specs, of), of
 
 
 def _plan(job: _Job, specs: Sequence[Any]) -> Any:
@@ -253,8 +258,8 @@ def _expected(
     job: _Job, arrays: Sequence[Any], of: tuple[int, ...], actual: list[mx.array]
 ) -> tuple[list[mx.array], tuple[list[mx.array], list[mx.array]]]:
     """The results by MLX's operators; and what there is besides, by launches and by those."""
-    in_float32, besides = all(map(_is_float, actual)), job.operation.besides
-    exact = [a.astype(mx.float32) if in_float32 and _is_float(a) else a for a in arrays]
+    in_float32, besides = all(map(is_float, actual)), job.operation.besides
+    exact = [a.astype(mx.float32) if in_float32 and is_float(a) else a for a in arrays]
     specs = [a if a is None else Spec.of(a) for a in exact]
     with use_backend("reference"):
         expected = _results(job, _plan(job, specs), exact, specs, of)
@@ -268,7 +273,7 @@ def _results(
     """What a plan gives for arrays, and the gradients of some of them."""
     if not of:
         with mode(Mode.INFERENCE):
-            return _listed(plan.run(*arrays))
+            return listed(plan.run(*arrays))
     run = plan.run
     if plan.gradients:
         run = differentiable(job.operation.name, run, plan.gradients, specs)
@@ -277,7 +282,7 @@ def _results(
         given = [*arrays]
         for i, a in zip(of, some, strict=True):
             given[i] = a
-        return _listed(run(*given))[:1]
+        return listed(run(*given))[:1]
 
     with mode(Mode.TRANSFORMED):
         primals = [arrays[i] for i in of]
@@ -294,10 +299,7 @@ def _smaller(job: _Job) -> Sequence[Spec | None]:
     def launches(specs: Sequence[Any]) -> Launches | None:
         zeros = [None if s is None else mx.zeros(s.shape, s.dtype) for s in specs]
         try:
-            with trial() as made:
-                plan = _plan(job, specs)
-                of = tuple(i for g in plan.gradients for i in g.of) if job.gradient else ()
-                _results(job, plan, zeros, specs, of)
+            _launched(job, specs, zeros, made := Launches())
         except Exception:  # whatever does not take such shapes
             return None
         return made
@@ -360,20 +362,12 @@ def _normal(shape: Sequence[int], dtype: mx.Dtype, key: int) -> mx.array:
     return mx.random.normal([*shape], key=mx.random.key(key)).astype(dtype)
 
 
-def _is_float(array: Any) -> bool:
-    return array is not None and mx.issubdtype(array.dtype, mx.floating)
-
-
-def _listed(outputs: Any) -> list[mx.array]:
-    return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
-
-
 def _wrong(
     actual: Sequence[mx.array], expected: Sequence[mx.array], terms: int, first: int = 0
 ) -> str:
     """What is wrong with results; nothing if roundings of sums explain how they differ."""
     for i, (found, exact) in enumerate(zip(actual, expected, strict=False), first):
-        if not _is_float(found):
+        if not is_float(found):
             # Codes of packed rows may fall to the next step.
             if float((found != exact).astype(mx.float32).mean(-1).max()) > 0.25:
                 return f"wrong numbers in output {i}"

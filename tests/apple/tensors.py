@@ -41,13 +41,13 @@ def tensors() -> Iterator[tuple[str, str]]:
 
 
 def other_tensors() -> Iterator[tuple[str, str]]:
-    """Products with what follows them, with experts and of 8-bit integers; and QR, whose first
-    kernel is not reached where another call's has failed that comes behind it."""
+    """Products with what follows them, with experts and of 8-bit integers; gated delta; and QR,
+    whose first kernel is not reached where another call's has failed that comes behind it."""
     _calibrated(QmmRecord(40, 72, 512, mx.bfloat16, Format(64, 4), True), "tensor", "codes")
     _calibrated(GatherRecord((400, 4, 72, 512), mx.float16, ("affine", 64, 4)), "tensor")
-    for family in ("fused_products", "gather_qmm", "int8_matmul", "linalg"):
+    for family in ("fused_products", "gather_qmm", "int8_matmul", "linalg", "gated_delta"):
         for check in checks(family):
-            if any(word in check.name for word in ("40 rows", "many", "70 rows", "qr")):
+            if any(word in check.name for word in ("40 rows", "many", "70 rows", "qr", "delta")):
                 yield check.name, _held("", check.run, *check.arrays)[1]
 
 
