@@ -311,10 +311,6 @@ HALF = mx.quantize(mx.zeros((1, 2, 40, 64), mx.float16), 64, 4)
             {0: mx.zeros((1, 1, 200))},
             r"k_cache must be \(1, Hkv, S, D\) with 200 % \(Hkv \* D\) == 0.* is \(1, 2, 40, 64\)",
         ),
-        (
-            {0: mx.zeros((1, 1, 0))},
-            r"k_cache must be \(1, Hkv, S, D\) with 0 > 0.* is \(1, 2, 40, 64\)",
-        ),
         ({4: mx.zeros(())}, r"v_cache must be \(1, 2, 40, Dv\), but its shape is \(\)"),
         ({4: mx.zeros((1, 2, 40, 0)), 2: mx.zeros((1, 1, 0))}, "v_cache must be"),
         ({"scale": 2**200}, "scale must be a finite number, not 160693"),
@@ -327,16 +323,8 @@ HALF = mx.quantize(mx.zeros((1, 2, 40, 64), mx.float16), 64, 4)
         ({2: mx.zeros((1, 1, 128), mx.float16)}, "v must be .*float32.* not .*float16"),
         ({3: mx.zeros((2, 2, 40, 64))}, r"k_cache must be \(1, Hkv, S, D\)"),
         (
-            {4: mx.zeros((1, 3, 40, 64))},
-            r"v_cache must be \(1, 2, 40, Dv\), but its shape is \(1, 3, 40, 64\)",
-        ),
-        (
             {5: mx.zeros((1, 2, 0, 64))},
             r"k_tail must be \(1, 2, R, 64\) with R > 0.* is \(1, 2, 0, 64\)",
-        ),
-        (
-            {5: mx.zeros((1, 2, 17, 32))},
-            r"k_tail must be \(1, 2, R, 64\), but its shape is \(1, 2, 17, 32\)",
         ),
         (
             {6: mx.zeros((1, 2, 16, 64))},
