@@ -173,7 +173,7 @@ def _part(node: Node | None, tails: Tails) -> tuple[int, Size, int, str, Node, N
         row = Size(settings["keep"], ())
     allowed = {"fills": (None, stop), "full": (None,), "begins": (None,), "": (stop,)}
     goes_round = case in ("full", "begins")
-    if node.arg[1][2] != (row if row.terms else row.const) or counted not in allowed[case]:
+    if node.arg[1][2] != (row if row.terms else row.const) or counted not in allowed.get(case, ()):
         return None
     if not goes_round and row != position:
         return None
