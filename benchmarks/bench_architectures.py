@@ -33,7 +33,7 @@ from quantized_many import Case, compile_stock
 
 from mlx_qlayers import convert_model
 from mlx_qlayers.commands.arguments import positive
-from mlx_qlayers.conversion.compiled_step import stopped
+from mlx_qlayers.decode.engine import stopped
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 32000,

@@ -28,9 +28,9 @@ from mlx_lm.quant.gptq import gptq_quantize
 from mlx_lm.utils import dequantize_model
 
 from mlx_qlayers.commands.demo import shipped_model
+from mlx_qlayers.commands.perplexities import perplexities
 from mlx_qlayers.conversion.gptq import Calibration, quantize_model, shipped_text, windows
 from mlx_qlayers.conversion.loading import load_stock
-from mlx_qlayers.conversion.perplexity import perplexities
 
 
 def methods(

@@ -13,9 +13,6 @@ import mlx.nn as nn
 
 from .conversion.attention_patch import is_patched, stock_class
 from .conversion.config import QuantizationConfig
-from .conversion.fused_blocks import is_fused, unfused_class
-from .conversion.fused_plan import FusionPlanner
-from .conversion.int8_prompts import join_int8, leave_int8
 from .conversion.loading import load_stock
 from .conversion.plan import (
     Planner,
@@ -30,8 +27,11 @@ from .conversion.plan import (
 )
 from .conversion.report import QUANTIZED, REVERTED, ConversionReport
 from .conversion.sharding import sharding_class, stock_model_class
-from .conversion.step_weights import arrange
+from .conversion.stepping import planned
 from .conversion.verify import verify_steps
+from .decode.twin import stock_class as stock_of_whole
+from .decode.weights import arrange
+from .layers.int8_linear import join_int8, leave_int8
 from .layers.qlinear import Counterpart
 from .tuning.calibrate import calibrate as measure
 from .tuning.problems import compile_kernels
@@ -71,9 +71,8 @@ def convert_model(
             width the group size divides (and the model's own ``quant_predicate`` allows).
         linear: convert linear and embedding layers, and the experts of mixtures.
         attention: convert attention.
-        fuse: let decoder layers, attention and feed-forward modules whose code is recognised
-            compute with fewer launches where rows are few, as in decoding. Their classes change,
-            nothing else does.
+        fuse: let a model that is called with tokens and caches decode by the graph of its step,
+            in few launches. The model's class changes, nothing else does.
         predicate: called with path and module; false leaves the module as it is.
         dry_run: report what would be done, and do nothing.
         verify: run each kind of layer once on random input, and compare with the stock layer.
@@ -107,9 +106,9 @@ def convert_model(
     wanted = QuantizationConfig() if config is None else QuantizationConfig.read(config)
     planner = Planner(model, wanted, linear, attention, predicate)
     steps = planner.steps()
-    fusion = FusionPlanner(planner.modules if fuse else [], steps, predicate)
-    rows = tuple(step.row for step in steps)
-    report = ConversionReport(rows, planner.unmatched(), dry_run, fusion.rows)
+    whole = planned(model, steps, predicate) if fuse else ()
+    rows, fusions = (tuple(step.row for step in each) for each in (steps, whole))
+    report = ConversionReport(rows, planner.unmatched(), dry_run, fusions)
     nothing = not planner.has_quantized and not planner.has_registered
     if linear and nothing and QUANTIZED not in report.counts:
         raise ValueError(
@@ -119,10 +118,10 @@ def convert_model(
         )
     if dry_run:
         return report
-    changes = [step for step in steps if step.cls is not None] + fusion.changes
+    changes = [step for step in (*steps, *whole) if step.cls is not None]
     mx.eval([step.packed.parameters() for step in changes if step.packed is not None])
     if verify:
-        verify_steps(model, changes)
+        verify_steps(model, [step for step in steps if step.cls is not None])
     has_swapped = any(s.cls is not None and issubclass(s.cls, Counterpart) for s in changes)
     if has_swapped and hasattr(model, "shard") and stock_model_class(type(model)) is type(model):
         changes = [*changes, Step(model, None, sharding_class(_class_after(model, changes)))]
@@ -238,7 +237,7 @@ def revert_model(model: nn.Module) -> ConversionReport:
     """
     _check_module(model)
     leave_int8(model)
-    changes, fused = [], [Step(model, None, stock_model_class(type(model)))]
+    changes = [Step(model, None, stock_of_whole(type(model)))]
     for path, module in modules(model):
         if (stock := stock_of(module)) is not None:
             row = row_of(path, kind_of(module) or "linear", module, REVERTED)
@@ -246,11 +245,8 @@ def revert_model(model: nn.Module) -> ConversionReport:
         elif is_patched(module):
             row = row_of(path, "attention", module, REVERTED)
             changes.append(Step(module, row, stock_class(type(module))))
-        elif is_fused(module):
-            inner = unfused_class(stock_model_class(type(module)))
-            fused.append(Step(module, None, stock_model_class(inner)))
-    _make(changes + fused)
-    return ConversionReport(tuple(step.row for step in changes))
+    _make(changes)
+    return ConversionReport(tuple(step.row for step in changes if step.row))
 
 
 def _check_module(model: object) -> None:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import mlx.core as mx
 import mlx.nn as nn
 from architecture_table import ARCHITECTURES
 from architectures import VOCABULARY, build
 from decoding import logits
+from step_models import as_graphs
 
-from mlx_qlayers import convert_model, use_backend
-from mlx_qlayers.conversion import compiled, compiled_step
-from mlx_qlayers.conversion.report import FUSED, LEFT, ConversionReport
-from mlx_qlayers.conversion.step_slots import current_step
+from mlx_qlayers import convert_model
+from mlx_qlayers.conversion.report import FUSED, ConversionReport
+from mlx_qlayers.decode.engine import stopped
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- architectures -->\n", "<!-- end -->"
@@ -31,21 +30,19 @@ WITHOUT = {
     "prism_hadamard_qwen35": "one checkpoint's own format",
 }
 _AT_FIRST = "left at the first step: "
+_ESCAPED = str.maketrans({"|": r"\|", "_": r"\_"})
 
 
 def row(name: str, report: ConversionReport, stopped: str | None = None) -> str:
     """A line of the table."""
-    fused = {each.kind for each in report.fusions if each.action == FUSED}
-    blocks = ", ".join(sorted(fused - {"step"})) or "-"
-    left = [f.reason for f in report.fusions if f.kind == "step" and f.action == LEFT]
+    (step,) = report.fusions or (None,)
     if stopped:
         how = _AT_FIRST + stopped
-    elif "step" in fused:
-        how = "the step in one graph"
+    elif step is None:
+        how = "left: its `__call__` takes no tokens and cache"
     else:
-        how = "left: " + (left or ["its `__call__` takes no tokens and cache"])[0]
-    how = how.replace("|", r"\|").replace("_", r"\_")
-    return f"| {name} | {blocks} | {how} |"
+        how = step.reason if step.action == FUSED else "left: " + step.reason
+    return f"| {name} | {how.translate(_ESCAPED)} |"
 
 
 def agrees(name: str, report: ConversionReport, page: str) -> bool:
@@ -57,14 +54,14 @@ def agrees(name: str, report: ConversionReport, page: str) -> bool:
 
 def main() -> None:
     """Run from the command line."""
-    lines = ["| architecture | fused | a token of each sequence on a GPU |", "|---|---|---|"]
+    lines = ["| architecture | a token of each sequence |", "|---|---|"]
     for name in sorted(ARCHITECTURES | dict.fromkeys(WITHOUT)):
         if name in WITHOUT:
-            lines.append(f"| {name} | | not tested: {WITHOUT[name]} |")
+            lines.append(f"| {name} | not tested: {WITHOUT[name]} |")
             continue
         model = build(name, ARCHITECTURES[name])
         report = convert_model(model, verify=False)
-        is_graph = any(f.kind == "step" and f.action == FUSED for f in report.fusions)
+        is_graph = any(f.action == FUSED for f in report.fusions)
         lines.append(row(name, report, _stopped(model) if is_graph else None))
         print(lines[-1], flush=True)
     text = PAGE.read_text()
@@ -75,16 +72,9 @@ def main() -> None:
 
 def _stopped(model: nn.Module) -> str | None:
     """What stops the first step, where it begins as a graph."""
-    step_graphs = compiled.context
-    compiled.context = lambda: None if current_step.get() else ("table",)
-    mx.disable_compile()
-    try:
-        with use_backend("reference"):
-            logits([model], "own", 1, VOCABULARY)
-    finally:
-        compiled.context = step_graphs
-        mx.enable_compile()
-    return compiled_step.stopped(model)
+    with as_graphs() as steps:
+        logits([model], "own", 1, VOCABULARY)
+    return None if steps else stopped(model)
 
 
 if __name__ == "__main__":

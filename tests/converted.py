@@ -12,8 +12,6 @@ from mlx_qlayers import ConversionReport, convert_model, explain
 
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
 PLAIN = Architecture(2, {}, format=(64, 4, "affine"))
-# What a token of ``pair()`` calls.
-OPERATIONS = {"fused_products": 8, "rotary_embedding": 2, "attention": 2, "quantized_matmul": 1}
 V2 = {
     "topk_method": "greedy",
     "rope_scaling": {

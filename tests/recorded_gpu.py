@@ -20,7 +20,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from mlx_qlayers import use_backend
-from mlx_qlayers.conversion import compiled, step_weights
+from mlx_qlayers.decode import capture, engine, weights
 from mlx_qlayers.runtime import backend, cuda_ahead
 from mlx_qlayers.runtime.arena import beside
 from mlx_qlayers.runtime.backend import Mode
@@ -79,10 +79,21 @@ def recorded_gpu() -> Iterator[list[Recorded]]:
         (y,) = mx.depends([zeros(x.shape, x.dtype)], [x, *others])
         return y
 
+    stock, run, capturing = mx.fast.rms_norm, capture.Trace._run, list[bool]()
+
     def norm(x: mx.array, weight: mx.array | None, eps: float, **_: Any) -> mx.array:
+        if capturing:
+            return stock(x, weight, eps)
         return like(x, *([] if weight is None else [weight]))
 
-    def context() -> Any:
+    def captured(self: capture.Trace, *arrays: mx.array) -> list[mx.array]:
+        capturing.append(True)
+        try:
+            return run(self, *arrays)
+        finally:
+            capturing.pop()
+
+    def where() -> Any:
         state = backend.current.get()
         return ("gpu", state, backend.epoch.number) if state.mode is Mode.EAGER else None
 
@@ -92,11 +103,10 @@ def recorded_gpu() -> Iterator[list[Recorded]]:
         mock.patch.object(mx.fast, "rms_norm", norm),
         mock.patch.object(mx, "device_info", lambda *_: facts),
         mock.patch.dict(backend.missing, {"cuda": lambda: None}),
-        mock.patch.object(compiled, "context", context),
-        mock.patch.object(step_weights, "still_there", list),
-        mock.patch.object(
-            step_weights, "side_by_side", lambda x: beside(x, zeros((8,), mx.uint64))
-        ),
+        mock.patch.object(engine, "where", where),
+        mock.patch.object(capture.Trace, "_run", captured),
+        mock.patch.object(weights, "still_there", list),
+        mock.patch.object(weights, "side_by_side", lambda x: beside(x, zeros((8,), mx.uint64))),
         cuda_ahead.nothing_compiled(),
         use_backend("cuda"),
     ):

@@ -10,16 +10,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
+from step_models import on_a_gpu, pair
 
 from mlx_qlayers import use_backend
-from mlx_qlayers.conversion import cache_slots, compiled
-from mlx_qlayers.ops import attention_step
-from mlx_qlayers.runtime.backend import Mode, current
 from mlx_qlayers.runtime.tracing import trace
 
 PATH = Path(__file__).parent / "data" / "step_launches.json"
@@ -38,19 +35,9 @@ NAMES = (
 @contextmanager
 def like_a_gpu() -> Iterator[None]:
     """Steps are graphs whose launches run one by one, by kernels of the host build."""
-    covers = attention_step._covers
-
-    def context() -> tuple[str, int] | None:
-        return ("host", 0) if current.get().mode is Mode.EAGER else None
-
-    own = lambda *args: None if covers(*args) else "no kernel"  # noqa: E731
     mx.disable_compile()
     try:
-        with (
-            patch.object(compiled, "context", context),
-            patch.object(cache_slots, "why_not", own),
-            use_backend("host"),
-        ):
+        with on_a_gpu(), use_backend("host"):
             yield
     finally:
         mx.enable_compile()
@@ -75,8 +62,6 @@ def recorded() -> dict[str, list[str]]:
 
 def main() -> None:
     """Write the file."""
-    from step_models import pair
-
     found = {}
     with like_a_gpu():
         for name in NAMES:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,8 +13,11 @@ from architecture_table import ARCHITECTURES
 from architectures import Architecture, build
 
 from mlx_qlayers import convert_model, use_backend
-from mlx_qlayers.conversion import cache_slots, compiled, compiled_step, step_graph, step_slots
-from mlx_qlayers.ops import attention_step
+from mlx_qlayers.conversion.stepping import step_class
+from mlx_qlayers.decode import engine
+from mlx_qlayers.decode.twin import is_stepped
+from mlx_qlayers.runtime.backend import Mode, current
+from mlx_qlayers.runtime.threads import here
 
 
 def pair(name: str) -> tuple[nn.Module, nn.Module]:
@@ -27,37 +29,38 @@ def models_of(name: str, architecture: Architecture) -> tuple[nn.Module, nn.Modu
     """The same two of a changed architecture."""
     stock, model = (build(name, architecture) for _ in range(2))
     convert_model(model, verify=False)
-    if not isinstance(model, compiled_step.step_class(type(stock))):  # its layers run together
-        model.__class__ = compiled_step.step_class(type(model))
+    if not is_stepped(model):  # its layers run together
+        model.__class__ = step_class(type(model))
     return stock, model
 
 
-def attention_by_kernels(patch: pytest.MonkeyPatch) -> None:
-    """Let attention of a step be by attention_step wherever it has a kernel."""
-    covered = attention_step._covers
-    patch.setattr(cache_slots, "why_not", lambda *args: None if covered(*args) else "none")
+@contextmanager
+def on_a_gpu() -> Iterator[list[mx.array]]:
+    """Steps are made and run as on a GPU; gives what each of them gave."""
+    found: list[mx.array] = []
+    run = engine.Steps.run
+
+    def kept(self: engine.Steps, *args: Any) -> mx.array | None:
+        logits = run(self, *args)
+        found.extend([] if logits is None else [logits])
+        return logits
+
+    def where() -> Any:
+        state = current.get()
+        return (state, here.number) if state.mode is Mode.EAGER else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.Steps, "run", kept)
+        patch.setattr(engine, "where", where)
+        yield found
 
 
 @contextmanager
-def as_graphs() -> Iterator[list[object]]:
-    """Steps are graphs as on a GPU, but that MLX compiles nothing; gives their calls."""
-    calls: list[object] = []
-    run = step_graph.StepGraph.computed
-
-    def counted(self: step_graph.StepGraph, *args: Any) -> list[Any]:
-        calls.append(self)
-        return run(self, *args)
-
-    context = "reference", threading.get_ident()
-    with pytest.MonkeyPatch.context() as patch, use_backend("reference"):
-        attention_by_kernels(patch)
-        patch.setattr(step_graph.StepGraph, "computed", counted)
-        patch.setattr(compiled.Graph, "ready", lambda self, *args: self.graph)
-        patch.setattr(
-            compiled, "context", lambda: None if step_slots.current_step.get() else context
-        )
+def as_graphs() -> Iterator[list[mx.array]]:
+    """Steps are graphs as on a GPU, but that MLX compiles nothing; gives what they gave."""
+    with on_a_gpu() as found, use_backend("reference"):
         mx.disable_compile()
         try:
-            yield calls
+            yield found
         finally:
             mx.enable_compile()

@@ -26,9 +26,9 @@ def run(args: argparse.Namespace) -> None:
 
     from ..conversion.gptq import shipped_text, windows
     from ..conversion.loading import check_model, load_stock
-    from ..conversion.perplexity import perplexities
     from ..convert import convert_model
     from ..runtime.explain import aligned
+    from .perplexities import perplexities
 
     text = shipped_text("test") if args.text is None else Path(args.text).read_text("utf-8")
     if args.reference is not None:

@@ -9,8 +9,9 @@ process are untouched.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import mlx.core as mx
@@ -20,9 +21,6 @@ from ..layers.fused_attention import FusedAttention
 from ..ops.attention import attention
 from ..ops.gated_delta import gated_delta
 from .long_prompts import wait
-from .matcher import Mismatch, names_used
-from .rewriter import rebound
-from .step_slots import current_step
 
 
 def patched_attention(
@@ -35,10 +33,6 @@ def patched_attention(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """Stands in for ``mlx_lm.models.base.scaled_dot_product_attention``."""
-    if (step := current_step.get()) is not None:
-        out, mask = step.attended(queries, keys, values, scale, mask, sinks)
-        if out is not None:
-            return out
     wait(queries)
     return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
@@ -47,8 +41,6 @@ def patched_gated_delta(
     q: mx.array, k: mx.array, *arrays: Any, **options: Any
 ) -> tuple[mx.array, mx.array]:
     """Stands in for ``mlx_lm.models.gated_delta.gated_delta_ops``, which runs beside Metal."""
-    if (step := current_step.get()) is not None:
-        q, k, options["norms"] = step.delta_heads(q, k)
     out, state = gated_delta(q, k, *arrays, **options)
     return out, state
 
@@ -64,8 +56,8 @@ def stock_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 @cache
-def patched_class(cls: type[nn.Module]) -> type[nn.Module] | Mismatch:
-    """The class that stands in for ``cls``, or why there is none."""
+def patched_class(cls: type[nn.Module]) -> type[nn.Module] | None:
+    """The class that stands in for ``cls``; None if it uses no function that mlx-lm shares."""
     bases = reversed(cls.__mro__)
     methods = {
         name: function
@@ -73,7 +65,7 @@ def patched_class(cls: type[nn.Module]) -> type[nn.Module] | Mismatch:
         if isinstance(function, FunctionType) and _uses_shared(function)
     }
     if not methods:
-        return Mismatch("does not use mlx-lm's shared attention function")
+        return None
     namespaces: dict[int, dict[str, Any]] = {}
     body: dict[str, Any] = {name: _patched(f, namespaces) for name, f in methods.items()}
     body |= {"_patches": cls}
@@ -112,7 +104,26 @@ def _patched(function: FunctionType, namespaces: dict[int, dict[str, Any]]) -> F
                 namespace[name] = ours
             elif isinstance(value, FunctionType) and _uses_shared(value):
                 namespace[name] = _patched(value, namespaces)
-    return rebound(function, namespaces[id(scope)], function.__code__)
+    return rebound(function, namespaces[id(scope)])
+
+
+def rebound(function: FunctionType, scope: dict[str, Any]) -> FunctionType:
+    """A function as another one is, with other globals."""
+    twin = FunctionType(
+        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
+    )
+    twin.__kwdefaults__, twin.__doc__ = function.__kwdefaults__, function.__doc__
+    twin.__qualname__ = function.__qualname__
+    twin.__dict__.update(function.__dict__)
+    return twin
+
+
+def names_used(function: FunctionType) -> Iterator[str]:
+    """The names that a function looks up: globals and attributes."""
+    todo = [function.__code__]
+    for code in todo:
+        yield from code.co_names
+        todo += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
 def _uses_shared(function: FunctionType, seen: frozenset[FunctionType] = frozenset()) -> bool:

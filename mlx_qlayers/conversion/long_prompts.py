@@ -15,9 +15,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..decode.engine import where
 from ..ops.quantized_route import is_dense
 from ..runtime.transformed import is_transformed
-from . import compiled
 
 # The queries of the last layer that was called, in a call of a model.
 _queries: ContextVar[list[mx.array] | None] = ContextVar("queries", default=None)
@@ -25,7 +25,7 @@ _queries: ContextVar[list[mx.array] | None] = ContextVar("queries", default=None
 
 def in_turn(call: Callable[..., Any], model: Any, *args: Any, **options: Any) -> Any:
     """Call a model: what it gives. Of a prompt on CUDA layers wait."""
-    if compiled.context() is None:
+    if where() is None:
         return call(model, *args, **options)
     token = _queries.set([])
     try:

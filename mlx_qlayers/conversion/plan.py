@@ -117,7 +117,9 @@ class Planner:
 
     def _attention(self, path: str, step: Step) -> Step:
         cls = patched_class(type(step.module))
-        return replace(step, cls=cls) if isinstance(cls, type) else step.left(cls.reason)
+        if cls is None:
+            return step.left("does not use mlx-lm's shared attention function")
+        return replace(step, cls=cls)
 
     def _linear(self, path: str, step: Step) -> Step:
         module = step.module

@@ -12,7 +12,7 @@ from ..runtime.explain import aligned
 
 SWAPPED, QUANTIZED, LEFT = "swapped", "quantized", "left"
 ALREADY, REVERTED, FUSED = "already converted", "reverted", "fused"
-_FUSION_HEADER = ("path", "kind", "fusion", "what or why")
+_FUSION_HEADER = ("part", "fusion", "what or why")
 _HEADER = ("path", "kind", "shape", "group", "bits", "mode", "action", "why")
 
 
@@ -49,23 +49,20 @@ class ModuleReport:
 
 @dataclass(frozen=True)
 class FusionReport:
-    """A module whose products could share launches.
+    """A model that could decode by the graphs of its steps.
 
     Attributes:
-        path: its path in the model.
-        kind: ``"attention"``, ``"mlp"`` or ``"block"`` where its code is recognised; ``"group"``
-            where only products of one input are, ``"step"`` for a model as a whole.
-        action: ``"fused"``, ``"already converted"``, ``"reverted"`` or ``"left"``.
-        reason: what runs in one launch where rows are few, or why nothing does.
-        code: the line of the module's code where it differs from the closest pattern, and how, if
-            it is recognised no further; the file and the line are of its class.
+        path: its path, which is empty.
+        kind: ``"step"``.
+        action: ``"fused"``, ``"already converted"`` or ``"left"``.
+        reason: how many operations a step has, and how many are left of them; or the line of the
+            model's code that leaves steps to it, and why.
     """
 
     path: str
     kind: str
     action: str
     reason: str
-    code: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class ConversionReport:
         rows: what happened to each module.
         unmatched: per-layer keys of the configuration that name no module of the model.
         dry_run: nothing was changed; the actions are what would be done.
-        fusions: modules whose products share launches, and those where they could not.
+        fusions: whether steps of decoding run by graphs.
         calibration: what was measured on this device, in a line; empty where nothing was.
         counts: modules by what happened to them.
 
@@ -105,30 +102,27 @@ class ConversionReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        return self._text(list, code=True)
+        return self._text(list)
 
     def summary(self) -> str:
         """The table with the same module of consecutive layers folded into one row."""
-        return self._text(_folded, code=False)
+        return self._text(_folded)
 
     def brief(self) -> str:
         """What was done, in a line."""
-        fused = sum(row.action == FUSED for row in self.fusions)
-        done = f"{self._total()}; {fused} modules fused" if fused else self._total()
+        fused = any(row.action == FUSED for row in self.fusions)
+        done = f"{self._total()}; decodes by graphs" if fused else self._total()
         return "\n".join(filter(None, (done, self.calibration)))
 
     def _total(self) -> str:
         total = ", ".join(f"{n} {action}" for action, n in self.counts.items()) or "no modules"
         return f"dry run: {total}" if self.dry_run else total
 
-    def _text(self, fold: Callable[[list[tuple[str, ...]]], list[Any]], code: bool) -> str:
+    def _text(self, fold: Callable[[list[tuple[str, ...]]], list[Any]]) -> str:
         lines = aligned([_HEADER, *fold([row.cells() for row in self.rows])])
-        fusions: list[tuple[str, ...]] = []
-        for row in self.fusions:
-            why = "; ".join(filter(None, (row.reason, row.code if code else "")))
-            fusions.append((row.path, row.kind, row.action, why))
-        if fusions:
-            lines += ["", *aligned([_FUSION_HEADER, *fold(fusions)]), ""]
+        if self.fusions:
+            steps = [(row.kind, row.action, row.reason) for row in self.fusions]
+            lines += ["", *aligned([_FUSION_HEADER, *steps]), ""]
         lines += filter(None, (self._total(), self.calibration))
         if self.unmatched:
             keys = ", ".join(self.unmatched)

@@ -19,12 +19,13 @@ from ..formats import Format
 from ..layers.qlinear import Counterpart
 from ..runtime.explain import note
 from .attention_patch import made_class, stock_class
-from .fused_blocks import unfused_class
-from .matcher import Match, recognise
 from .plan import copied, counterpart_of, modules
 
 # What a class that was made of another one keeps.
-_MARKS = ("_fuses", "_match", "_groups", "_patches")
+_MARKS = ("_fuses", "_patches")
+# The layers of modules as mlx-lm's code names them where it splits them.
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
 
 def shard_model(model: nn.Module, group: mx.distributed.Group, *, experts: bool = False) -> None:
@@ -71,10 +72,10 @@ def _shard(model: Any, group: mx.distributed.Group, experts: bool) -> None:
     converted = {path for path, module in before.items() if isinstance(module, Counterpart)}
     heads = dict(_heads(model))
     for path, module in before.items():
-        match = recognise(stock_class(unfused_class(type(module))))
-        if isinstance(match, Match) and match.kind in ("attention", "mlp"):
-            even = _even_heads if match.kind == "attention" else _even_width
-            even(path, module, match.names, ranks)
+        if (heads_of := _names_of_heads(module)) is not None:
+            _even_heads(path, module, heads_of, ranks)
+        elif {*module} == {*_FEED_FORWARD}:
+            _even_width(path, module, ranks)
     mixtures = _mixtures(before) if experts else []
     for _, mixture, names in mixtures:
         mixture.update_modules({name: nn.Module() for name in names})
@@ -107,10 +108,25 @@ def _heads(model: nn.Module) -> Iterator[tuple[tuple[str, str], int]]:
                 yield (path, name), value
 
 
-def _even_heads(path: str, attention: Any, names: dict[str, str], ranks: int) -> None:
+def _names_of_heads(module: Any) -> tuple[str, str] | None:
+    """What a module of plain attention calls its numbers of heads; None for other modules."""
+    if not {*_ATTENTION} <= {*module} <= {*_ATTENTION, "q_norm", "k_norm", "rope"}:
+        return None
+    named = [name for path, name in dict(_heads(module)) if not path]
+    keys = [name for name in named if "kv" in name or "key_value" in name]
+    rest = [name for name in named if name not in keys]
+    if len(keys) != 1 or len(rest) != 1:
+        return None
+    (heads,), (kv_heads,) = rest, keys
+    count, kv = getattr(module, heads), getattr(module, kv_heads)
+    rows = [len(module[name]["weight"]) for name in _ATTENTION[:2]]
+    return (heads, kv_heads) if rows[0] * kv == rows[1] * count else None
+
+
+def _even_heads(path: str, attention: Any, names: tuple[str, str], ranks: int) -> None:
     """Let the number of ranks divide that of the heads, for keys and values too."""
-    q, k, v, o = (attention[names[key]] for key in "qkvo")
-    count, kv = (getattr(attention, names[key]) for key in ("heads", "kv_heads"))
+    q, k, v, o = (attention[name] for name in _ATTENTION)
+    count, kv = (getattr(attention, name) for name in names)
     if kv % ranks == 0:
         return
     each = count // kv
@@ -131,14 +147,13 @@ def _even_heads(path: str, attention: Any, names: dict[str, str], ranks: int) ->
             _grow(path, layer, had, had * total // kv)
         _grow(path, o, count, each * total, columns=True)
         count = each * total
-    setattr(attention, names["heads"], count)
-    setattr(attention, names["kv_heads"], total)
+    vars(attention).update(zip(names, (count, total), strict=True))
     note("sharding", "uneven", f"{path}: {kv} heads of keys, as {total}")
 
 
-def _even_width(path: str, mlp: Any, names: dict[str, str], ranks: int) -> None:
+def _even_width(path: str, mlp: Any, ranks: int) -> None:
     """Let the number of ranks divide the groups of the product behind an activation."""
-    gate, up, down = (mlp[names[key]] for key in ("gate", "up", "down"))
+    gate, up, down = (mlp[name] for name in _FEED_FORWARD)
     width, unit = gate["weight"].shape[0], ranks * getattr(down, "group_size", 1)
     total = -(-width // unit) * unit
     if width == total:

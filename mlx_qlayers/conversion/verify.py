@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,11 +15,8 @@ from ..reference.rounding import rounding_error
 from ..runtime.cuda_ahead import together
 from ..runtime.devices import device_of
 from ..runtime.explain import recording
-from ..runtime.transformed import has_values, uncompiled
-from .attention_patch import patched_attention, stock_class
-from .fused_blocks import input_width, unfused_class
-from .operands import match_of
-from .plan import Step, copied, stock_of
+from .attention_patch import patched_attention
+from .plan import Step, copied
 from .registry import registered_as
 
 # What is compared, the result, the stock layer's, terms of its sums and steps one after the other.
@@ -35,7 +31,7 @@ _DEPTH = 16
 
 
 def verify_steps(model: nn.Module, steps: Sequence[Step]) -> None:
-    """Run each kind of layer and of fused module of a model once, and compare with the stock one.
+    """Run each kind of layer of a model once, and compare with the stock one.
 
     The stock result is computed in float32, where stock operators are accurate on every device.
     The random state of the caller is not used, but by registered examples. What runs is what
@@ -47,8 +43,7 @@ def verify_steps(model: nn.Module, steps: Sequence[Step]) -> None:
     """
     parameters = dict(tree_flatten(model.parameters())).values()
     dtype = next((p.dtype for p in parameters if p.dtype in _FLOATS), mx.float32)
-    by_module, seen = {id(step.module): step for step in steps}, set[tuple[object, ...]]()
-    results: list[Result] = []
+    seen, results = set[tuple[object, ...]](), list[Result]()
     # All kernels are asked for before the first one runs: some are compiled side by side.
     with recording(), together():  # what is verified is no call of the user's
         for step in steps:
@@ -57,9 +52,6 @@ def verify_steps(model: nn.Module, steps: Sequence[Step]) -> None:
             check: Callable[..., Results] = _check_attention
             if registered_as(step.cls) is not None:
                 check, kind = _check_registered, (step.cls, _shapes(module))
-            elif match_of(step.cls) is not None:
-                module, check = _converted(module, by_module), _check_fused
-                kind = step.cls, _shapes(module)
             elif issubclass(step.cls, Counterpart):
                 kind, check = (step.cls, *_format(module)), _check_product
             if kind not in seen:
@@ -67,25 +59,6 @@ def verify_steps(model: nn.Module, steps: Sequence[Step]) -> None:
                 results += check(path, module, step.cls, dtype)
     for result in results:
         _compare(*result)
-
-
-def _check_fused(path: str, fused: nn.Module, cls: type[nn.Module], dtype: mx.Dtype) -> Results:
-    """A block is compared where its attention is fused; other attention may need a cache."""
-    width, match = input_width(fused), match_of(cls)
-    if width is None or match is None:
-        return
-    stock = copied(fused)
-    for part in stock.modules():
-        part.__class__ = stock_of(part) or stock_class(unfused_class(type(part)))
-    stock.set_dtype(mx.float32)
-    for rows in _rows():
-        x = _random((1, rows, width), rows).astype(dtype)
-        masks = () if match.kind == "mlp" else ("causal",)
-        actual = fused(x, *masks)
-        # For NVIDIA GPUs MLX takes seconds to compile what stock layers fuse, for one result.
-        with uncompiled(device_of().stock_compiles and _traces()):
-            expected = stock(x.astype(mx.float32), *masks)
-        yield f"{path}: fused, {rows} rows", actual, expected, width, _DEPTH
 
 
 def _check_registered(
@@ -172,24 +145,11 @@ def _rows() -> tuple[int, ...]:
 
 
 def _format(module: Any) -> tuple[object, ...]:
-    """What makes a matrix a kind of its own: its format, where other shapes have their kernels
-    verified in the fused modules that launch them."""
+    """What makes a matrix a kind of its own: its format, where other shapes take long."""
     if not device_of().stock_compiles:
         return _shapes(module), module.bits, module.mode
     names = (name for name in ("biases", "bias", "global_scale") if module.get(name) is not None)
     return module["scales"].ndim, module.group_size, module.bits, module.mode, *names
-
-
-def _traces() -> bool:
-    """Whether ``mx.compile`` compiles, unless ``mx.disable_compile`` holds."""
-    traced: list[bool] = []
-
-    def watch(x: mx.array) -> mx.array:
-        traced.append(not has_values([x]))
-        return x
-
-    mx.compile(watch)(mx.zeros(1))
-    return traced[0]
 
 
 def _shapes(module: nn.Module) -> tuple[object, ...]:
@@ -199,16 +159,6 @@ def _shapes(module: nn.Module) -> tuple[object, ...]:
 
 def _random(shape: tuple[int, ...], key: int) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(key))
-
-
-def _converted(module: nn.Module, steps: Mapping[int, Step]) -> nn.Module:
-    """A copy of a module that shares its arrays, converted with all that is in it."""
-    twin = copied(module)
-    originals = dict(module.named_modules())
-    for path, part in twin.named_modules():
-        if (step := steps.get(id(originals[path]))) is not None:
-            replace(step, module=part).make()
-    return twin
 
 
 def _compare(what: str, actual: mx.array, expected: mx.array, terms: int, steps: int) -> None:

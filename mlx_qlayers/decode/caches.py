@@ -254,6 +254,17 @@ def _moved(
     return moved, settings["max_size"] if is_ring else each.rows + abs(reach) * (2 * len(ways) + 2)
 
 
+def blank(own: Sequence[Any]) -> None:
+    """Let caches hold zeros in the place of what nobody is to compute."""
+
+    def zeros(value: Any) -> Any:
+        if isinstance(value, mx.array):
+            return mx.zeros(value.shape, value.dtype)
+        return type(value)(map(zeros, value)) if isinstance(value, list | tuple) else value
+
+    put(own, [{name: zeros(value) for name, value in vars(c).items()} for c in own])
+
+
 def arrays_of(own: Sequence[Any]) -> dict[str, mx.array]:
     """The arrays of caches by the names that they have in a graph."""
     found: dict[str, mx.array] = {}

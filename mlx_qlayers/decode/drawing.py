@@ -7,12 +7,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from .caches import facts
-from .engine import captured
+from .caches import blank, facts
+from .capture import Unsupported, stopping_line
+from .effects import Effects
+from .engine import captured, check
 from .graph import Graph, Node, number_of
 from .rules import fused
 from .rules.steps import Tails
-from .twin import leaves
+from .snapshot import Snapshot
+from .twin import leaves, twin
 
 _PARTS = ("scales", "biases", "bias")
 
@@ -28,9 +31,24 @@ def graphs(model: Any) -> tuple[Graph, Graph]:
     from mlx_lm.models.cache import make_prompt_cache
 
     caches = make_prompt_cache(model)
-    model(mx.zeros((1, 2), mx.int32), cache=caches)
-    some = [facts(c, 1) for c in leaves(caches)]
-    step, *_ = captured(model, caches, some, 1, 1)
+    # What a model keeps of its first call is there then.
+    model = twin(model, lambda path, array: array)
+    effects, changed = Effects(model.modules()), None
+    classes = Snapshot((), types=map(type, model.modules()))
+    try:
+        model(mx.zeros((1, 2), mx.int32), cache=caches)
+        blank(own := [*leaves(caches)])
+        some = [facts(c, 1) for c in own]
+        step, *_ = captured(model, caches, some, 1, 1)
+        check(step, 1)
+    except Exception as error:
+        changed = stopping_line(error)
+    changed = effects.undo() or changed
+    if not classes.holds():
+        changed = f"the model changes {', '.join(classes.difference())} in a call"
+        classes.restore()
+    if changed:
+        raise Unsupported(changed)
     return step.graph, fused(step.graph, Tails([each.key for each in some], step.names))
 
 

@@ -6,14 +6,16 @@ import weakref
 from collections.abc import Sequence
 from math import isqrt
 from operator import is_
-from threading import get_ident
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..runtime.arena import View
 from ..runtime.backend import Mode, backend, current, epoch
+from ..runtime.explain import note
+from ..runtime.threads import here
 from ..runtime.transformed import is_transformed
-from .caches import REACH, Facts, facts, more_steps, settings
+from .caches import REACH, Facts, arrays_of, facts, more_steps, settings
 from .capture import Captured, Differs, Setting, Trace, Unsupported, solved, stopping_line
 from .effects import Effects
 from .emit import Program
@@ -26,7 +28,9 @@ from .rules.steps import Tails
 from .snapshot import Snapshot
 from .tailed import Tailed
 from .tails import released
+from .twin import arrays_of as arrays_in
 from .twin import leaves
+from .weights import windows_of
 
 # Sequences and tokens of each at most: for more, the products are those of a prompt.
 MAX_BATCH, MAX_LENGTH = 128, 16
@@ -47,7 +51,7 @@ def step(model: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None
     """
     if tokens.ndim != 2 or tokens.shape[1] > MAX_LENGTH or tokens.shape[0] > MAX_BATCH:
         return None
-    if model.training or not caches or current.get().mode is not Mode.EAGER:
+    if not caches or current.get().mode is not Mode.EAGER:
         return None
     steps = _steps.get(id(model))
     if steps is None or not steps.is_of_now():
@@ -68,12 +72,12 @@ def stopped(model: Any) -> str | None:
 def where() -> Any:
     """What compiled steps belong to that are made and used now; None where calls run one by one.
 
-    So they do on a CPU, and where a debug mode wants to see each launch.
+    So they do on a CPU, inside another graph, and where a debug mode wants to see each launch.
     """
-    device = mx.default_device()
-    if device.type == mx.cpu or epoch.debug:
+    device, state = mx.default_device(), current.get()
+    if device.type == mx.cpu or epoch.debug or state.mode is not Mode.EAGER:
         return None
-    return current.get(), get_ident(), str(mx.default_stream(device)), epoch.number
+    return state, here.number, str(mx.default_stream(device)), epoch.number
 
 
 def _place() -> Any:
@@ -139,6 +143,8 @@ class Steps:
         self.stopped: dict[Any, str] = {}
         # Where those were that are not alike any two of which are captured.
         self.branches: dict[Any, dict[str, int]] = {}
+        # Where arrays of the model lie, once somebody asks.
+        self.weights: list[View] | None = None
         vain = before is not None and before.failed()
         self.wait: int = min(2 * before.wait + 1, 1000) if before and vain else 0
         self.waits = self.wait
@@ -184,18 +190,35 @@ class Steps:
         try:
             if last is not None and last.asked == asked and last.left > 0 and last.now.holds(own):
                 return self._goes_on(last.now.step, tokens, own, last)
+            if all(c.empty() for c in own):
+                return None
             released(own)
             some = [facts(c, tokens.shape[1]) for c in own]
             key = tokens.shape[1], tokens.dtype, tuple(each.key for each in some), _alike(some)
             at = _positions(some)
-            stops = key in self.stopped and self._is_behind(key, len(tokens), at)
-            return None if stops else self._first(key, tokens, caches, some)
+            if key not in self.stopped or not self._is_behind(key, len(tokens), at):
+                if is_transformed([*arrays_of(own).values()]):
+                    raise Unsupported("a gradient of a cache's arrays is taken")
+                return self._first(key, tokens, caches, some)
         except Exception as error:
             # A call of the model writes what it would have written, whatever has been by now.
             self.progress.pop(own[0], None)
             self.stopped[key] = stopping_line(error)
             self.branches[key] = at if isinstance(error, Differs) else {}
-            return None
+        note("step", "layers", self.stopped[key])
+        return None
+
+    def outputs(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
+        """The logits of a step inside another graph; the caches stay as they are.
+
+        Raises:
+            Unsupported: the step is left to the model.
+        """
+        own, (batch, length) = [*leaves(caches)], tokens.shape
+        some = [facts(c, length) for c in own]
+        found = self._captured((length,), caches, some, batch)
+        program = Program(found.graph, batch, found.captured.weights)
+        return program.run({"tokens": tokens, **arrays_of(own)}, _positions(some))["logits"]
 
     def _is_behind(self, key: Any, batch: int, at: dict[str, int]) -> bool:
         """Whether the model's code takes its other branch here as well, if it does for a key."""
@@ -261,17 +284,26 @@ class Steps:
         key = "tails", batch, current.get(), where()
         if key not in found.programs:
             try:
-                found.programs[key] = Tailed(found.captured, batch, [each.key for each in some])
+                found.programs[key] = self._by_tails(found, batch, some)
             except Unsupported:
                 found.programs[key] = None
         return found.programs[key]
+
+    def _by_tails(self, found: Step, batch: int, some: Sequence[Facts]) -> Tailed:
+        if self.weights is None:
+            model: Any = self.model()
+            self.weights = windows_of(model)
+        return Tailed(found.captured, batch, [each.key for each in some], self.weights)
 
     def _captured(
         self, key: Any, caches: Sequence[Any], some: list[Facts], batch: int, again: bool = True
     ) -> Step:
         """A step for these caches, and for as many positions and batch sizes as are alike."""
         model: Any = self.model()
-        mx.eval(model.parameters())
+        arrays = [array for _, array in arrays_in(model)]
+        if is_transformed(arrays):
+            raise Unsupported("a gradient of the model's arrays is taken")
+        mx.eval(arrays)
         # Where the code takes another branch further on, that is looked for from what did last.
         reach = self.reaches.get(key, REACH)
         effects, error, found = Effects(model.modules()), None, None
@@ -296,13 +328,7 @@ class Steps:
         return self._step(*found[:3])
 
     def _step(self, step: Captured, one: Setting, other: Setting) -> Step:
-        outputs = step.graph.outputs
-        if changed := {n: outputs.pop(n) for n in [*outputs] if n.startswith("model.")}:
-            made = Program(Graph(changed), one.batch, step.weights).run({}, {})
-            for name, array in made.items():
-                if not mx.array_equal(array, step.weights[name]).item():
-                    raise Unsupported(f"the model changes {name} in a call")
-            self.replaces = True
+        self.replaces |= check(step, one.batch)
         limits = {}
         for (number, name), value in one.counters.items():
             pair = sorted((value, other.counters[number, name]))
@@ -340,6 +366,21 @@ def captured(
             if number == len({*tries}) - 1:
                 raise
     raise AssertionError
+
+
+def check(step: Captured, batch: int) -> bool:
+    """Leave out of a captured step what takes the place of equal arrays of the model; if there is.
+
+    Raises:
+        Unsupported: what it takes the place of is not equal.
+    """
+    outputs = step.graph.outputs
+    if changed := {n: outputs.pop(n) for n in [*outputs] if n.startswith("model.")}:
+        made = Program(Graph(changed), batch, step.weights).run({}, {})
+        for name, array in made.items():
+            if not mx.array_equal(array, step.weights[name]).item():
+                raise Unsupported(f"the model changes {name} in a call")
+    return bool(changed)
 
 
 def _alike(some: Sequence[Facts]) -> tuple[int, ...]:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..dispatch import Operation
-from .graph import Node
+from .graph import Node, number_of
+from .twin import FIRST_GROUP, GROUPS
 
 MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 
@@ -123,6 +124,15 @@ def _rows(x: mx.array, *rest: Any) -> mx.array:
     *indices, shape = rest
     y = mx.take(x, indices[0], axis=0) if len(indices) == 1 else x[tuple(indices)]
     return y.reshape(shape)
+
+
+def _depends(node: Node) -> Call:
+    """The first array; or its sum over ranks, see :mod:`.twin`."""
+    number = number_of(node.src[-1]) if node.src[-1] is not None else None
+    if not isinstance(number, int) or not 0 <= number - FIRST_GROUP < len(GROUPS):
+        return Call(lambda x, *rest: x)
+    group = GROUPS[number - FIRST_GROUP]
+    return Call(lambda x, _: mx.distributed.all_sum(x, group=group))
 
 
 def _reduce(node: Node) -> Call:
@@ -301,7 +311,6 @@ _PLAIN: dict[str, Any] = {
     "Subtract": mx.subtract,
     "Tanh": mx.tanh,
     "Copy": _first,
-    "Depends": _first,
 }
 _BITS = (mx.bitwise_and, mx.bitwise_or, mx.bitwise_xor, mx.left_shift, mx.right_shift)
 
@@ -338,6 +347,7 @@ CALLS: dict[str, Entry] = {
     "Quantize": _quantize,
     "QuantizedMatmul": _quantized,
     "RMSNorm": _norm,
+    "Depends": _depends,
     "Reduce": _reduce,
     "Reshape": Call(mx.reshape, _in_one),
     "RoPE": _rope,

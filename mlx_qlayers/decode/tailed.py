@@ -14,8 +14,8 @@ import mlx.core as mx
 
 from ..ops.attention_step import MIN_TICKETS, why_not
 from ..options import StepCall
-from ..runtime.arena import View, arena, halves, joined
-from ..runtime.backend import Mode, mode, requested
+from ..runtime.arena import View, halves, joined
+from ..runtime.backend import requested
 from .caches import Held, held_by, places, put
 from .caches import arrays_of as named
 from .capture import Captured, Unsupported
@@ -23,6 +23,7 @@ from .emit import Program
 from .rules import fused
 from .rules.steps import Tails
 from .tails import Tail, arrays_of, one_token, positions_of, tail_of, watch
+from .weights import traced
 
 _NAMES = ("keys", "values")
 # With how many rows of a cache it is asked whether there is a kernel.
@@ -101,7 +102,7 @@ class Tailed:
         buffers = [a for some in buffers for buffer in some for a in arrays_of(buffer)]
         is_joined = len(tails) < len(self.tails)
         # What goes out as it came in are arrays of their own.
-        with arena([*fixed, *buffers, *tails, *states], self.weights), mode(Mode.INFERENCE):
+        with traced([*fixed, *buffers, *tails, *states], self.weights):
             apart = [y for x in tails for y in halves(x)] if is_joined else tails
             names = self.fixed, self.buffers, self.at, self.tails, self.states
             pairs = zip(chain(*names), [*fixed, *buffers, *at, *apart, *states], strict=True)

@@ -20,6 +20,9 @@ from ..layers.qlinear import Counterpart
 Swap = Callable[[str, mx.array], mx.array]
 # The attributes of classes that stand in for others, which hold the class that they were made of.
 _MADE_OF = ("_patches", "_fuses", "_shards")
+# The groups of ranks over which captured steps add up, and what a node of the first depends on.
+GROUPS: list[Any] = []
+FIRST_GROUP = 0x5EED_0000
 # Under this name the rows of an embedding that was not quantized take its place.
 ROWS = "rows"
 
@@ -109,6 +112,11 @@ def arrays_of(value: Any, path: str = "") -> Iterator[tuple[str, mx.array]]:
     return iter(found)
 
 
+def is_stepped(model: nn.Module) -> bool:
+    """Whether a model of mlx-lm was converted so that it decodes by the graphs of its steps."""
+    return "_fuses" in vars(type(model))
+
+
 def stock_class(cls: Any) -> Any:
     """The class of somebody else's that one of this package's stands in for; else the class."""
     before = None
@@ -153,8 +161,25 @@ def embeddings(
     return {name: each for name, each in found.items() if name in arrays}
 
 
+class _Distributed:
+    """Sums over ranks, as a node that depends on a number: that of their group."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(mx.distributed, name)
+
+    @staticmethod
+    def all_sum(x: mx.array, *, group: Any = None, **options: Any) -> mx.array:
+        """An array like ``x``, that does not hold the sum."""
+        numbers = [i for i, each in enumerate(GROUPS) if each is group] or [len(GROUPS)]
+        GROUPS[numbers[0] :] = GROUPS[numbers[0] :] or [group]
+        (y,) = mx.depends([x], [mx.array(FIRST_GROUP + numbers[0])])
+        return y
+
+
 class _Exported:
     """MLX's functions, but for those whose primitives cannot be written."""
+
+    distributed = _Distributed()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(mx, name)
@@ -197,8 +222,11 @@ def _copies(method: FunctionType) -> bool:
 def _otherwise(method: FunctionType) -> dict[str, Any]:
     """Of what a method knows from outside that which is spelled otherwise in a twin."""
     found: dict[str, Any] = {}
-    if "contiguous" in method.__code__.co_names and method.__globals__.get("mx") is mx:
+    spelled = not {"contiguous", "distributed"}.isdisjoint(method.__code__.co_names)
+    if spelled and method.__globals__.get("mx") is mx:
         found["mx"] = _EXPORTED
+    if "sum_gradients" in method.__globals__:  # which changes gradients alone
+        found["sum_gradients"] = lambda group: lambda x: x
     if (update := method.__globals__.get("gated_delta_update")) is not None:
         found["gated_delta_update"] = partial(_by_operators, update)
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -9,6 +11,9 @@ from ..measurements.thresholds import threshold
 from ..ops.int8_matmul import int8_products
 from ..reference.int8_matmul import MOST, block_of, rotated
 from .qlinear import QLinear
+
+# The head multiplies a row of a prompt, and the loss of its digits would not be made up for.
+_IN_LAYERS = re.compile(r"(?:^|\.)layers\.\d+\.")
 
 
 class Int8Linear(QLinear):
@@ -73,3 +78,17 @@ def takes_int8(module: nn.Module, x: mx.array) -> bool:
     # The same for all devices, as results are others with it.
     least: int = threshold("int8_min_rows", device="cuda")
     return x.size >= least * x.shape[-1]
+
+
+def join_int8(model: nn.Module) -> None:
+    """Make the linear layers of decoder layers :class:`Int8Linear`."""
+    for path, module in model.named_modules():
+        if _IN_LAYERS.search(path) and type(module) is QLinear:
+            Int8Linear.joining(module)
+
+
+def leave_int8(model: nn.Module) -> None:
+    """Undo :func:`join_int8`."""
+    for module in model.modules():
+        if isinstance(module, Int8Linear):
+            module.leave()

@@ -8,6 +8,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..decode import engine
+from ..decode.caches import blank
+from ..decode.twin import is_stepped, leaves, twin
 from ..dispatch.measurements import questions
 from ..metal.record import Record
 from ..metal.records import RECORDS
@@ -48,6 +51,7 @@ def problems_of_model(model: nn.Module, *, prompt: int = 512, batch: int = 1) ->
     with questions() as decoding:
         for _ in range(2):
             model(mx.zeros((batch, 1), mx.int32), cache=cache)
+            blank([*leaves(cache)])
     longer = [
         (family, (*given[:4], size, *given[5:]))
         for family, given in decoding
@@ -73,13 +77,17 @@ def asked_by(model: nn.Module, prompt: int = 0) -> bool:
         on_host = backend() == "host"
         body: Any = getattr(model, "model", model) if prompt else model
 
-        def run(tokens: mx.array) -> list[mx.array]:
+        def run(tokens: mx.array) -> mx.array:
             if on_host and has_values([tokens]):
                 raise ValueError("nothing is traced while mx.disable_compile holds")
-            return [body(tokens, cache=cache) for _ in range(steps)]
+            if on_host and not prompt and is_stepped(model):
+                return engine.Steps(model).outputs(tokens, cache)
+            y: mx.array = body(tokens, cache=cache)
+            return y
 
-        # The second token of a sequence finds a cache, for which a GPU may have other kernels.
-        steps = 1 if prompt or on_host else 2
+        if not prompt:  # the second token of a sequence, for which a graph takes a cache
+            twin(model, lambda path, array: array)(mx.zeros((1, 1), mx.int32), cache=cache)
+            blank([*leaves(cache)])
         trace = mx.compile(run) if on_host else run
         trace(mx.zeros((1, prompt or 1), mx.int32))
     except Exception as error:  # a model of another kind, of which nothing is known

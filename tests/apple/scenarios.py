@@ -26,9 +26,9 @@ from tensors import other_tensors, tensors  # noqa: F401, scenarios
 
 from mlx_qlayers import convert_model, quantize_model, use_backend
 from mlx_qlayers.commands.doctor_checks import checks, families
-from mlx_qlayers.conversion import compiled
 from mlx_qlayers.conversion.gptq import Calibration
 from mlx_qlayers.conversion.verify import in_float32
+from mlx_qlayers.decode import engine
 from mlx_qlayers.dispatch import choice, prover
 from mlx_qlayers.reference.rounding import rounding_error
 from mlx_qlayers.runtime import proof
@@ -44,11 +44,11 @@ def kernels_everywhere() -> None:
     """As if every kernel had been measured to be faster, in all threads, and graphs were made."""
     choice._refusal = ContextVar("refusal", default="")
 
-    def context() -> Any:
+    def where() -> Any:
         eager = current.get().mode is Mode.EAGER
         return ("metal", threading.get_ident()) if eager else None
 
-    compiled.context = context
+    engine.where = where
 
 
 def patience_begins_with_a_hang() -> None:

@@ -115,7 +115,7 @@ def test_chat_by_script(
     assert main(["chat", *arguments, *flags]) == 0
     out, err = capsys.readouterr()
     assert out.count(expected) == 2
-    report = {0: "49 swapped; 19 modules fused\n", 1: "", 3: "49 swapped\n"}[len(flags)]
+    report = {0: "49 swapped; decodes by graphs\n", 1: "", 3: "49 swapped\n"}[len(flags)]
     assert "".join(line for line in err.splitlines(True) if "compiling" not in line) == report
     decisions = explain()
     assert bool(decisions) == ("--stock" not in flags)

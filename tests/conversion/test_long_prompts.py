@@ -12,7 +12,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from numerics import assert_same_model, assert_same_states
 
 from mlx_qlayers import convert_model
-from mlx_qlayers.conversion import fused_blocks, long_prompts
+from mlx_qlayers.conversion import long_prompts
+from mlx_qlayers.decode import engine
 
 compiled = pytest.mark.parametrize("gpu_path", ["compiled"], indirect=True)
 TOKENS = mx.random.randint(0, VOCABULARY, (1, 40), key=mx.random.key(1))
@@ -29,8 +30,8 @@ def evaluated(gpu_path: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         found.append(not transformed)
         return transformed
 
-    for module in (fused_blocks, long_prompts):
-        monkeypatch.setattr(module, "is_dense", lambda x: x.shape[1] > 16)
+    monkeypatch.setattr(long_prompts, "where", engine.where)
+    monkeypatch.setattr(long_prompts, "is_dense", lambda x: x.shape[1] > 16)
     monkeypatch.setattr(long_prompts, "is_transformed", seen)
     return found
 

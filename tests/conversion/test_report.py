@@ -51,12 +51,10 @@ def test_empty():
     assert str(ConversionReport(())).splitlines()[-1] == "no modules"
 
 
-def test_code_that_is_not_recognised_is_shown_line_by_line():
-    where = "model.py:7: return f(x): f(x) where mlp_swiglu has swiglu"
-    rows = [
-        FusionReport(f"layers.{i}", "group", FUSED, "a, b in one launch", where) for i in (0, 1)
-    ]
-    report = ConversionReport(ROWS, fusions=tuple(rows))
-    assert str(report).count(f"a, b in one launch; {where}") == 2
-    assert "layers.0-1  group  fused   a, b in one launch\n" in report.summary()
-    assert where not in report.summary() and report.to_dict()["fusions"][1]["code"] == where
+def test_what_is_said_of_steps():
+    row = FusionReport("", "step", FUSED, "a graph of 257 operations as one of 94")
+    report = ConversionReport(ROWS, fusions=(row,))
+    for text in (str(report), report.summary()):
+        assert "step  fused   a graph of 257 operations as one of 94\n" in text
+    assert "decodes by graphs" in report.brief()
+    assert report.to_dict()["fusions"][0]["reason"] == row.reason

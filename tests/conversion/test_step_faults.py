@@ -318,7 +318,7 @@ def test_code_that_is_not_the_same_twice_is_left_to_the_model(
     assert_same_model(found, stock, bits=None, what=noise.__name__)
     assert mx.array_equal(more, others)
     assert len({*stock.sum(-1).tolist()}) == 6
-    what = "the model changes" if noise in (_own_key, _a_count, _a_global) else "random"
+    what = "the model changes" if noise in (_a_count, _a_global) else "random"
     if noise is not _dropout:
         (row,) = [row for row in rows if row.kind == "step"]
         assert row.action == LEFT and what in row.reason, row
@@ -359,7 +359,8 @@ def test_rings_that_are_trimmed_right_behind_a_prompt(
             assert [c.trim(trimmed) for c in cache] == [trimmed] * len(cache)
             parts.append(decoded(model, cache, 20, 34))
         results.append(mx.concatenate(parts, axis=0))
-    assert len(graphs) >= 3 * 14
+    # Where Gemma's windows begin to hide tokens, one is the model's own.
+    assert len(graphs) >= 3 * 14 - 2
     assert_same_model(*reversed(results), bits=None, what=name)
 
 

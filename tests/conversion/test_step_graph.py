@@ -17,7 +17,6 @@ from architecture_table import ARCHITECTURES
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_qlayers import convert_model
-from mlx_qlayers.conversion import compiled_step
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from bench_step_graph import begun, build, commits, launches, token
@@ -117,32 +116,6 @@ def test_tokens_of_another_dtype_take_as_little() -> None:
             found.append(primitives(y))
             mx.eval(y)
     assert {*(found[1] - found[0])} <= {"View int32"}
-
-
-@pytest.mark.parametrize(
-    ("name", "batch"), [("qwen2", 1), ("qwen2", 2), ("phi3", 1), ("qwen3_moe", 2)]
-)
-def test_tokens_need_no_result_of_those_before(name: str, batch: int) -> None:
-    """Else MLX could not run behind while the next token's graph is built: a trace has none.
-
-    Over the growth of a cache, and the new tail that comes with it.
-    """
-    with recorded_gpu():
-        model = build(name, num_hidden_layers=2)
-        cache = cache_of(model, batch)
-        for each in cache:
-            each.update_and_fetch(*[zeros((batch, 4, 508, 128), mx.bfloat16)] * 2)
-        for _ in range(2):
-            y = model(zeros((batch, 1), mx.int32), cache=cache).argmax(-1)
-        mx.eval(y, [c.state for c in cache])
-
-        def tokens(y: mx.array) -> list[mx.array]:
-            parts = [y := model(y, cache=cache).argmax(-1) for _ in range(6)]
-            return [*parts, cache[0].keys]
-
-        *_, keys = mx.compile(tokens)(y)
-        assert compiled_step.stopped(model) in (None, "no step was run")
-        assert keys.shape == (batch, 4, 768, 128)
 
 
 def test_commits_are_by_operations_or_elements() -> None:

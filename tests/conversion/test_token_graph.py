@@ -13,19 +13,16 @@ from mlx_lm.models import qwen2
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_qlayers import convert_model
-from mlx_qlayers.conversion import compiled, compiled_step
-from mlx_qlayers.conversion.step_slots import current_step
-from mlx_qlayers.decode import cache_tail
+from mlx_qlayers.decode import engine, tails
 from mlx_qlayers.metal.attention.step_record import AttentionStepRecord
 from mlx_qlayers.runtime import metal as metal_backend
 from mlx_qlayers.runtime import use_backend
-from mlx_qlayers.runtime.backend import Mode, mode
 from mlx_qlayers.runtime.spec import Spec
 from tests.conversion.test_cache_tail import TOKENS, begun
 
 
 @pytest.fixture
-def metal(monkeypatch, by_kernels):
+def metal(monkeypatch):
     """Where Metal is available, as far as MLX records graphs; also what is launched."""
     launches, bind = [], metal_backend.bind
 
@@ -35,8 +32,9 @@ def metal(monkeypatch, by_kernels):
 
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(metal_backend, "bind", counted)
-    monkeypatch.setattr(compiled, "context", lambda: None if current_step.get() else "metal")
-    with use_backend("metal"), mode(Mode.INFERENCE):
+    monkeypatch.setattr(engine, "where", lambda: "metal")
+    monkeypatch.setattr(engine, "is_transformed", lambda arrays: False)  # as it is in the export
+    with use_backend("metal"):
         yield launches
 
 
@@ -84,11 +82,12 @@ def test_bytes_of_a_token_of_a_layer_as_wide_as_7b(metal, tmp_path):
             outputs = map(Spec, launch.output_shapes, launch.output_dtypes)
             moved += sum(s.size * s.dtype.size for s in (*launch.inputs, *outputs))
         # What the tail holds is not read in the buffers. A merge reads and writes these.
-        (now,) = compiled_step._plans[id(model)].progress.values()
-        parts = [a for buffer in now.tail.buffers for a in cache_tail.arrays_of(buffer)]
-        held, whole = (sum(a.nbytes for a in given) for given in (now.tail.tails, parts))
+        (last,) = engine._steps[id(model)].progress.values()
+        (tail,) = last.now.tails
+        parts = [a for buffer in tail.buffers for a in tails.arrays_of(buffer)]
+        held, whole = (sum(a.nbytes for a in given) for given in (tail.tails, parts))
         necessary = sum(a.nbytes for _, a in tree_flatten(model.parameters())) + whole
-        extra = moved - held + 2 * whole / cache_tail._ROWS - necessary
+        extra = moved - held + 2 * whole / tails._ROWS - necessary
         assert 0 < extra <= 0.01 * necessary
         # In one launch, as on CUDA, splits write and read half precision and two floats a row.
         parts = launches[1].output_shapes[0]

@@ -142,10 +142,8 @@ def test_a_changed_model_is_captured_anew() -> None:
     assert both() < 1e-4
     layer.mlp.down_proj = nn.Linear(192, 128)
     assert both() < 1e-4
-    cache = make_prompt_cache(model)
-    model(prompt, cache=cache)
     model.train()
-    assert engine.step(model, token, cache) is None
+    assert both() < 1e-4
 
 
 def _scaled(model: Any, cache: list[Any]) -> None:

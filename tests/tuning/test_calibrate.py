@@ -15,8 +15,7 @@ from machine import has_gpu
 from mlx_lm import load as load_stock
 
 from mlx_qlayers import convert_model, explain, quantized_matmul, use_backend
-from mlx_qlayers.conversion import compiled
-from mlx_qlayers.conversion.step_slots import current_step
+from mlx_qlayers.decode import engine
 from mlx_qlayers.dispatch.measurements import found, lookup
 from mlx_qlayers.formats import Format
 from mlx_qlayers.measurements import entries
@@ -187,7 +186,7 @@ def test_experts_and_latent_rows_are_measured_too(machine, monkeypatch):
     machine("metal")
     monkeypatch.setattr(metal, "bind", zeros)
     has_gpu(monkeypatch, "applegpu_g16s")
-    monkeypatch.setattr(compiled, "context", lambda: None if current_step.get() else "metal")
+    monkeypatch.setattr(engine, "where", lambda: "metal")
     with use_backend("metal"):
         keys = [record.key for record in module._counted(model)]
     for rows in (1, 2, 4, 8, 16):

@@ -16,8 +16,7 @@ import pytest
 from mlx_lm.models import qwen2
 
 from mlx_qlayers import convert_model, use_backend
-from mlx_qlayers.conversion import compiled
-from mlx_qlayers.conversion.step_slots import current_step
+from mlx_qlayers.decode import engine
 from mlx_qlayers.dispatch.measurements import found, lookup
 from mlx_qlayers.measurements import entries
 from mlx_qlayers.metal.attention.records import AttentionDecodeRecord
@@ -157,9 +156,7 @@ def mac(request, machine, monkeypatch, tmp_path):
         monkeypatch.setattr(tensor_ops, "missing", lambda: None)
         monkeypatch.setattr(tensor_ops, "missing_codes", lambda: None)
     monkeypatch.setattr(metal, "bind", mac.bind)
-    monkeypatch.setattr(
-        compiled, "context", lambda: None if current_step.get() else ("metal", epoch.number)
-    )
+    monkeypatch.setattr(engine, "where", lambda: ("metal", epoch.number))
     monkeypatch.setattr(module, "asked_by", traced)
     monkeypatch.setattr(measuring, "Evaluator", Simulated)
     timers = []

@@ -8,12 +8,16 @@ are, of the same numbers, wherever somebody has them: what they lie in is all th
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..layers.qlinear import Counterpart, QEmbedding
-from ..runtime.arena import View, side_by_side, still_there
+from ..runtime.arena import View, arena, side_by_side, still_there
+from ..runtime.backend import Mode, mode
+from ..runtime.cuda_ahead import together
 from ..runtime.devices import device_of
 
 
@@ -34,6 +38,18 @@ def arrange(model: nn.Module) -> None:
     if id(model) not in _windows:
         weakref.finalize(model, _windows.pop, id(model), None).atexit = False
     _windows[id(model)] = [*there.values()]
+
+
+@contextmanager
+def traced(given: Sequence[mx.array], weights: Sequence[View]) -> Iterator[None]:
+    """What a step is traced in: launches share arrays, and CUDA's kernels are compiled together.
+
+    Args:
+        given: what the graph takes; arrays like these leave it, as they are.
+        weights: where arrays of the model lie.
+    """
+    with mode(Mode.INFERENCE), together(), arena(given, weights):
+        yield
 
 
 def windows_of(model: nn.Module) -> list[View]:

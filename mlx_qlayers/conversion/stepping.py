@@ -1,0 +1,77 @@
+"""A model that decodes by the graph of its step, wherever there is one: see :mod:`..decode`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import mlx.nn as nn
+
+from ..decode.capture import Unsupported
+from ..decode.drawing import graphs
+from ..decode.engine import step
+from ..decode.twin import is_stepped
+from ..layers.sharded import LINEARS
+from .attention_patch import made_class, stock_class
+from .long_prompts import in_turn
+from .plan import Predicate, Step, is_stage
+from .report import ALREADY, FUSED, FusionReport
+
+# The name of what a whole model is.
+STEP = "step"
+
+
+@cache
+def step_class(cls: type[nn.Module]) -> type[nn.Module] | None:
+    """The class that stands in for that of a whole model; None for other modules."""
+    function = inspect.getattr_static(cls, "__call__", None)
+    if not isinstance(function, FunctionType):
+        return None
+    names = [*inspect.signature(function).parameters]
+    if "cache" not in names[2:]:
+        return None
+    second = names[2] == "cache"
+
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        caches = args[1] if second and len(args) == 2 else options.get("cache")
+        plain = len(args) + len(options) == 2 and len(args) > 0
+        if plain and caches and (logits := step(self, args[0], caches)) is not None:
+            return logits
+        return in_turn(function, self, *args, **options)
+
+    body = {"__call__": call, "_fuses": cls}
+    return made_class(stock_class(cls), (cls,), body, step_class)
+
+
+def planned(
+    model: nn.Module, steps: Iterable[Step], predicate: Predicate | None
+) -> tuple[Step, ...]:
+    """What becomes of a model that is called with tokens and caches; nothing for other modules.
+
+    Args:
+        model: the model, which is not changed.
+        steps: what becomes of the modules in it.
+        predicate: that of ``convert_model``.
+    """
+    classes = {id(step.module): step.cls for step in steps if step.cls is not None}
+    ours = classes or any(isinstance(part, LINEARS) for part in model.modules())
+    cls = step_class(classes.get(id(model)) or type(model))
+    if is_stepped(model):
+        return (Step(model, FusionReport("", STEP, ALREADY, "")),)
+    # A model without a layer of this package stays as it is.
+    if cls is None or not ours:
+        return ()
+    found = Step(model, FusionReport("", STEP, FUSED, ""), cls)
+    if predicate is not None and not predicate("", model):
+        return (found.left("the predicate says so"),)
+    if is_stage(model):
+        return (found.left("other ranks have the other layers"),)
+    try:
+        before, after = (len(graph.nodes()) for graph in graphs(model))
+    except Unsupported as error:
+        return (found.left(str(error)),)
+    what = f"a graph of {before} operations as one of {after}"
+    return (Step(model, FusionReport("", STEP, FUSED, what), cls),)
