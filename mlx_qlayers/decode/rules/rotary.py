@@ -6,7 +6,11 @@ import math
 import struct
 from math import exp
 
-from ..graph import Node, P, Rule, number_of, under
+import mlx.core as mx
+
+from ..graph import Node, P, Rule, Spec, Value, number_of, under
+
+_MOST = Value(mx.array(1e30))
 
 _POSITIONS = P("Multiply(Add(range @ Arange(), ~Broadcast(~AsType(offset))), ~Broadcast(scale))")
 _THETA = P("theta @ Multiply(~Broadcast(ExpandDims(at)), ~Broadcast(rate))", at=_POSITIONS)
@@ -91,3 +95,11 @@ ROTARY: list[Rule] = [
     (_PAIRS, _rope),
     (P("Reshape(turned @ RoPE)"), _reshaped),
 ]
+
+
+def finite(freqs: Node | None) -> Node | None:
+    """Reciprocals of rates as this package's kernels take them: infinite ones are none."""
+    if freqs is None:
+        return None
+    most = Node("Constant", (), (_MOST,), (Spec((), mx.float32),))
+    return Node("Minimum", (freqs, most), (), freqs.outputs)

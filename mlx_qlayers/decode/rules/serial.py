@@ -14,6 +14,7 @@ from ...metal.attention.decode import MAX_QUERIES
 from ...options import Rotation
 from ..graph import Graph, Node, Pattern, Rule, Size, Spec, rewrite
 from .masks import seen_through
+from .rotary import finite
 from .steps import VIEWS
 
 
@@ -93,7 +94,8 @@ def _turned(q: Node | None, k: Node | None) -> dict[Node, Node]:
     if len(q.shape) != 4 or offset is None or not mx.issubdtype(offset.dtype, mx.integer):
         return {}
     rotation = Rotation(dims, traditional, None if freqs else base, scale)
-    src = *(_swapped(s, of) for s, of in ((q.src[0], q), (k.src[0], k))), offset, *(freqs or [None])
+    rows = (_swapped(s, of) for s, of in ((q.src[0], q), (k.src[0], k)))
+    src = *rows, offset, finite(freqs[0] if freqs else None)
     both = Node("Rotary", src, tuple(rotation), (*q.outputs, *k.outputs))
     return {q: both.item(0), k: both.item(1)}
 

@@ -22,6 +22,7 @@ import mlx.core as mx
 from ...options import Rotation, row_words
 from ..graph import Graph, Node, P, Pattern, Rule, Size, Spec, fits, number_of, rewrite, under
 from .masks import shown
+from .rotary import finite
 
 
 def keeps_order(node: Node) -> bool:
@@ -271,7 +272,7 @@ def _turned(q: Node, k: Node, at: Callable[[Node | None], bool]) -> _Turned:
         if (one.arg, one.src[1:]) != (other.arg, other.src[1:]) or not at(one.src[1]):
             return given
         dims, traditional, base, factor, _ = one.arg
-        freqs = one.src[2] if len(one.src) > 2 else None
+        freqs = finite(one.src[2] if len(one.src) > 2 else None)
         rotation = Rotation(dims, traditional, None if freqs else base, factor)
         given = _Turned(_rows(q), _rows(k), scale, rotation, freqs=freqs)
     elif one is not other:
