@@ -66,7 +66,11 @@ def step(model: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None
 def stopped(model: Any) -> str | None:
     """Why steps of a model run without a graph since its last change; None if they do not."""
     steps = _steps.get(id(model))
-    return "no step was run" if steps is None else "; ".join(steps.stopped.values()) or None
+    return (
+        "no step was run"
+        if steps is None
+        else "; ".join(dict.fromkeys(steps.stopped.values())) or None
+    )
 
 
 def where() -> Any:

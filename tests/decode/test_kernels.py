@@ -63,8 +63,10 @@ def test_kernels_of_a_token(name: str) -> None:
 
 
 # Rotary embeddings of pairs in a part of a head; layer norms; experts that are changed once chosen,
-# or chosen one after the other; gates in halves of a matrix.
-@pytest.mark.parametrize("name", ["glm_moe_dsa", "cohere", "longcat_flash", "phimoe", "glm4"])
+# or chosen one after the other; gates in halves of a matrix; infinite periods.
+@pytest.mark.parametrize(
+    "name", ["glm_moe_dsa", "cohere", "longcat_flash", "phimoe", "glm4", "gemma4_text"]
+)
 def test_logits(name: str) -> None:
     model = build(name, ARCHITECTURES[name])
     want, _ = logits(model, 2, graph=False)
