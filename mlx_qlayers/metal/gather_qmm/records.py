@@ -53,10 +53,12 @@ class ExpertsRecord(CallRecord):
         return experts.share_experts((rows, each), count)
 
     def calibrated(self) -> Iterator[Record]:
+        every = map(self.at, self.sizes_measured)
+        if self.form[-1] not in ("each", "sum"):
+            return every
         # Where rows seldom share experts sums take the place of the products.
-        kind, every = self.form[-1], map(self.at, self.sizes_measured)
-        only = kind in ("each", "sum")
-        return (each for each in every if not only or each.variant(None) == (kind == "each"))
+        kinds = {True: "each", False: "sum"}
+        return (replace(e, form=(*self.form[:-1], kinds[e.variant(None)])) for e in every)
 
     def bytes(self) -> float:
         (rows, count, each, n, k), (_, group, bits, kind) = self.sizes, self.form
