@@ -100,6 +100,7 @@ class Step(NamedTuple):
         limits: by these names the least and the largest number.
         rows: by these names the rows of buffers that are numbers in it.
         programs: by batch size and what plans depend on.
+        forms: the graph as a compiled form has it, by the form's name: one for all batch sizes.
     """
 
     captured: Captured
@@ -108,6 +109,7 @@ class Step(NamedTuple):
     limits: dict[str, tuple[int, int]]
     rows: dict[str, int]
     programs: dict[Any, Any]
+    forms: dict[str, Any]
 
     def holds(self, batch: int, at: dict[str, int]) -> bool:
         """Whether it computes such a step."""
@@ -269,11 +271,11 @@ class Steps:
         key: Any = batch, where() or _place()
         if key not in found.programs and where():
             try:
-                if "padded" not in found.programs:
+                if "padded" not in found.forms:
                     caches = Tails([each.key for each in some], found.captured.names)
-                    found.programs["padded"] = padded(found.graph, caches)
-                graph = found.programs["padded"]
-                found.programs[key] = Padded(found.captured, graph, batch)
+                    found.forms["padded"] = padded(found.graph, caches)
+                graph = found.forms["padded"]
+                found.programs[key] = Padded(found.captured, graph, batch, self._views())
             except Unsupported as error:
                 self.stopped[key] = str(error)
         if key not in found.programs:
@@ -294,10 +296,18 @@ class Steps:
         return found.programs[key]
 
     def _by_tails(self, found: Step, batch: int, some: Sequence[Facts]) -> Tailed:
+        tails = Tails([each.key for each in some], found.captured.names)
+        if "tailed" not in found.forms:
+            found.forms["tailed"] = fused(found.captured.graph, tails)
+        graph = found.forms["tailed"]
+        return Tailed(found.captured, graph, batch, tails, self._views())
+
+    def _views(self) -> list[View]:
+        """Where arrays of the model lie."""
         if self.weights is None:
             model: Any = self.model()
             self.weights = windows_of(model)
-        return Tailed(found.captured, batch, [each.key for each in some], self.weights)
+        return self.weights
 
     def _captured(
         self, key: Any, caches: Sequence[Any], some: list[Facts], batch: int, again: bool = True
@@ -340,7 +350,7 @@ class Steps:
                 limits[f"{number}.{name}"] = pair[0], pair[1]
         batches = one.batch, max(one.batch, other.batch)
         rows = {f"{i}.rows": n for i, n in one.rows.items() if n == other.rows[i]}
-        return Step(step, fused(step.graph), batches, limits, rows, {})
+        return Step(step, fused(step.graph), batches, limits, rows, {}, {})
 
 
 def captured(

@@ -12,13 +12,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..runtime.arena import View, arena
-from ..runtime.backend import Mode, mode
+from ..runtime.arena import View
 from .capture import Captured, Unsupported
 from .emit import Program
 from .listed import Going, Listed
 from .rules.padded import PaddedGraph
 from .rules.padding import POSITIONS, WIDEST, rows_of
+from .weights import traced
 
 
 class Padded(Listed):
@@ -58,7 +58,7 @@ class Padded(Listed):
             there = of_cache[number].shape[2] if number in of_cache else 0
             rows[key] = max(rows.get(key, 0), there)
         # What goes out as it came in are arrays of their own.
-        with arena(arrays, self.weights), mode(Mode.INFERENCE):
+        with traced(arrays, self.weights):
             made = self.program.run({POSITIONS: at, **given}, rows)
         return [at + self.more, *(made[name] for name in ("logits", *self.states))]
 

@@ -20,7 +20,7 @@ from .caches import Held, held_by, places, put
 from .caches import arrays_of as named
 from .capture import Captured, Unsupported
 from .emit import Program
-from .rules import fused
+from .graph import Graph
 from .rules.steps import Tails
 from .tails import Tail, arrays_of, one_token, positions_of, tail_of, watch
 from .weights import traced
@@ -37,8 +37,9 @@ class Tailed:
 
     Args:
         captured: the step.
+        graph: the same after the rules, with tails: one for all batch sizes.
         batch: sequences.
-        keys: of the caches, what the capture is for.
+        tails: what rules know of the caches.
         weights: where arrays of the model lie.
 
     Attributes:
@@ -52,12 +53,12 @@ class Tailed:
     def __init__(
         self,
         captured: Captured,
+        graph: Graph,
         batch: int,
-        keys: Sequence[tuple[Any, ...]],
+        tails: Tails,
         weights: Sequence[View] = (),
     ) -> None:
-        self.weights, tails = weights, Tails(keys, captured.names)
-        graph = fused(captured.graph, tails)
+        self.weights, keys = weights, tails.keys
         self.program = Program(graph, batch, captured.weights)
         if self.program.dynamic:
             raise Unsupported("its code computes with positions")

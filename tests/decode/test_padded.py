@@ -28,7 +28,6 @@ from stepping import (
 
 from mlx_qlayers.decode import engine
 from mlx_qlayers.decode.padded import Padded
-from mlx_qlayers.decode.rules.padded import PaddedGraph
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +44,7 @@ def forms(model: Any) -> set[type]:
     """Of what the steps of a model were."""
     found = engine._steps[id(model)].steps.values()
     made = {type(form) for steps in found for step in steps for form in step.programs.values()}
-    return made - {type(None), PaddedGraph}
+    return made - {type(None)}
 
 
 # Masks of windows and paddings, shared keys, latent ones, the best keys, states, chunks, sinks.
