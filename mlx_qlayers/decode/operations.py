@@ -31,9 +31,9 @@ def _unpacked(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
 
 
 def _attention(node: Node, values: Mapping[str, int]) -> Dispatched:
-    scale, causal = node.arg
+    scale, causal, *parts = node.arg
     rule = "causal" if causal else None
-    return Dispatched(ATTENTION, ((0, 0), scale, rule, None, None, False))
+    return Dispatched(ATTENTION, (tuple(parts) or (0, 0), scale, rule, None, None, False))
 
 
 def _position(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
@@ -69,6 +69,7 @@ def _shown(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
 
 OPERATIONS: dict[str, Maker] = {
     "Attention": _attention,
+    "AttentionPacked": _attention,
     "AttentionRows": lambda node, values: Dispatched(ATTENTION_ROWS, node.arg),
     "AttentionStep": lambda node, values: Dispatched(ATTENTION_STEP, node.arg),
     "Choices": mixtures.choices,

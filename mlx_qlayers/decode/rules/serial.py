@@ -15,7 +15,7 @@ from ...options import Rotation
 from ..graph import Graph, Node, Pattern, Rule, Size, Spec, rewrite
 from .masks import seen_through
 from .rotary import finite
-from .steps import VIEWS
+from .steps import VIEWS, of_packed
 
 
 def serial(graph: Graph) -> Graph:
@@ -27,6 +27,8 @@ def serial(graph: Graph) -> Graph:
             new = _update(k)[1]
             # Keys that several layers share were turned with the queries of the first.
             places |= {} if new in places else _turned(q, new)
+        if node.op == "QuantizedMatmul" and (packed := _packed(node)) is not None:
+            places[node] = packed
     counts: dict[Any, Node] = {}
     by_rows: Rule = Pattern(("Attention",)), lambda root: _by_rows(root, counts)
     normed: Rule = Pattern(("Products",)), _normed_first
@@ -55,6 +57,26 @@ def _by_rows(root: Node, counts: dict[Any, Node]) -> Node | None:
     held = counts.setdefault(count, Node("Numbers", (), ((count,),), (Spec((1,), mx.int32),)))
     arg = root.arg[0], mask is not None
     return root.like("AttentionRows", q, of_k, of_v, None, sinks, held, arg=arg)
+
+
+def _packed(root: Node) -> Node | None:
+    """Attention to the rows of a quantized cache, which are read packed."""
+    found, (size, bits, mode, _) = of_packed(root), root.arg
+    if found is None or mode != 0:
+        return None
+    k = [each for each in found.keys if each is not None]
+    (batch, heads, length, width), mask = found.q.shape, found.mask
+    # Of keys, too, it is the format.
+    if [32 * k[0].shape[3] // bits, size * k[1].shape[3]] != [width] * 2 or length > MAX_QUERIES:
+        return None
+    while mask is not None and mask.op in ("Broadcast", "ExpandDims", "Unflatten"):
+        mask = mask.src[0]
+    if mask is not None and not _is_causal(mask, length, k[0].shape[2]):
+        return None
+    out = Spec((batch, heads, length, root.shape[-1]), root.dtype)
+    arg = found.scale, mask is not None, len(k), len(found.values)
+    node = Node("AttentionPacked", (found.q, *k, *found.values, None, None), arg, (out,))
+    return Node("Reshape", (node,), (root.shape,), root.outputs)
 
 
 def _is_causal(mask: Node, length: int, count: Size) -> bool:

@@ -183,7 +183,7 @@ def _part(node: Node | None, tails: Tails) -> tuple[int, Size, int, str, Node, N
 
 
 class Attended(NamedTuple):
-    """Attention of a token: queries (B, H, 1, D), and arrays of keys and of values."""
+    """Attention of a token, or of some: queries (B, H, L, D), and arrays of keys and of values."""
 
     q: Node
     keys: tuple[Node | None, ...]
@@ -209,13 +209,19 @@ def attended(node: Node) -> Attended | None:
         q, k, v, mask, sinks = node.src
         one = q is not None and q.shape[2] == 1
         return Attended(q, (k,), (v,), mask, sinks, node.arg[0]) if one and q else None
+    found = of_packed(node)
+    return found if found is not None and found.q.shape[2] == 1 else None
+
+
+def of_packed(node: Node) -> Attended | None:
+    """What a node is, if it is attention to packed keys and values, as mlx-lm spells it out."""
     found = fits(_PACKED, node) if node.op == "QuantizedMatmul" else None
     if found is None:
         return None
     q, scale = found["q"], number_of(under(found["scale"]))
     if scale is None:
         q, scale = found["scale"], number_of(under(found["q"]))
-    if scale is None or len(q.shape) != 4 or q.shape[2] != 1:
+    if scale is None or len(q.shape) != 4:
         return None
     keys, values = (tuple(found[f"{name}{i}"] for i in range(3)) for name in "kv")
     return Attended(q, keys, values, found.get("mask"), None, scale)
