@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -11,8 +11,8 @@ from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
 from ..metal.int8.launch import DEPTH, int8_rows
 from ..metal.int8.launch import int8_products as launches
 from ..metal.quantized_matmul.qmv import Gate
-from ..reference.int8_matmul import block_of, rotated
 from ..reference.int8_matmul import int8_matmul as reference
+from ..reference.int8_matmul import rotated
 from ..runtime import tensor_ops
 from ..runtime.devices import device_of
 from .fused_products import ACTIVATIONS
@@ -80,31 +80,6 @@ def int8_products(
     """
     products: list[mx.array] = dispatch(_INT8_PRODUCTS, (x, other, *flat), (block, eps, gate))
     return products
-
-
-def fused_int8(count: int, eps: float | None, gate: Gate | None) -> Callable[..., list[mx.array]]:
-    """What fused blocks call for many rows: products with ``count`` matrices, nothing deferred.
-
-    A gate is ahead of these products: of the rows and ``weight``, the products of its matrices.
-    """
-
-    def run(
-        packed: Sequence[mx.array | None],
-        x: mx.array,
-        weight: mx.array | None = None,
-        tile_squares: None = None,
-        residual: mx.array | None = None,
-        next_weight: None = None,
-    ) -> list[mx.array]:
-        ahead: dict[str, Any] = {"other": weight, "eps": eps, "gate": gate}
-        if eps is not None and weight is not None and weight.dtype != x.dtype:
-            x, ahead = mx.fast.rms_norm(x, weight, eps), {}
-        # Of each matrix its codes, scales, no biases of groups, and its bias.
-        flat = [a for i in range(count) for a in (*packed[4 * i : 4 * i + 2], packed[4 * i + 3])]
-        products = int8_products(x, *flat, block=block_of(x.shape[-1]), **ahead)
-        return products if residual is None else [products[0] + residual]
-
-    return run
 
 
 _TAKES = Signature("""
