@@ -82,6 +82,12 @@ class Calibration:
         total, kernels = len(self.measured), sum(m.path != "stock" for m in self.measured)
         token = [m for m in self.measured if m.record.stage == 0 and m.record.size <= _SHORT]
         token = [m for m in token if len(m.seconds) > 1]
+        # Attention counts once: by the whole step, where there is one, else alone.
+        is_whole = any(m.record.family == "attention_step" for m in token)
+        alone = -1 if is_whole else _SHORT
+        token = [
+            m for m in token if m.record.family != "attention_decode" or m.record.size == alone
+        ]
         stock = 1e3 * sum(m.count * m.seconds["stock"] for m in token)
         taken = 1e3 * sum(m.count * m.seconds[m.path] for m in token)
         text = f"measured here: kernels for {kernels} of {total} shapes"

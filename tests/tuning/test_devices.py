@@ -213,8 +213,8 @@ def test_three_conversions_decide_everything(mac):
         known = entries.own_entries(name)
         if conversion == 0:
             token = {each.key for each in asked if each.stage == 0}
-            # Five products, and attention to 512, 4,096 and 65,536 keys.
-            assert len(token) == 8 and token <= {*known}
+            # Five products, attention of two kinds to 512, 4,096 and 65,536 keys, and one to 256.
+            assert len(token) == 12 and token <= {*known}
     assert report.left == 0 and {each.key for each in asked} == {*known}
     order = [(problem.stage, problem.size) for problem, _ in mac.measured]
     assert order == sorted(order) and all(min(counts) >= 5 for _, counts in mac.measured)

@@ -30,7 +30,7 @@ from ..record import (
     too_much,
 )
 from . import decode, step
-from .records import GROUP, slices, stock
+from .records import GROUP, AttentionDecodeRecord, slices, stock
 
 # Batches of decoding of which a device is calibrated, of all sequences the most keys, and how
 # packed caches are packed.
@@ -129,11 +129,18 @@ class AttentionStepRecord(Record):
         return int(self.batch > 1 or self.bits > 0)
 
     def calibrated(self) -> Iterator[Record]:
-        """In batches, too, up to so many keys, and with packed keys as mlx-lm packs them."""
+        """In batches, too, up to so many keys, and with packed keys as mlx-lm packs them.
+
+        Where nothing was measured, also attention alone: what a step asks whose own is no faster.
+        """
         whole = self.width % GROUP == self.v_width % GROUP == 0
         kinds = [(0, 0), *((GROUP, bits) for bits in _BITS if whole)]
         for group, bits in kinds:
             yield from replace(self, group_size=group, bits=bits)._measured()
+        if not device_of().measured:
+            of_head = self.heads // self.kv_heads, self.width, self.v_width, self.bits
+            caches = self.batch * self.kv_heads
+            yield from AttentionDecodeRecord(self.dtype, *of_head, caches, self.keys).calibrated()
 
     def _measured(self) -> list[AttentionStepRecord]:
         """In all batches; of packed caches fewer, which go by others of the same kernel."""
