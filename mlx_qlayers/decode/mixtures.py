@@ -17,11 +17,11 @@ from ..ops.experts import (
     gated,
     leaves_experts,
 )
-from ..ops.gated_delta import GATED_DELTA
+from ..ops.gated_delta import GATED_DELTA, left_to_mlx_lm
 from ..ops.gather_qmm import gather_qmm
 from ..ops.quantized_route import is_qmv
 from ..options import PackedMatrix
-from ..runtime.backend import backend
+from ..runtime.devices import device_of
 from ..runtime.spec import Spec
 from .graph import Node, resolved
 from .primitives import Dispatched
@@ -96,7 +96,7 @@ def choices(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
 def delta(node: Node, values: Mapping[str, int]) -> Any:
     """The gated delta rule."""
     (norms,) = node.arg
-    if backend() != "metal" or node.outputs[1].shape[-1] % 32:
+    if not left_to_mlx_lm() or node.outputs[1].shape[-1] % 32:
         return Dispatched(GATED_DELTA, node.arg)
     from mlx_lm.models.gated_delta import gated_delta_kernel
 
@@ -118,7 +118,7 @@ def depthwise(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
 
     def convolve(x: mx.array, w: mx.array) -> mx.array:
         rows, weights = x.astype(mx.float32), w.squeeze(-1).T
-        if length > 1 or mx.default_device() == mx.gpu:  # a sum of products is one launch there
+        if length > 1 or device_of().gpu:  # a sum of products is one launch there
             terms = [rows[:, i : i + length] * each for i, each in enumerate(weights)]
             y = sum(terms[1:], start=terms[0])
         else:

@@ -60,6 +60,11 @@ def gated_delta(
     return outputs
 
 
+def left_to_mlx_lm() -> bool:
+    """Whether mlx-lm has a kernel of its own where kernels run now."""
+    return backend() in _NOT_ON_METAL
+
+
 def _plan(arrays: Sequence[Any], norms: tuple[float, float, float] | None) -> Plan:
     _TAKES.check(*arrays)
     numbers = norms if isinstance(norms, tuple | list) else ()

@@ -178,7 +178,8 @@ def test_arrays_that_a_call_replaces_by_equal_ones(graphs: list[object]) -> None
             parts.append(model(mx.array([tokens]), cache=cache))
             added.append(len(graphs) - graphs_before)
         results.append(mx.concatenate(parts, axis=1)[0])
-    assert added == [0] * 5 + [0, 1, 0, 1, 1]
+    # All but the prompt, of one token or two.
+    assert added == [0] * 5 + [0, 1, 1, 1, 1]
     assert_same_model(*reversed(results), bits=None, what="gemma3n")
 
 
