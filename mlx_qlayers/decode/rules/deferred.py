@@ -38,6 +38,19 @@ def deferred(graph: Graph, values: Mapping[str, int]) -> Graph:
         else:
             src = rows, node.src[1], squares, *node.src[3:]
             places[node] = Node(node.op, src, (*node.arg[:4], eps), node.outputs)
+    return _once(graph.replaced(places) if places else graph)
+
+
+def _once(graph: Graph) -> Graph:
+    """Products take a norm that is computed for something else as well."""
+    nodes = graph.nodes()
+    norms = {(n.src, n.arg[0]): n for n in nodes if n.op == "RMSNorm"}
+    places: dict[Node, Node] = {}
+    for node in nodes:
+        same = norms.get((node.src[:2], node.arg[3])) if node.op == "Products" else None
+        if same is not None and node.src[2] is None:
+            arg = (*node.arg[:3], None, *node.arg[4:])
+            places[node] = Node(node.op, (same, None, *node.src[2:]), arg, node.outputs)
     return graph.replaced(places) if places else graph
 
 
