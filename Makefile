@@ -30,18 +30,18 @@ demo: setup
 	$(BIN)/python -m mlx_qlayers demo
 
 test: setup
-	$(PYTEST) -n auto --dist worksteal
+	$(PYTEST) -n auto --dist load --maxschedchunk 4
 
 test-fast: setup
-	$(PYTEST) -n auto --dist worksteal -m 'not slow and not thorough and not metal and not cuda'
+	$(PYTEST) -n auto --dist load --maxschedchunk 4 -m 'not slow and not thorough and not metal and not cuda'
 
 # Tensor operations in every format, beyond the selection that is in `make test`.
 test-tensors: setup
-	$(PYTEST) -n auto --dist worksteal -m tensors
+	$(PYTEST) -n auto --dist load --maxschedchunk 4 -m tensors
 
 # Every fault in every kernel on a simulated Apple GPU, beyond the selection that is in `make test`.
 test-faults: setup
-	$(PYTEST) -n auto --dist worksteal -m faults
+	$(PYTEST) -n auto --dist load --maxschedchunk 4 -m faults
 
 # Every kernel on the GPU, against the same oracles.
 test-metal: setup
@@ -55,7 +55,7 @@ test-cuda: setup
 # are tests whose launches are those of other processes, and of kernels that the package does not have.
 ELSEWHERE := fuzz runtime/host $(addprefix test_,$(addsuffix .py,benchmarks notebooks sanitize stress wheel))
 metal-sources: setup
-	PYTHONOPTIMIZE=1 $(PYTEST) -n auto --dist worksteal --assert=plain --tb=no --timeout 60 -rN \
+	PYTHONOPTIMIZE=1 $(PYTEST) -n auto --dist load --maxschedchunk 4 --assert=plain --tb=no --timeout 60 -rN \
 	  $(addprefix --ignore=tests/,$(ELSEWHERE)) -p tests.metal_sources --metal-sources build/metal
 
 # The oldest versions that pyproject.toml admits, in an environment of their own.
@@ -63,7 +63,7 @@ test-floors:
 	$(PYTHON) -m venv $(VENV)-floors
 	$(VENV)-floors/bin/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint tests/floors.txt --editable '.[dev,host,notebooks$(EXTRA)]'
-	$(VENV)-floors/bin/python -m pytest -n auto --dist worksteal
+	$(VENV)-floors/bin/python -m pytest -n auto --dist load --maxschedchunk 4
 
 # Threads, tasks, interrupts and exits; make stress ARGS="threads --rounds 5000"
 stress: setup
