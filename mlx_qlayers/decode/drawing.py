@@ -9,8 +9,8 @@ import mlx.core as mx
 
 from .caches import blank, facts
 from .capture import Unsupported, stopping_line
+from .captured import captured, check
 from .effects import Effects
-from .engine import captured, check
 from .graph import Graph, Node, number_of
 from .rules import fused
 from .rules.steps import Tails

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from math import isqrt
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -15,11 +14,11 @@ from ..runtime.backend import Mode, backend, current, epoch
 from ..runtime.explain import note
 from ..runtime.threads import here
 from ..runtime.transformed import is_transformed
-from .caches import REACH, Facts, arrays_of, facts, more_steps, settings
-from .capture import Captured, Differs, Setting, Trace, Unsupported, solved, stopping_line
+from .caches import REACH, Facts, arrays_of, facts, more_steps
+from .capture import Differs, Unsupported, stopping_line
+from .captured import MAX_BATCH, Step, captured, check, step_of
 from .effects import Effects
 from .emit import Program
-from .graph import Graph
 from .listed import Going, Listed
 from .padded import Padded
 from .rules import fused
@@ -32,8 +31,8 @@ from .twin import arrays_of as arrays_in
 from .twin import leaves
 from .weights import windows_of
 
-# Sequences and tokens of each at most: for more, the products are those of a prompt.
-MAX_BATCH, MAX_LENGTH = 128, 16
+# Tokens of a sequence at most: for more, the products are those of a prompt.
+MAX_LENGTH = 16
 # Captures and programs of one model that are kept.
 _KEPT = 32
 
@@ -87,36 +86,6 @@ def where() -> Any:
 def _place() -> Any:
     """What steps belong to whose calls run one by one."""
     return current.get(), epoch.state, mx.default_device().type
-
-
-class Step(NamedTuple):
-    """A captured step.
-
-    Attributes:
-        captured: the graph as the model's code has it.
-        graph: the same after the rules.
-        batches: the smallest and the largest batch that it is for.
-        names: what a position is called in it, by the number of a cache and the attribute.
-        limits: by these names the least and the largest number.
-        rows: by these names the rows of buffers that are numbers in it.
-        programs: by batch size and what plans depend on.
-        forms: the graph as a compiled form has it, by the form's name: one for all batch sizes.
-    """
-
-    captured: Captured
-    graph: Graph
-    batches: tuple[int, int]
-    limits: dict[str, tuple[int, int]]
-    rows: dict[str, int]
-    programs: dict[Any, Any]
-    forms: dict[str, Any]
-
-    def holds(self, batch: int, at: dict[str, int]) -> bool:
-        """Whether it computes such a step."""
-        least, most = self.batches
-        if not least <= batch <= most or not self.rows.items() <= at.items():
-            return False
-        return all(a <= at[n] <= b for n, (a, b) in self.limits.items())
 
 
 class _Last(NamedTuple):
@@ -339,62 +308,8 @@ class Steps:
             raise error or Unsupported("nothing was captured")
         reach = found[3]
         self.reaches[key] = reach if reach == REACH else 4 * max(reach, 1)
-        return self._step(*found[:3])
-
-    def _step(self, step: Captured, one: Setting, other: Setting) -> Step:
-        self.replaces |= check(step, one.batch)
-        limits = {}
-        for (number, name), value in one.counters.items():
-            pair = sorted((value, other.counters[number, name]))
-            if name in ("offset", "_offset") or pair[1] - pair[0] > 2:
-                limits[f"{number}.{name}"] = pair[0], pair[1]
-        batches = one.batch, max(one.batch, other.batch)
-        rows = {f"{i}.rows": n for i, n in one.rows.items() if n == other.rows[i]}
-        return Step(step, fused(step.graph), batches, limits, rows, {}, {})
-
-
-def captured(
-    model: Any,
-    caches: Sequence[Any],
-    some: Sequence[Facts],
-    batch: int,
-    length: int,
-    reach: int = REACH,
-) -> tuple[Captured, Setting, Setting, int]:
-    """A model's step, the two settings in which its code ran, and how far positions went on.
-
-    The code runs twice for most models and positions: for sequences as many as mlx-lm treats alike,
-    far behind. Where it takes another branch there, it runs for nearer ones, or other sequences.
-
-    Raises:
-        Unsupported: the code cannot be captured; the reason names a line or a primitive.
-    """
-    first = Trace(model, caches, settings(some, batch, length, batch, reach)[0])
-    most = min(MAX_BATCH, first.unsorted or MAX_BATCH)
-    tries = [(most, reach), (most, isqrt(reach)), (batch, reach), (most, -1)]
-    for number, (other, way) in enumerate(dict.fromkeys(tries)):
-        two = settings(some, batch, length, other, way)[1]
-        try:
-            return solved(first, Trace(model, caches, two)), first.setting, two, way
-        except Differs:
-            if number == len({*tries}) - 1:
-                raise
-    raise AssertionError
-
-
-def check(step: Captured, batch: int) -> bool:
-    """Leave out of a captured step what takes the place of equal arrays of the model; if there is.
-
-    Raises:
-        Unsupported: what it takes the place of is not equal.
-    """
-    outputs = step.graph.outputs
-    if changed := {n: outputs.pop(n) for n in [*outputs] if n.startswith("model.")}:
-        made = Program(Graph(changed), batch, step.weights).run({}, {})
-        for name, array in made.items():
-            if not mx.array_equal(array, step.weights[name]).item():
-                raise Unsupported(f"the model changes {name} in a call")
-    return bool(changed)
+        self.replaces |= check(found[0], batch)
+        return step_of(*found[:3])
 
 
 def _alike(some: Sequence[Facts]) -> tuple[int, ...]:

@@ -5,7 +5,8 @@ from .attention.step_record import AttentionStepRecord
 from .common.row_sum import RowSumRecord
 from .gather_qmm.records import ExpertsRecord, GatherRecord, RouterRecord
 from .grid_sample.record import GridSampleRecord
-from .quantized_matmul.records import QmmRecord, QmvRecord, SkinnyRecord
+from .quantized_matmul.records import QmmRecord, QmvRecord
+from .quantized_matmul.skinny_record import SkinnyRecord
 from .record import Record
 
 RECORDS: dict[str, type[Record]] = {

@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import noises
 import numpy as np
 import pytest
 from architecture_table import ARCHITECTURES
@@ -19,8 +20,8 @@ from architectures import VOCABULARY, build
 from converted import PLAIN, add_adapters
 from mlx.optimizers import SGD
 from mlx.utils import tree_map
-from mlx_lm.models import qwen2
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from noises import Noisy
 from numerics import assert_same_model
 from step_models import models_of, pair
 
@@ -221,67 +222,11 @@ def test_every_change_of_a_model_is_seen(name: str, compiled_steps: None) -> Non
 # Code that is not the same twice.
 
 
-class Noisy(qwen2.Model):
-    """A model whose code is not the same twice."""
-
-    count = 0
-    noise: Callable[[Any, mx.array], mx.array]
-
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        """The logits and something more."""
-        return type(self).noise(self, super().__call__(inputs, cache))
-
-
-def _of_mlx(model: Any, y: mx.array) -> mx.array:
-    return y + mx.random.normal(y.shape)
-
-
-def _jitter(model: Any, y: mx.array) -> mx.array:
-    return y * mx.random.uniform(0.9, 1.1)
-
-
-def _dropout(model: Any, y: mx.array) -> mx.array:
-    return model.drop(y)
-
-
-def _of_numpy(model: Any, y: mx.array) -> mx.array:
-    return y + float(np.random.normal())
-
-
-def _of_python(model: Any, y: mx.array) -> mx.array:
-    return y + random.random()
-
-
-def _a_generator(model: Any, y: mx.array) -> mx.array:
-    return y + model.generator.normal()
-
-
-def _generators(model: Any, y: mx.array) -> mx.array:
-    return y + GENERATOR.normal()
-
-
-def _own_key(model: Any, y: mx.array) -> mx.array:
-    model.key, key = mx.random.split(model.key)
-    return y + mx.random.normal(y.shape, key=key)
-
-
-def _a_count(model: Any, y: mx.array) -> mx.array:
-    Noisy.count += 1
-    return y + Noisy.count
-
-
-def _a_global(model: Any, y: mx.array) -> mx.array:
-    global calls
-    calls += 1
-    return y * calls
-
-
-GENERATOR = np.random.default_rng(0)
 NOISES = [
-    *(_of_mlx, _jitter, _dropout, _of_numpy, _of_python, _a_generator, _generators, _own_key),
-    *(_a_count, _a_global),
+    *(noises.of_mlx, noises.jitter, noises.dropout, noises.of_numpy, noises.of_python),
+    *(noises.a_generator, noises.a_global_generator, noises.own_key),
+    *(noises.a_count_of_a_class, noises.a_global),
 ]
-calls = 0
 
 
 @pytest.mark.parametrize("noise", NOISES, ids=lambda noise: noise.__name__)
@@ -289,7 +234,6 @@ def test_code_that_is_not_the_same_twice_is_left_to_the_model(
     noise: Callable[[Any, mx.array], mx.array], compiled_steps: None
 ) -> None:
     """And the report says so. Numbers are those that the stock model gets of the same seeds."""
-    global calls, GENERATOR
     cls = type("Noisy", (Noisy,), {"noise": staticmethod(noise)})
     results = []
     for converted in (False, True):
@@ -304,8 +248,8 @@ def test_code_that_is_not_the_same_twice_is_left_to_the_model(
         model(TOKENS[:, :3], cache=cache)
         explain(reset=True)
         mx.random.seed(7), np.random.seed(7), random.seed(7)
-        Noisy.count = calls = 0
-        GENERATOR = np.random.default_rng(9)
+        Noisy.count = noises.calls = 0
+        noises.GENERATOR = np.random.default_rng(9)
         model.generator, model.key = np.random.default_rng(5), mx.random.key(3)
         parts = []
         for _ in range(6):
@@ -318,8 +262,10 @@ def test_code_that_is_not_the_same_twice_is_left_to_the_model(
     assert_same_model(found, stock, bits=None, what=noise.__name__)
     assert mx.array_equal(more, others)
     assert len({*stock.sum(-1).tolist()}) == 6
-    what = "the model changes" if noise in (_a_count, _a_global) else "random"
-    if noise is not _dropout:
+    what = (
+        "the model changes" if noise in (noises.a_count_of_a_class, noises.a_global) else "random"
+    )
+    if noise is not noises.dropout:
         (row,) = [row for row in rows if row.kind == "step"]
         assert row.action == LEFT and what in row.reason, row
     else:  # which begins later

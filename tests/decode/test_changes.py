@@ -1,17 +1,13 @@
-"""A model that somebody changes between two tokens, and one whose code is not the same twice."""
+"""A model that somebody changes between two tokens."""
 
 from __future__ import annotations
 
 import copy
-import random
-import re
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 from converted import add_adapters
 from mlx.optimizers import SGD
@@ -21,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from small_qwen import qwen
 
 from mlx_qlayers import convert_model
-from mlx_qlayers.decode import engine
+from mlx_qlayers.decode import captured, engine
 
 PROMPT, TOKEN = mx.array([[5, 17, 3]]), mx.array([[4]])
 
@@ -211,17 +207,6 @@ def test_a_conversion_and_training_mode() -> None:
         assert engine.step(model, TOKEN, caches) is not None
 
 
-class Noisy(qwen2.Model):
-    """A model whose code is not the same twice."""
-
-    count = 0
-    noise: Callable[[Any, mx.array], mx.array]
-
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        """The logits and something more."""
-        return type(self).noise(self, super().__call__(inputs, cache))
-
-
 class Clips(qwen2.Model):
     """A model that puts an array in the place of an equal one in each call, as Gemma 3n does."""
 
@@ -232,8 +217,8 @@ class Clips(qwen2.Model):
 
 
 def test_arrays_that_are_replaced_by_equal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs, plain = list[Any](), engine.Trace
-    monkeypatch.setattr(engine, "Trace", lambda *a: runs.append(a) or plain(*a))
+    runs, plain = list[Any](), captured.Trace
+    monkeypatch.setattr(captured, "Trace", lambda *a: runs.append(a) or plain(*a))
     model: Any = qwen()
     model.__class__ = Clips
     for factor, count in ((1, 2), (1, 2), (3, 4), (1, 4)):
@@ -242,216 +227,3 @@ def test_arrays_that_are_replaced_by_equal_ones(monkeypatch: pytest.MonkeyPatch)
         found = engine.step(model, TOKEN, after_prompt(model))
         assert found is not None and mx.abs(found - want).max() < 1e-4 * mx.abs(want).max()
         assert len(runs) == count
-
-
-class Counter:
-    """Something with a number."""
-
-    def __init__(self) -> None:
-        self.n, self.seen = 0, list[mx.array]()
-
-
-def of_mlx(model: Any, y: mx.array) -> mx.array:
-    return y + mx.random.normal(y.shape)
-
-
-def jitter(model: Any, y: mx.array) -> mx.array:
-    return y * mx.random.uniform(0.9, 1.1)
-
-
-def unused(model: Any, y: mx.array) -> mx.array:
-    mx.random.normal((3,))
-    return y
-
-
-def dropout(model: Any, y: mx.array) -> mx.array:
-    return model.drop(y)
-
-
-def of_numpy(model: Any, y: mx.array) -> mx.array:
-    return y + float(np.random.normal())
-
-
-def of_python(model: Any, y: mx.array) -> mx.array:
-    return y + random.random()
-
-
-def a_generator(model: Any, y: mx.array) -> mx.array:
-    return y + model.generator.normal()
-
-
-def a_global_generator(model: Any, y: mx.array) -> mx.array:
-    return y + GENERATOR.normal()
-
-
-def own_key(model: Any, y: mx.array) -> mx.array:
-    model.key, key = mx.random.split(model.key)
-    return y + mx.random.normal(y.shape, key=key)
-
-
-def the_clock(model: Any, y: mx.array) -> mx.array:
-    return y + time.perf_counter() % 1
-
-
-def a_count_of_a_class(model: Any, y: mx.array) -> mx.array:
-    Noisy.count += 1
-    return y + Noisy.count
-
-
-def a_count_of_an_object(model: Any, y: mx.array) -> mx.array:
-    model.counter.n += 1
-    return y + model.counter.n
-
-
-def a_global(model: Any, y: mx.array) -> mx.array:
-    global calls
-    calls += 1
-    return y * calls
-
-
-def a_list(model: Any, y: mx.array) -> mx.array:
-    model.counter.seen.append(y)
-    return y
-
-
-def a_list_of_a_module(model: Any, y: mx.array) -> mx.array:
-    model.seen.append(y)
-    return y
-
-
-def a_global_list(model: Any, y: mx.array) -> mx.array:
-    SEEN.append(y)
-    return y
-
-
-def in_place(model: Any, y: mx.array) -> mx.array:
-    model.sums[:] = model.sums + 1
-    return y + model.sums
-
-
-def a_value(model: Any, y: mx.array) -> mx.array:
-    return y if y.max().item() > 0 else -y
-
-
-def a_number_enclosed() -> Callable[[Any, mx.array], mx.array]:
-    count = 0
-
-    def noise(model: Any, y: mx.array) -> mx.array:
-        nonlocal count
-        count += 1
-        return y + count
-
-    return noise
-
-
-def a_list_enclosed() -> Callable[[Any, mx.array], mx.array]:
-    seen = []
-
-    def noise(model: Any, y: mx.array) -> mx.array:
-        seen.append(y)
-        return y + len(seen)
-
-    return noise
-
-
-GENERATOR, SEEN, calls = np.random.default_rng(0), list[mx.array](), 0
-RANDOM = [of_mlx, jitter, unused, dropout, of_numpy, of_python, a_generator, a_global_generator]
-# What a reason says of code, or that its two runs differ.
-NOISES: list[tuple[Any, str]] = [
-    *((noise, "the model draws random numbers of") for noise in RANDOM),
-    (own_key, "random|the model changes key"),
-    (the_clock, "becomes .* with another batch size and position"),
-    (a_count_of_a_class, "the model changes count of Noisy"),
-    (a_count_of_an_object, "the model changes n of"),
-    (a_global, "the model changes calls of"),
-    (a_list, "the model changes .* of list"),
-    (a_list_of_a_module, "the model changes .* of list"),
-    (a_global_list, "the model changes .* of list"),
-    (in_place, "the model changes model.sums in a call"),
-    (a_value, r"test_changes.py:\d+: return y if y.max"),
-    (a_number_enclosed, "the model changes what a function encloses"),
-    (a_list_enclosed, "the model changes .* of list"),
-]
-
-
-@pytest.mark.parametrize(
-    ("noise", "reason"), NOISES, ids=lambda each: getattr(each, "__name__", "")
-)
-def test_code_that_is_not_the_same_twice_is_left_to_the_model(
-    noise: Any, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And captures change nothing: numbers are those that come without them."""
-    global calls, GENERATOR
-    runs, plain = list[Any](), engine.Trace
-    monkeypatch.setattr(engine, "Trace", lambda *a: runs.append(a) or plain(*a))
-    model: Any = qwen()
-    cls = type("Noisy", (Noisy,), {})
-    model.__class__, model.drop, model.counter = cls, nn.Dropout(0.5), Counter()
-    model.seen = []
-    model.eval()
-    model.drop.train()
-    mx.eval(model.parameters())
-    results = []
-    for tried in (False, True):
-        cls.noise = staticmethod(noise() if noise.__name__.endswith("enclosed") else noise)
-        Noisy.count = calls = 0
-        model.counter.n, model.seen[:] = 0, []
-        GENERATOR, model.generator = np.random.default_rng(9), np.random.default_rng(5)
-        model.key, model.sums = mx.random.key(3), mx.zeros(96)
-        caches = after_prompt(model)
-        for each in (SEEN, model.seen, model.counter.seen):
-            each.clear()
-        mx.random.seed(7), np.random.seed(7), random.seed(7)
-        for _ in range(2):
-            if tried:
-                assert engine.step(model, TOKEN, caches) is None
-                assert re.search(reason, str(engine.stopped(model))), engine.stopped(model)
-            logits = model(TOKEN, cache=caches)
-            assert [c.trim(1) for c in caches] == [1, 1]
-        results.append([logits, mx.random.normal((4,)), np.random.normal(), random.random()])
-        results[-1] += [mx.array(len(each)) for each in (SEEN, model.seen, model.counter.seen)]
-    if noise is a_count_of_a_class:  # which is not captured again for each of many tokens
-        runs.clear()
-        for _ in range(40):
-            assert engine.step(model, TOKEN, caches) is None
-            Noisy.count += 1
-        assert len(runs) < 50
-    for one, other in zip(*results, strict=True):
-        assert noise is the_clock or np.allclose(np.array(one), np.array(other), atol=1e-5)
-
-
-def test_numbers_that_another_thread_draws_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if it were this model's code that draws them: once, so another capture finds it not."""
-    model, draws, plain = qwen(), [random.random], engine.Trace
-
-    def trace(*args: Any) -> Any:
-        while draws:
-            draws.pop()()
-        return plain(*args)
-
-    monkeypatch.setattr(engine, "Trace", trace)
-    assert engine.step(model, TOKEN, after_prompt(model)) is not None, engine.stopped(model)
-
-
-class Blocks(qwen2.Model):
-    """A model that counts blocks of four tokens, once there are twelve."""
-
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        """The logits and something more."""
-        y, at = super().__call__(inputs, cache), cache[0].offset
-        return y if at < 12 else y + at // 4
-
-
-def test_positions_of_which_no_two_are_alike_stop_none_ahead_of_them() -> None:
-    model: Any = qwen()
-    model.__class__ = Blocks
-    for begin in (9, 4, 10):
-        caches, found = after_prompt(model), []
-        model(mx.ones((1, begin - 3), mx.int32), cache=caches)
-        for at in range(begin, 14):
-            again = copy.deepcopy(caches)
-            made, want = engine.step(model, TOKEN, caches), model(TOKEN, cache=again)
-            found += [at] if made is not None else []
-            assert made is None or mx.abs(made - want).max() < 1e-4 * mx.abs(want).max(), at
-            caches = again
-        assert {*range(begin, 11)} <= {*found}, engine.stopped(model)

@@ -18,7 +18,7 @@ from small_qwen import qwen
 from stepping import ByGraph
 
 from mlx_qlayers import use_backend
-from mlx_qlayers.decode import engine
+from mlx_qlayers.decode import captured, engine
 from mlx_qlayers.decode.tailed import Tailed
 from mlx_qlayers.runtime.tracing import trace
 
@@ -92,8 +92,8 @@ def test_caches_that_grow_go_round_and_are_trimmed(kind: str) -> None:
 
 def test_one_capture_for_batches_that_grow_and_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
-    plain = engine.Trace
-    monkeypatch.setattr(engine, "Trace", lambda *a: runs.append(a) or plain(*a))
+    plain = captured.Trace
+    monkeypatch.setattr(captured, "Trace", lambda *a: runs.append(a) or plain(*a))
     model = qwen()
     for batch in (1, 5, 2, 64):
         caches = [make_prompt_cache(model) for _ in "ab"]

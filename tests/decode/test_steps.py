@@ -15,6 +15,7 @@ from step_launches import recorded
 from mlx_qlayers import use_backend
 from mlx_qlayers.decode import engine
 from mlx_qlayers.decode.caches import facts
+from mlx_qlayers.decode.captured import captured
 from mlx_qlayers.decode.rules import fused
 from mlx_qlayers.decode.rules.steps import Tails
 from mlx_qlayers.runtime.tracing import trace
@@ -58,6 +59,6 @@ def test_rings_that_count_alike_share_a_mask() -> None:
     cache = make_prompt_cache(model)
     model(PROMPT, cache=cache)
     some = [facts(c, 1) for c in cache]
-    step, *_ = engine.captured(model, cache, some, 1, 1)
+    step, *_ = captured(model, cache, some, 1, 1)
     ops = [n.op for n in fused(step.graph, Tails([f.key for f in some], step.names)).nodes()]
     assert ops.count("AttentionStep") == 4 and ops.count("Shown") == 1

@@ -2,6 +2,7 @@
 
 import pytest
 
+from mlx_qlayers import explain
 from mlx_qlayers.dispatch import measurements
 from mlx_qlayers.measurements import entries, thresholds
 from mlx_qlayers.runtime.backend import advance_epoch
@@ -19,3 +20,11 @@ def some_gpu(tmp_path, monkeypatch):
     yield
     monkeypatch.undo()
     advance_epoch()
+
+
+@pytest.fixture
+def forgetful_gpu(some_gpu):
+    """Whose results are gone behind a test."""
+    explain(reset=True)
+    yield
+    entries.unsaved.clear()

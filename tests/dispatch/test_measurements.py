@@ -3,16 +3,14 @@
 import threading
 import timeit
 from dataclasses import asdict, replace
-from importlib.metadata import version
 
 import mlx.core as mx
 import pytest
+from stored_results import FMT, OTHER, QUESTION, TIMES, heuristic, keep
 from threads import switching
 
 from mlx_qlayers import explain, use_backend
-from mlx_qlayers.dispatch import measurements
 from mlx_qlayers.dispatch.measurements import (
-    choose_measured,
     configure,
     found,
     heuristics_only,
@@ -20,53 +18,14 @@ from mlx_qlayers.dispatch.measurements import (
 )
 from mlx_qlayers.formats import Format
 from mlx_qlayers.measurements import entries
-from mlx_qlayers.measurements.entries import Entry
-from mlx_qlayers.measurements.store import clear, save
+from mlx_qlayers.measurements.store import clear
 from mlx_qlayers.measurements.thresholds import threshold
-from mlx_qlayers.metal.attention.step import Step
-from mlx_qlayers.metal.attention.step import question as asked_of_step
 from mlx_qlayers.metal.records import RECORDS
-from mlx_qlayers.ops.attention_step import attention_step, why_not
-from mlx_qlayers.ops.quantized_route import DENSE, QMV, dense_is_worse, route
-from mlx_qlayers.options import MatmulCall, PackedMatrix, Rotation
+from mlx_qlayers.ops.attention_step import why_not
 from mlx_qlayers.runtime import backend as backends
 from mlx_qlayers.runtime.backend import advance_epoch
-from mlx_qlayers.runtime.spec import Spec
 
-FMT = Format(64, 4)
-TIMES = "kernel 41.0 us, stock 63.0 us"
-QUESTION = (1, 3584, 3584, mx.bfloat16, FMT)
-
-
-@pytest.fixture(autouse=True)
-def gpu(some_gpu):
-    explain(reset=True)
-    yield
-    entries.unsaved.clear()
-
-
-def heuristic(device="cuda"):
-    return RECORDS["qmv"](*QUESTION).heuristic(device)
-
-
-def keep(family="qmv", question=QUESTION, config=None, device="some_gpu", **changes):
-    problem = RECORDS[family](*question)
-    config = config or problem.heuristic("cuda")
-    entry = Entry(
-        config if isinstance(config, dict) else asdict(config),
-        "kernel",
-        4.1e-5,
-        5e-5,
-        9,
-        problem.source,
-        version("mlx"),
-        {"kernel": 4.1e-5, "stock": 6.3e-5},
-    )
-    save(device, {problem.key: replace(entry, **changes)})
-    return config
-
-
-OTHER = replace(heuristic(), shares=4)
+pytestmark = pytest.mark.usefixtures("forgetful_gpu")
 
 
 def test_a_heuristic_gives_way_to_what_was_found():
@@ -315,126 +274,3 @@ def test_questions_are_collected_once_each():
 def test_what_was_tuned_counts_for_its_own_device_alone():
     """This one is called some_gpu."""
     assert found("qmv", 1, 4608, 3584, mx.bfloat16, FMT, "3") is None
-
-
-def chosen(monkeypatch, rows=1):
-    """The route of a product where auto stands for CUDA."""
-    monkeypatch.setitem(backends.missing, "cuda", lambda: None)
-    monkeypatch.setitem(backends.missing, "metal", lambda: "not here")
-    monkeypatch.setattr(measurements, "backend", backends.backend)
-    x, w = Spec((rows, 3584), mx.bfloat16), Spec((3584, 448), mx.uint32)
-    return route("product", MatmulCall(x, PackedMatrix(w, None), True, FMT))[:2]
-
-
-def test_ops_take_the_kernel_where_it_won_and_say_so(monkeypatch):
-    keep()
-    (_, path, reason, evidence), kernel = chosen(monkeypatch)
-    assert (path, kernel, evidence) == ("cuda", QMV, "measured here")
-    assert f"by qmv, measured here: {TIMES}" in reason
-
-
-def test_ops_take_stock_where_it_won_and_say_so(monkeypatch):
-    keep(path="stock")
-    choice, _ = chosen(monkeypatch)
-    assert choice[1:] == ("reference", f"measured here: {TIMES}", "measured here")
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("", ("cuda", "auto", "rule")),
-        ("stock", ("reference", f"measured here: {TIMES}", "measured here")),
-        ("kernel", ("cuda", f"auto, by its kernel, measured here: {TIMES}", "measured here")),
-    ],
-)
-def test_an_operation_of_one_kernel_goes_by_what_won(path, expected, monkeypatch):
-    monkeypatch.setitem(backends.missing, "cuda", lambda: None)
-    monkeypatch.setattr(measurements, "backend", backends.backend)
-    question = (512, 1, 4, 64, 32), mx.float16, ()
-    if path:
-        keep("latent_attention", question, path=path)
-    asked = "latent_attention", (200, *question[0][1:]), *question[1:]
-    assert choose_measured("op", ("cuda",), *asked)[1:] == expected
-    assert choose_measured("op", (), *asked).path == "reference"
-
-
-def test_ops_take_the_dense_product_where_it_won(monkeypatch):
-    question = (64, 3584, 3584, mx.bfloat16, FMT, True)
-    keep("qmm", question, path="dequantized")
-    (_, path, reason, evidence), kernel = chosen(monkeypatch, rows=64)
-    assert (path, kernel, evidence) == ("cuda", DENSE, "measured here")
-    assert "measured here" in reason
-
-
-@pytest.mark.parametrize("path", ["dequantized", "kernel", "stock"])
-def test_several_matrices_at_once_go_by_what_won(path):
-    keep("qmm", (512, 7168, 3584, mx.bfloat16, FMT, True), path=path)
-    why, evidence = dense_is_worse(512, 7168, Spec((512, 3584), mx.bfloat16), FMT)
-    assert why is None if path == "dequantized" else "measured here" in why
-    assert evidence == "measured here"
-
-
-def test_a_step_of_decoding_takes_what_was_found_for_its_buffers():
-    question = (mx.bfloat16, 1, 28, 4, 1024, 128, 128)
-    assert configure("attention_step", "cuda", *question) == Step(1, 4, 1, 32, 8)
-    config = keep("attention_step", question, Step(1, 8, 1, 16, 4))
-    assert configure("attention_step", "cuda", *question) == config
-    q, buffer = mx.zeros((1, 1, 3584), mx.bfloat16), mx.zeros((1, 4, 768, 128))
-    assert configure("attention_step", "cuda", *asked_of_step(q, buffer, 128)) == config
-
-
-@pytest.mark.parametrize(
-    ("size", "on_cuda", "on_metal"),
-    [
-        (512, Step(1, 4, 1, 32), Step(1, 8, 1, 16)),
-        (2048, Step(1, 4, 1, 32, 16), Step(1, 8, 1, 16, 16)),
-        (4096, Step(1, 4, 1, 32, 16), Step(1, 8, 1, 16, 16)),
-        (65536, Step(1, 4, 2, 32, 32, teams=2), Step(1, 8, 1, 16, 22)),
-    ],
-)
-def test_more_keys_are_divided_among_more_threads(size, on_cuda, on_metal):
-    """A result for other buffers decides nothing."""
-    keep("attention_step", (mx.bfloat16, 1, 28, 4, 1024, 128, 128), Step(1, 8, 1, 16, 4))
-    question = (mx.bfloat16, 1, 28, 4, size, 128, 128)
-    assert configure("attention_step", "cuda", *question) == on_cuda
-    assert configure("attention_step", "metal", *question) == on_metal
-
-
-def test_a_stored_configuration_that_an_m1_has_no_registers_for(machine, monkeypatch):
-    """The heuristic's runs in its place, and a note says why."""
-    machine("metal")
-    monkeypatch.setattr(entries, "device_kind", lambda: "metal")
-    launched = []
-
-    def bind(launch):
-        launched.append(dict(launch.template))
-        return lambda arrays: [mx.zeros(shape) for shape in launch.output_shapes]
-
-    monkeypatch.setattr("mlx_qlayers.runtime.metal.bind", bind)
-    question = (mx.float32, 1, 8, 2, 256, 64, 64)
-    config = keep("attention_step", question, Step(1, 4, 2, 16))
-    assert configure("attention_step", "metal", *question) == config
-    rows = [mx.zeros((1, 1, n * 64)) for n in (8, 2, 2)]
-    buffers = [mx.zeros((1, 2, 256, 64))] * 4
-    positions = mx.zeros(8, mx.int32)
-    explain(reset=True)
-    with use_backend("metal"):
-        attention_step(*rows, *buffers, positions, scale=1.0, rotation=Rotation(64))
-    assert [each["blocks"] for each in launched] == [1]
-    assert "M1 and M2 have registers for 0" in str(explain())
-
-
-def test_a_search_that_ended_early_is_no_verdict_on_stock(monkeypatch):
-    before = chosen(monkeypatch)
-    keep(config=OTHER, path="uncompared")
-    assert configure("qmv", "cuda", *QUESTION) == OTHER
-    assert chosen(monkeypatch) == before
-
-
-def test_no_question_is_asked_about_kernels_that_a_cpu_does_not_choose(monkeypatch):
-    monkeypatch.setattr(measurements, "backend", backends.backend)
-    x, w = Spec((64, 3584), mx.bfloat16), Spec((3584, 448), mx.uint32)
-    with use_backend("host"), questions() as asked:
-        route("product", MatmulCall(x, PackedMatrix(w, None), True, FMT))
-    # Which takes more than sixteen rows sixteen after sixteen, by qmv.
-    assert [(family, rows) for family, (rows, *_) in asked] == [("qmv", 16)]

@@ -15,7 +15,6 @@ from ...options import MatmulCall, PackedMatrix
 from ...reference import quantized_matmul as reference
 from ...runtime import tensor_ops
 from ...runtime.backend import backend
-from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
 from ..record import (
@@ -32,7 +31,6 @@ from ..record import (
 )
 from . import qmm, qmv
 from .dequantize import dequantize
-from .qmm_skinny import SKINNY_ROWS, skinny_config
 from .qmm_tensor import codes_config, tensor_config, tensor_product, why_no_codes
 from .qmv_config import matrix_config, qmv_config
 from .tile import PARAMETERS, Tile
@@ -241,43 +239,6 @@ class QmvRecord(Record):
         # Rounded rows make an error of each product, and a gate multiplies two of those.
         factor = 2 if QmvKind.of(self.kind).norm else 1
         return [factor * each for each in super().tolerances(outputs)]
-
-
-@dataclass(frozen=True)
-class SkinnyRecord(QmvRecord):
-    """9 to 128 rows in half precision times packed matrices, transposed: not searched yet."""
-
-    family, of_backend, values = "qmm_skinny", True, {}
-    sizes_measured = ()
-
-    def heuristic(self, device: str) -> Tile:
-        single = QmvKind.of(self.kind).matrices == 1
-        return skinny_config(device, self.rows, self.n, self.k, self.fmt, single)
-
-    def starts(self, device: str) -> tuple[Tile, ...]:
-        return (self.heuristic(device),)
-
-    def admits(self, name: str) -> Sequence[int]:
-        return (False, True) if name == "together" else range(-(-self.k // 64) + 1)
-
-    def completed(self, config: Tile) -> Tile:
-        return config
-
-    def why_not(self, config: Tile) -> str | None:
-        if self.k % config.run or config.cover not in (1, self.fmt.group_size // config.run):
-            return f"runs of {config.run}, {config.cover} of them, in rows of {self.k}"
-        # Whether a GPU has room for rows that stay is asked where the configuration is taken.
-        used = config.memory(self.fmt) if config.stages else 0
-        if used > device_of("cuda").threadgroup_memory:
-            return f"{used} bytes of threadgroup memory"
-        return None
-
-    def kernels(self) -> tuple[Kernel, ...]:
-        return qmv.kernel_of("qmm_skinny"), qmv._sum_kernel(())
-
-    def bucket(self) -> tuple[tuple[int, ...], str]:
-        (_, *shape), form = super().bucket()
-        return (next(n for n in SKINNY_ROWS if self.rows <= n), *shape), form
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,104 @@
+"""A step that is captured: in which settings a model's code runs for it, and where it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isqrt
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from .caches import REACH, Facts, settings
+from .capture import Captured, Differs, Setting, Trace, Unsupported, solved
+from .emit import Program
+from .graph import Graph
+from .rules import fused
+
+# Sequences at most: for more, the products are those of a prompt.
+MAX_BATCH = 128
+
+
+class Step(NamedTuple):
+    """A captured step.
+
+    Attributes:
+        captured: the graph as the model's code has it.
+        graph: the same after the rules.
+        batches: the smallest and the largest batch that it is for.
+        names: what a position is called in it, by the number of a cache and the attribute.
+        limits: by these names the least and the largest number.
+        rows: by these names the rows of buffers that are numbers in it.
+        programs: by batch size and what plans depend on.
+        forms: the graph as a compiled form has it, by the form's name: one for all batch sizes.
+    """
+
+    captured: Captured
+    graph: Graph
+    batches: tuple[int, int]
+    limits: dict[str, tuple[int, int]]
+    rows: dict[str, int]
+    programs: dict[Any, Any]
+    forms: dict[str, Any]
+
+    def holds(self, batch: int, at: dict[str, int]) -> bool:
+        """Whether it computes such a step."""
+        least, most = self.batches
+        if not least <= batch <= most or not self.rows.items() <= at.items():
+            return False
+        return all(a <= at[n] <= b for n, (a, b) in self.limits.items())
+
+
+def step_of(step: Captured, one: Setting, other: Setting) -> Step:
+    """A captured step with where it holds: wherever both settings are alike."""
+    limits = {}
+    for (number, name), value in one.counters.items():
+        pair = sorted((value, other.counters[number, name]))
+        if name in ("offset", "_offset") or pair[1] - pair[0] > 2:
+            limits[f"{number}.{name}"] = pair[0], pair[1]
+    batches = one.batch, max(one.batch, other.batch)
+    rows = {f"{i}.rows": n for i, n in one.rows.items() if n == other.rows[i]}
+    return Step(step, fused(step.graph), batches, limits, rows, {}, {})
+
+
+def captured(
+    model: Any,
+    caches: Sequence[Any],
+    some: Sequence[Facts],
+    batch: int,
+    length: int,
+    reach: int = REACH,
+) -> tuple[Captured, Setting, Setting, int]:
+    """A model's step, the two settings in which its code ran, and how far positions went on.
+
+    The code runs twice for most models and positions: for sequences as many as mlx-lm treats alike,
+    far behind. Where it takes another branch there, it runs for nearer ones, or other sequences.
+
+    Raises:
+        Unsupported: the code cannot be captured; the reason names a line or a primitive.
+    """
+    first = Trace(model, caches, settings(some, batch, length, batch, reach)[0])
+    most = min(MAX_BATCH, first.unsorted or MAX_BATCH)
+    tries = [(most, reach), (most, isqrt(reach)), (batch, reach), (most, -1)]
+    for number, (other, way) in enumerate(dict.fromkeys(tries)):
+        two = settings(some, batch, length, other, way)[1]
+        try:
+            return solved(first, Trace(model, caches, two)), first.setting, two, way
+        except Differs:
+            if number == len({*tries}) - 1:
+                raise
+    raise AssertionError
+
+
+def check(step: Captured, batch: int) -> bool:
+    """Leave out of a captured step what takes the place of equal arrays of the model; if there is.
+
+    Raises:
+        Unsupported: what it takes the place of is not equal.
+    """
+    outputs = step.graph.outputs
+    if changed := {n: outputs.pop(n) for n in [*outputs] if n.startswith("model.")}:
+        made = Program(Graph(changed), batch, step.weights).run({}, {})
+        for name, array in made.items():
+            if not mx.array_equal(array, step.weights[name]).item():
+                raise Unsupported(f"the model changes {name} in a call")
+    return bool(changed)
