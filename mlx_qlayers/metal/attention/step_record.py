@@ -221,8 +221,12 @@ class AttentionStepRecord(Record):
 
     def tolerances(self, outputs: int) -> list[float]:
         first, *others = super().tolerances(outputs)
-        # A row that was rounded before it was packed may have another code.
-        return [first, *([2 / (2**self.bits - 1)] * len(others) if self.bits else others)]
+        if not self.bits:
+            return [first, *others]
+        # A row that was rounded before it was packed may have another code, and its group's scale
+        # and bias, of which the largest numbers make three of the row's largest, are rounded too.
+        packed = 2 / (2**self.bits - 1) + 1.5 * float(mx.finfo(self.dtype).eps)
+        return [first, *[packed] * len(others)]
 
     def _ranges(self) -> tuple[int, int]:
         """The keys of the cache that count, and those of the tail."""
