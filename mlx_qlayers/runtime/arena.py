@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import accumulate, compress, groupby
+from math import prod
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -69,13 +70,13 @@ class _Layout(NamedTuple):
     Attributes:
         inputs: of each the number of the larger array, the byte, and the shape if the kernel asks
             for it; None where it is one itself.
-        wholes: the dtypes of those larger arrays.
+        wholes: those larger arrays; of one axis they have any size.
         outputs: of those that are in larger ones their number, that of the larger array, the byte.
         made: those larger arrays.
     """
 
     inputs: tuple[tuple[int, int, tuple[int, ...]] | None, ...]
-    wholes: tuple[mx.Dtype, ...]
+    wholes: tuple[Spec, ...]
     outputs: tuple[tuple[int, int, int], ...]
     made: tuple[Spec, ...]
 
@@ -110,15 +111,6 @@ def halves(whole: mx.array) -> tuple[mx.array, mx.array]:
         return whole[: len(whole) // 2], whole[len(whole) // 2 :]
     those.pairs.add(spec)
     return those.keep(whole, 0, spec), those.keep(whole, whole.nbytes // 2, spec)
-
-
-def rows(x: mx.array, span: slice) -> mx.array:
-    """Rows of an array, which lie where it does."""
-    y, those = x[span], current.get()
-    if those is not None and (view := those.found.get(id(x))) is not None:
-        start = view.start + span.start * (x.nbytes // len(x))
-        those.found[id(y)] = View(y, view.whole, start)
-    return y
 
 
 def joined(x: mx.array, y: mx.array) -> mx.array:
@@ -202,7 +194,10 @@ def sharing(launch: Launch, bind: Callable[[Launch], Bound]) -> Bound:
                 each and (numbers[id(each.whole)], each.start, each.y.shape * bool(w))
                 for each, w in zip(found, words, strict=True)
             ),
-            tuple(whole.dtype for whole in wholes.values()),
+            tuple(
+                Spec.of(each) if each.ndim > 1 else Spec((_ALIGNMENT,), each.dtype)
+                for each in wholes.values()
+            ),
             outputs,
             made,
         )
@@ -227,11 +222,15 @@ def _laid(
     for inside in (stays, pair):
         if len(inside) < 2:
             continue
-        *starts, size = accumulate((_bytes(specs[i]) for i in inside), initial=0)
-        found += [(i, len(made), start) for i, start in zip(inside, starts, strict=True)]
         # The first one is what others than kernels take, by one node less then.
-        (first, *rest), dtype = specs[inside[0]]
-        made.append(Spec((2 * first, *rest) if inside is pair else (size // dtype.size,), dtype))
+        dtype, (first, *rest) = specs[inside[0]].dtype, specs[inside[0]].shape
+        # All begin at multiples of their rows, where only the last one has rows of other sizes.
+        rows = {i: specs[i].size * specs[i].dtype.size // (first or 1) for i in inside}
+        order = sorted(inside, key=lambda i: rows[i] % _ALIGNMENT != 0)
+        *starts, size = accumulate((_bytes(specs[i]) for i in order), initial=0)
+        found += [(i, len(made), start) for i, start in zip(order, starts, strict=True)]
+        row = -(-size // (first or 1) // _ALIGNMENT) * _ALIGNMENT // dtype.size
+        made.append(Spec((2 * first, *rest) if inside is pair else (first, row), dtype))
     return tuple(sorted(found)), tuple(made)
 
 
@@ -247,47 +246,76 @@ def _within(launch: Launch, layout: _Layout) -> Launch:
     outputs = [each for i, each in enumerate(made) if i not in inside] + [*layout.made]
     return replace(
         launch,
-        program=_program(launch.program, layout),
-        inputs=[*inputs, *(Spec((_ALIGNMENT,), dtype) for dtype in layout.wholes)],
+        program=_program(launch.program, layout, [x.shape for x in inputs]),
+        inputs=[*inputs, *layout.wholes],
         output_shapes=[each.shape for each in outputs],
         output_dtypes=[each.dtype for each in outputs],
     )
 
 
-@lru_cache(maxsize=512)
-def _program(program: Program, layout: _Layout) -> Program:
-    """A kernel that finds some of its arrays in larger ones."""
+def _program(program: Program, layout: _Layout, shapes: Sequence[tuple[int, ...]]) -> Program:
+    """A kernel that finds some of its arrays in larger ones; ``shapes`` are those of the others."""
     inside, lines = {i for i, *_ in layout.outputs}, list[str]()
+    inputs = [p for p, at in zip(program.inputs, layout.inputs, strict=True) if at is None]
+    own = zip(inputs, shapes, strict=True)
+    names = [f"within_{number}" for number in range(len(layout.wholes))]
+    wholes = [(name, each.shape) for name, each in zip(names, layout.wholes, strict=True)]
     for parameter, at in zip(program.inputs, layout.inputs, strict=True):
         if at is not None:
             number, start, shape = at
-            lines.append(_pointer(parameter, "const device", f"within_{number}", start))
-            lines += _words(program, parameter.name, shape)
+            name, axes = names[number], wholes[number][1][:-1]
+            lines.append(_pointer(parameter, "const device", name, _counted(start, name, axes)))
+            first = [_counted(n, name, axes) for n in shape[:1] if axes == (n,)]
+            lines += _words(program, parameter.name, shape, *first)
+    sized = wholes + [(p.name, shape) for p, shape in own if not p.reference]
     for i, number, start in layout.outputs:
-        lines.append(_pointer(program.outputs[i], "device", f"made_{number}", start))
-    inputs = [p for p, at in zip(program.inputs, layout.inputs, strict=True) if at is None]
+        axes = layout.made[number].shape[:-1]
+        alike = (name for name, shape in sized if shape[: len(axes)] == axes)
+        address = _counted(start, next(alike, ""), axes)
+        lines.append(_pointer(program.outputs[i], "device", f"made_{number}", address))
     inputs += [
-        Parameter(f"within_{number}", TYPES[dtype], "device")
-        for number, dtype in enumerate(layout.wholes)
+        Parameter(name, TYPES[spec.dtype], "device")
+        for name, spec in zip(names, layout.wholes, strict=True)
     ]
     outputs = [p for i, p in enumerate(program.outputs) if i not in inside]
     outputs += [
         Parameter(f"made_{number}", TYPES[each.dtype], "device", writable=True)
         for number, each in enumerate(layout.made)
     ]
+    return _replaced(program, "".join(lines), tuple(inputs), tuple(outputs))
+
+
+@lru_cache(maxsize=512)
+def _replaced(
+    program: Program, lines: str, inputs: tuple[Parameter, ...], outputs: tuple[Parameter, ...]
+) -> Program:
+    """A kernel with lines ahead and other parameters: the same object for the same ones."""
     return replace(
         program,
-        source="".join(lines) + program.source,
-        inputs=tuple(inputs),
-        outputs=tuple(outputs),
+        source=lines + program.source,
+        inputs=inputs,
+        outputs=outputs,
         input_names=tuple(p.name for p in inputs),
         output_names=tuple(p.name for p in outputs),
     )
 
 
-def _words(program: Program, name: str, shape: tuple[int, ...]) -> Iterator[str]:
-    """What MLX would tell the kernel about the shape of an input."""
-    values: dict[str, Sequence[int]] = {"_shape": shape, "_strides": _strides(shape)}
+def _counted(value: int, name: str, axes: tuple[int, ...]) -> str:
+    """A number as a multiple of the leading axes of an input, if there is one and it is.
+
+    So a kernel's text is the same, and compiled once, for any number of sequences.
+    """
+    rows = prod(axes)
+    if not (name and axes and rows and value) or value % rows:
+        return str(value)
+    sizes = "".join(f"size_t({name}_shape[{i}])*" for i in range(len(axes)))
+    return f"{sizes}{value // rows}"
+
+
+def _words(program: Program, name: str, shape: tuple[int, ...], *first: str) -> Iterator[str]:
+    """What MLX would tell the kernel about the shape of an input; ``first`` is its first axis."""
+    sizes = *first, *shape[len(first) :]
+    values: dict[str, Sequence[object]] = {"_shape": sizes, "_strides": _strides(shape)}
     for word in shape_words(program.source, name):
         kind, declared = word.split()
         if declared == f"{name}_ndim":
@@ -302,7 +330,7 @@ def _strides(shape: Sequence[int]) -> list[int]:
     return steps[-2::-1]
 
 
-def _pointer(parameter: Parameter, space: str, whole: str, start: int) -> str:
+def _pointer(parameter: Parameter, space: str, whole: str, start: str) -> str:
     kind, byte = f"{space} {parameter.type}*", f"{space} uint8_t*"
     address = f"reinterpret_cast<{byte}>({whole})+{start}"
     return f"{kind} {parameter.name}=reinterpret_cast<{kind}>({address});"

@@ -11,6 +11,7 @@ from machine import has_device
 from mlx_qlayers.runtime import arena as arena_module
 from mlx_qlayers.runtime.arena import arena, side_by_side, still_there
 from mlx_qlayers.runtime.backend import Mode, mode, use_backend
+from mlx_qlayers.runtime.spec import Spec
 
 from .kernels import AFFINE, GATHER, ROOTS
 
@@ -88,8 +89,8 @@ def test_nothing_is_shared_where_a_derivative_may_be_taken(layouts: list[Any]) -
 
 
 def test_a_kernel_is_told_the_shape_of_an_array(layouts: list[Any]) -> None:
-    layout = arena_module._Layout(((0, 128, (5, 8)),), (mx.uint8,), (), ())
-    program = arena_module._program(GATHER.program, layout)
+    layout = arena_module._Layout(((0, 128, (5, 8)),), (Spec((128,), mx.uint8),), (), ())
+    program = arena_module._program(GATHER.program, layout, [])
     assert program.input_names == ("within_0",) and program.output_names == ("y",)
     told = "const int x_shape[]={5,8};const int64_t x_strides[]={8,1};constexpr int x_ndim=2;"
     assert f"(within_0)+128);{told}" in program.source
