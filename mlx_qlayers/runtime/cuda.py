@@ -261,6 +261,7 @@ def _attributes(text: str, threadgroup: Size, surplus: bool) -> list[str]:
     return lines
 
 
+@lru_cache(maxsize=64)
 def _without_shimmed(header: str) -> str:
     """Leave out what the shim declares, and Apple's header."""
     header = header.replace(f"#include {TENSOR_OPS}\n", "")
@@ -270,6 +271,7 @@ def _without_shimmed(header: str) -> str:
     return header
 
 
+@lru_cache(maxsize=512)
 def translate(text: str, *, kernel: bool = False) -> str:
     """Rewrite what C++ headers cannot express of the Metal Shading Language.
 
