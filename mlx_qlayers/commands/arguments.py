@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from ..conversion.report import printable
 from ..conversion.shares import PARALLEL
+from ..runtime.staging import expanded
 from .ranges import COUNT, check_number, shown
 
 # What may be an empty text; all else is a name or a path.
@@ -73,7 +74,7 @@ def _check_text(name: str, text: str) -> None:
         raise ValueError("must not be empty")
     if "\0" in text:
         raise ValueError("must not have a null character")
-    path = Path(text).expanduser()
+    path = expanded(text)
     if name in _FILES and not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     if name in _FOLDERS and path.exists() and not path.is_dir():

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 
 from ..formats import Format
 from ..runtime.ranks import check_same, stopping_together
+from ..runtime.staging import expanded
 from .checkpoint import PATTERNS, check_adapter, check_directory, digests
 from .config import QuantizationConfig
 from .gguf_file import read_header
@@ -170,7 +171,7 @@ def find_model(
     name = os.fspath(path_or_hf_repo)
     if not name:
         raise FileNotFoundError("the name of the model is empty")
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.exists():
         return path
 

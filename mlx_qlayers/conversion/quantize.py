@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..formats import Format
-from ..runtime.staging import check_free, remove_tree, staged_directory
+from ..runtime.staging import check_free, expanded, remove_tree, staged_directory
 from .checkpoint import check_directory
 from .loading import find_model, load_stock
 
@@ -176,7 +176,7 @@ def quantize_calibrated(
     from .gptq import quantize_model
 
     target, source = _find(path_or_hf_repo, target, None, trust_remote_code)
-    words = None if text is None else Path(text).expanduser().read_text(encoding="utf-8")
+    words = None if text is None else expanded(text).read_text(encoding="utf-8")
     model, tokenizer, config, _ = load_stock(source, lazy=True, trust_remote_code=trust_remote_code)
     if any(hasattr(module, "scales") for module in model.modules()):
         raise ValueError(f"{source}: already quantized; `convert --dequantize` undoes that")
@@ -232,7 +232,7 @@ def _find(
     trust_remote_code: bool,
 ) -> tuple[Path, Path]:
     """The directory to write, where there is nothing yet, and that of the model."""
-    target = Path(target).expanduser()
+    target = expanded(target)
     check_free(target)
     return target, find_model(
         path_or_hf_repo, revision=revision, trust_remote_code=trust_remote_code

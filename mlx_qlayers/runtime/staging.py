@@ -15,6 +15,14 @@ from pathlib import Path
 _DAY = 24 * 3600
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """A path whose ``~`` is a home folder; as it stands, like in a shell, if nobody has that name.
+
+    ``Path.expanduser`` would raise a ``RuntimeError``.
+    """
+    return Path(os.path.expanduser(path))
+
+
 @contextmanager
 def staged_directory(target: Path, permissions: int | None = None) -> Iterator[Path]:
     """A new directory beside ``target`` that takes its place when the block ends without error.

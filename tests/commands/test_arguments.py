@@ -132,6 +132,9 @@ def lora(tmp_path: Path, entries: Any) -> list[str]:
 
 
 TABLE: list[tuple[list[str], str]] = [
+    # Nobody has that name, so it is no home folder.
+    (["bench", "--from", "~nobody-here"], "~nobody-here"),
+    (["info", "--model", "~nobody-here"], "~nobody-here"),
     (["quantize", "--model", "m", "--mlx-path", "o", "--bits-per-weight", "nan"], "not nan"),
     (["quantize", "--model", "m", "--mlx-path", "o", "--bits-per-weight", "0"], "not 0.0"),
     (
