@@ -9,7 +9,7 @@ import pytest
 from machine import has_device
 
 from mlx_qlayers.runtime import arena as arena_module
-from mlx_qlayers.runtime.arena import arena, side_by_side, still_there
+from mlx_qlayers.runtime.arena import arena, halves, side_by_side, still_there
 from mlx_qlayers.runtime.backend import Mode, mode, use_backend
 from mlx_qlayers.runtime.spec import Spec
 
@@ -80,6 +80,32 @@ def test_a_kernel_finds_an_array_beside_another(layouts: list[Any]) -> None:
             shared = chain(x)
     assert layouts[0].inputs == ((0, 128, ()),)
     assert all(mx.array_equal(*pair) for pair in zip(plain, shared, strict=True))
+
+
+def test_kernels_are_the_same_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    within, made = arena_module._within, list[Any]()
+
+    def noted(launch: Any, layout: Any) -> Any:
+        made.append(within(launch, layout))
+        return made[-1]
+
+    def chains(count: int) -> list[mx.array]:
+        sizes = {"grid": (32 * count, 1, 1), "threadgroup": (8, 1, 1)}
+        _, x = halves(mx.arange(128.0 * count).reshape(2 * count, 64))
+        root, exact = ROOTS([x], output_shapes=[(count, 32)] * 2, **sizes)
+        (y,) = GATHER([root], template={"T": mx.float32}, output_shapes=[(count, 32)], **sizes)
+        return [root, exact, y]
+
+    has_device(monkeypatch, "host", launches_views=True)
+    monkeypatch.setattr(arena_module, "_within", noted)
+    with use_backend("host"):
+        for count in (1, 3, 8):
+            plain = chains(count)
+            with mode(Mode.INFERENCE), arena([]):
+                shared = chains(count)
+            assert all(mx.array_equal(*pair) for pair in zip(plain, shared, strict=True))
+    programs = [each.program for each in made]
+    assert programs[:2] == programs[2:4] == programs[4:] and len({*programs}) == 2
 
 
 def test_nothing_is_shared_where_a_derivative_may_be_taken(layouts: list[Any]) -> None:
