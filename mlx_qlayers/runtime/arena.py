@@ -265,7 +265,7 @@ def _program(program: Program, layout: _Layout, shapes: Sequence[tuple[int, ...]
             number, start, shape = at
             name, axes = names[number], wholes[number][1][:-1]
             lines.append(_pointer(parameter, "const device", name, _counted(start, name, axes)))
-            first = [_counted(n, name, axes) for n in shape[:1] if axes == (n,)]
+            first = [f"{name}_shape[0]" for n in shape[:1] if axes == (n,)]
             lines += _words(program, parameter.name, shape, *first)
     sized = wholes + [(p.name, shape) for p, shape in own if not p.reference]
     for i, number, start in layout.outputs:

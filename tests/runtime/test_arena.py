@@ -9,7 +9,7 @@ import pytest
 from machine import has_device
 
 from mlx_qlayers.runtime import arena as arena_module
-from mlx_qlayers.runtime.arena import arena, halves, side_by_side, still_there
+from mlx_qlayers.runtime.arena import arena, side_by_side, still_there
 from mlx_qlayers.runtime.backend import Mode, mode, use_backend
 from mlx_qlayers.runtime.spec import Spec
 
@@ -91,9 +91,10 @@ def test_kernels_are_the_same_for_any_number_of_rows(monkeypatch: pytest.MonkeyP
 
     def chains(count: int) -> list[mx.array]:
         sizes = {"grid": (32 * count, 1, 1), "threadgroup": (8, 1, 1)}
-        _, x = halves(mx.arange(128.0 * count).reshape(2 * count, 64))
+        x = mx.arange(32.0 * count).reshape(count, 32)
         root, exact = ROOTS([x], output_shapes=[(count, 32)] * 2, **sizes)
-        (y,) = GATHER([root], template={"T": mx.float32}, output_shapes=[(count, 32)], **sizes)
+        values = {"T": mx.float32, "N": 3, "NEGATE": False}
+        (y,) = AFFINE([root, SCALAR, BIAS], template=values, output_shapes=[(count, 32)], **sizes)
         return [root, exact, y]
 
     has_device(monkeypatch, "host", launches_views=True)
@@ -120,3 +121,7 @@ def test_a_kernel_is_told_the_shape_of_an_array(layouts: list[Any]) -> None:
     assert program.input_names == ("within_0",) and program.output_names == ("y",)
     told = "const int x_shape[]={5,8};const int64_t x_strides[]={8,1};constexpr int x_ndim=2;"
     assert f"(within_0)+128);{told}" in program.source
+    layout = arena_module._Layout(((0, 640, (5, 8)),), (Spec((5, 32), mx.float32),), (), ())
+    source = arena_module._program(GATHER.program, layout, []).source
+    told = told.replace("{5,8}", "{within_0_shape[0],8}")
+    assert f"(within_0)+size_t(within_0_shape[0])*128);{told}" in source
