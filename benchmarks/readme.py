@@ -150,6 +150,10 @@ TABLES = [
         sides=("stock", "converted"), by="layers"),
     Table("decode_contexts_cuda", "decode.py --contexts 16 4096 16384 32768", TOKENS,
         {"decode, {what}": "tokens/s"}, sides=("stock", "converted"), by="layers"),
+    Table("server_cuda", "server.py --limit 120", TOKENS, {"{what}": "found"},
+        ".*: speed", ("stock", "converted"), "process"),
+    Table("server_cuda", "server.py --limit 120", (MS[0], *TOKENS[1:]), {"{what}": "found"},
+        ".*: (first token|gap, p100)", ("stock", "converted"), "process"),
     Table("tuning_cuda", "tuning.py --tune --decode", (TOKENS[0], "untuned", "tuned"),
         {"decode, batch 1": "tokens/s"}, sides=("before", "after"), by="layers"),
     Table("quantized_few_cuda", "quantized_matmul.py --few", US, {"{shape}, M = {rows:.0f}": ""},
@@ -303,7 +307,7 @@ def _shown(cell: object) -> str:
     return f"{cell:g}" if cell.is_integer() else significant(cell)
 
 
-# The results that are no table of this page.
+# The results that no table of this page shows, or only in part.
 OTHER = {
     "architectures_cuda": "Eight architectures: one sequence, eight, and a prompt",
     "architectures_float32_cuda": "Qwen3-Next beside float32",
@@ -322,6 +326,7 @@ OTHER = {
     "peers_cuda": "Attention, small products and grid sampling beside PyTorch",
     "runtime": "Python time of a launch, and the size of each kernel's source",
     "runtime_cuda": "The same on a GPU",
+    "server_cuda": "Requests that arrive one after the other, with all percentiles of the gaps",
     "startup_cuda": "Start-up with empty caches, in a later process, and calibration",
     "tensor_cuda": "Metal 4 tensor kernels beside the others",
 }
