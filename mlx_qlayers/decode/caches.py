@@ -125,10 +125,14 @@ def _room(c: Any, kind: str, length: int) -> int:
         at: int = c.offset - c.start_position
     else:
         at = c._idx if "_idx" in vars(c) else c.offset
-    if at + length > _rows(c.keys):
-        # As mlx-lm's, or a quarter: each number of rows takes a compiled step.
-        more = max(-(-length // c.step), min(_rows(c.keys) // 4, _MOST_ROWS) // c.step) * c.step
-        c.keys, c.values = (_grown(b, more, at) for b in (c.keys, c.values))
+    rows = _rows(c.keys)
+    # In whole steps, also where sequences were merged: each number of rows is compiled anew.
+    size = -(-rows // c.step) * c.step
+    if at + length > size:  # as mlx-lm's, or by a quarter
+        more = max(length, min(rows // 4, _MOST_ROWS))
+        size = -(-(at + more) // c.step) * c.step
+    if size > rows:
+        c.keys, c.values = (_grown(b, size - at, at) for b in (c.keys, c.values))
     return at
 
 

@@ -106,6 +106,24 @@ def test_one_capture_for_batches_that_grow_and_shrink(monkeypatch: pytest.Monkey
     assert len(runs) == 2
 
 
+def test_merged_sequences_of_any_lengths_take_one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a server sequences come and go at other lengths each time."""
+    traces, run = [], Tailed._run
+    monkeypatch.setattr(engine, "where", lambda: "a GPU")
+    monkeypatch.setattr(Tailed, "_run", lambda *a: traces.append(a[0].program.batch) or run(*a))
+    model, token = qwen(), mx.array([[5]])
+    with use_backend("reference"):
+        for lengths in ((3, 9), (40, 11), (2, 250), (7, 100)):
+            caches = [make_prompt_cache(model) for _ in lengths]
+            for length, cache in zip(lengths, caches, strict=True):
+                model(mx.arange(length)[None] % 96, cache=cache)
+            merged = [KVCache.merge(layer) for layer in zip(*caches, strict=True)]
+            found = engine.step(model, mx.concatenate([token] * 2), merged)
+            want = mx.concatenate([model(token, cache=cache) for cache in caches])
+            assert found is not None and mx.abs(found - want).max() < 1e-4
+    assert traces == [2]
+
+
 def test_several_tokens_at_once() -> None:
     """Tokens see those before them; up to eight by one plan for all positions."""
     model = qwen()
