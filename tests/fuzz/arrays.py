@@ -91,7 +91,7 @@ def compare(
     actual: mx.array,
     truth: np.ndarray,
     rounded: np.ndarray,
-    terms: np.ndarray,
+    terms: float | np.ndarray,
     what: str,
     most: float = np.inf,
 ) -> None:

@@ -158,8 +158,9 @@ def _check_gradients(
             out = x.dtype if biases is None else mx.result_type(x.dtype, scales.dtype)
             terms = terms * (1 + IN_FLOAT32[out])
         assert gradient.dtype == array.dtype
-        what, base = f"gradient of {name} of {case}", round_to(base, array.dtype)
-        assert_accurate(gradient, truth, base, terms=terms.max(initial=0), what=what)
+        what = f"gradient of {name} of {case}"
+        # One that half precision does not hold is infinite.
+        arrays.compare(gradient, truth, base, terms.max(initial=0), what)
 
 
 def _gradients(
