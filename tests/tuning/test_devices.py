@@ -192,8 +192,7 @@ def undecided(asked):
         if isinstance(each, QmvRecord):
             every += map(each.at, range(1, 17))
         elif isinstance(each, AttentionDecodeRecord | AttentionStepRecord):
-            batches = (1, 5, 32) if isinstance(each, AttentionStepRecord) else ()
-            some = [replace(each, batch=batch) for batch in batches] or [each]
+            some = [replace(each, batch=batch) for batch in (1, 5, 32, 64)]
             every += [one.at(n) for one in some for n in (1, 200, 300, 3000, 50_000, 200_000)]
 
     def question(record):

@@ -169,12 +169,12 @@ class Serial:
     block: int = 32
 
 
-def question(call: AttentionCall) -> tuple[mx.Dtype, int, int, int, int, int, int]:
-    """What is asked about a call: dtype, rows of a key head, D, Dv, bits, caches, keys."""
+def question(call: AttentionCall) -> tuple[mx.Dtype, int, int, int, int, int, int, int]:
+    """What is asked about a call: dtype, rows of a key head, D, Dv, bits, Hkv, keys, B."""
     _, heads, queries, width = call.q.shape
     batch, kv_heads, keys, _ = call.k[0].shape
-    rows, caches = heads // kv_heads * queries, batch * kv_heads
-    return call.q.dtype, rows, width, call.v_width, call.packing[1], caches, rounded(keys)
+    rows, widths = heads // kv_heads * queries, (width, call.v_width)
+    return call.q.dtype, rows, *widths, call.packing[1], kv_heads, rounded(keys), batch
 
 
 def unsplit(device: str, dtype: mx.Dtype, rows: int, width: int, v_width: int, bits: int) -> Decode:

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -22,6 +23,7 @@ from ...runtime.spec import Spec
 from ..record import (
     CALIBRATED_KEYS,
     CALIBRATED_PROMPTS,
+    LARGEST,
     CallRecord,
     Fixed,
     Inputs,
@@ -43,6 +45,8 @@ _MOST_REGISTERS = 160
 GROUP = 64
 # Keys of a call that are not split among threadgroups.
 _WHOLE_KEYS = 256
+# Batches of decoding of which a device is calibrated, and of all sequences the most keys.
+BATCHES, _MOST_KEYS = (1, 8, 32), 1 << 17
 # Kernels for GPUs and for CPUs, plain and packed keys.
 _DECODE = ((False, False), (False, True), (True, False), (True, True))
 
@@ -52,16 +56,32 @@ def slices(record: Any) -> list[int]:
     return [-(-record.v_width // width) for width in record.values["slice"]]
 
 
+def in_batches(record: Any, batches: Sequence[int], sizes: Sequence[int]) -> list[Any]:
+    """A record in each of some batches with each number of keys; none that is too large."""
+    pairs = product(batches, sizes)
+    every = (replace(record, batch=b, keys=n) for b, n in pairs if b * n <= _MOST_KEYS)
+    return [each for each in every if each.bytes() <= LARGEST]
+
+
+def next_larger(record: Any, measured: Sequence[Any]) -> list[Any]:
+    """Those of the next larger batch and number of keys: the kernel is the same. What is too large
+    to be measured goes by the largest batch, and by what of most keys is not."""
+    every = [each for each in measured if each != record]
+    batch = min(record.batch, max((each.batch for each in every), default=0))
+    above = [each for each in every if each.batch >= batch and each.keys >= record.keys]
+    below = [each for each in every if each.batch <= batch and each.keys <= record.keys]
+    return above or sorted(below, key=lambda each: -each.batch * each.keys)
+
+
 @dataclass(frozen=True)
 class AttentionDecodeRecord(Record):
-    """One query for each of so many rows over the keys of so many caches.
+    """One query for each of so many rows over the keys of each head and sequence.
 
     Attributes:
         rows: queries of one key head.
         width, v_width: of keys and of values.
         bits: of packed keys and values; 0 for plain ones.
-        caches: those of the batch and of all key heads.
-        keys: of each.
+        kv_heads, keys, batch: key heads, keys of each, and sequences.
     """
 
     dtype: mx.Dtype
@@ -69,8 +89,9 @@ class AttentionDecodeRecord(Record):
     width: int
     v_width: int
     bits: int
-    caches: int
+    kv_heads: int
     keys: int
+    batch: int = 1
     family, sized = "attention_decode", "keys"
     sizes_measured = _WHOLE_KEYS, *CALIBRATED_KEYS
     stock_waits = False
@@ -122,6 +143,23 @@ class AttentionDecodeRecord(Record):
             *(decode._kernel(serial, packed, False, False) for serial, packed in _DECODE),
             decode._combine(False),
         )
+
+    @property
+    def caches(self) -> int:
+        """Those of all sequences and key heads, of whatever number each."""
+        return self.batch * self.kv_heads
+
+    @property
+    def stage(self) -> int:
+        return int(self.batch > 1)
+
+    def calibrated(self) -> Iterator[Record]:
+        """In a batch, too, where nothing was measured; larger ones go by that."""
+        batches = (self.batch,) if device_of().measured else BATCHES[:2]
+        yield from in_batches(self, batches, self.sizes_measured)
+
+    def larger(self) -> Iterator[Record]:
+        yield from next_larger(self, [*self.calibrated()])
 
     def bucket(self) -> tuple[tuple[int, ...], str]:
         shape = self.caches, self.rows, rounded(self.keys), self.width, self.v_width

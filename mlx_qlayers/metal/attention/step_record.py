@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import product
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -19,7 +18,6 @@ from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
 from ..record import (
     CALIBRATED_KEYS,
-    LARGEST,
     Inputs,
     Path,
     Record,
@@ -30,11 +28,10 @@ from ..record import (
     too_much,
 )
 from . import decode, step
-from .records import GROUP, AttentionDecodeRecord, slices, stock
+from .records import BATCHES, GROUP, AttentionDecodeRecord, in_batches, next_larger, slices, stock
 
-# Batches of decoding of which a device is calibrated, of all sequences the most keys, and how
-# packed caches are packed.
-_BATCHES, _MOST_KEYS, _BITS = (1, 8, 32), 1 << 17, (8, 4)
+# How packed caches of which a device is calibrated are packed.
+_BITS = 8, 4
 # Positions that a step takes at least, and rows of its tail.
 _POSITIONS, _TAIL = 8, 256
 
@@ -139,23 +136,17 @@ class AttentionStepRecord(Record):
             yield from replace(self, group_size=group, bits=bits)._measured()
         if not device_of().measured:
             of_head = self.heads // self.kv_heads, self.width, self.v_width, self.bits
-            caches = self.batch * self.kv_heads
-            yield from AttentionDecodeRecord(self.dtype, *of_head, caches, self.keys).calibrated()
+            alone = AttentionDecodeRecord(self.dtype, *of_head, self.kv_heads, self.keys)
+            yield from alone.calibrated()
 
     def _measured(self) -> list[AttentionStepRecord]:
         """In all batches; of packed caches fewer, which go by others of the same kernel."""
         packed = self.bits > 0
-        pairs = product(_BATCHES[:: 1 + packed], self.sizes_measured[: -1 if packed else None])
-        every = (replace(self, batch=b, keys=n) for b, n in pairs if b * n <= _MOST_KEYS)
-        return [each for each in every if each.bytes() <= LARGEST]
+        sizes = self.sizes_measured[: -1 if packed else None]
+        return in_batches(self, BATCHES[:: 1 + packed], sizes)
 
     def larger(self) -> Iterator[Record]:
-        """In the next larger batch, too: the kernel is the same. Of what is too large to be
-        measured, that of most keys that is not."""
-        every = [each for each in self._measured() if each != self]
-        above = [each for each in every if each.batch >= self.batch and each.keys >= self.keys]
-        below = [each for each in every if each.batch <= self.batch and each.keys <= self.keys]
-        yield from above or sorted(below, key=lambda each: -each.batch * each.keys)
+        yield from next_larger(self, self._measured())
 
     def bytes(self) -> float:
         bits = self.bits + 32 / self.group_size if self.bits else 8 * self.dtype.size
