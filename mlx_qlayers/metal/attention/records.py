@@ -145,11 +145,6 @@ class AttentionDecodeRecord(Record):
         )
 
     @property
-    def caches(self) -> int:
-        """Those of all sequences and key heads, of whatever number each."""
-        return self.batch * self.kv_heads
-
-    @property
     def stage(self) -> int:
         return int(self.batch > 1)
 
@@ -162,7 +157,8 @@ class AttentionDecodeRecord(Record):
         yield from next_larger(self, [*self.calibrated()])
 
     def bucket(self) -> tuple[tuple[int, ...], str]:
-        shape = self.caches, self.rows, rounded(self.keys), self.width, self.v_width
+        caches = self.batch * self.kv_heads
+        shape = caches, self.rows, rounded(self.keys), self.width, self.v_width
         return shape, f"bits-{self.bits}"
 
     def variant(self, config: decode.Decode | decode.Serial) -> Any:
@@ -172,11 +168,13 @@ class AttentionDecodeRecord(Record):
 
     def bytes(self) -> float:
         bits = self.bits or 8 * self.dtype.size
-        return self.caches * self.keys * (self.width + self.v_width) * bits / 8
+        rows = self.batch * self.kv_heads * self.keys
+        return rows * (self.width + self.v_width) * bits / 8
 
     def inputs(self) -> Inputs:
-        heads, keys = (1, self.caches * self.rows, 1), (1, self.caches, self.keys)
-        shapes = (*heads, self.width), (*keys, self.width), (*keys, self.v_width)
+        heads, keys = (self.kv_heads * self.rows, 1), (self.kv_heads, self.keys)
+        each = (*heads, self.width), (*keys, self.width), (*keys, self.v_width)
+        shapes = ((self.batch, *shape) for shape in each)
         return _packed(normal(self.dtype, *shapes), self.bits)
 
     def bind(self, inputs: Inputs, config: decode.Decode) -> Path:
