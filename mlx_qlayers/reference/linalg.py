@@ -23,8 +23,13 @@ def cholesky(w: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def solve_lower(a: mx.array, b: mx.array) -> mx.array:
-    """L^-1 B of (batch, n, n) and (batch, n, m), from the lower triangle of L."""
-    return mx.linalg.solve_triangular(mx.tril(a), b, stream=mx.cpu)
+    """L^-1 B of (batch, n, n) and (batch, n, m), from the lower triangle of L.
+
+    NaN from the first row on whose diagonal is zero, where MLX raises an error when it evaluates.
+    """
+    singular = mx.eye(a.shape[1], dtype=mx.bool_) & (a == 0)
+    lower = mx.where(singular, mx.array(mx.nan, a.dtype), mx.tril(a))
+    return mx.linalg.solve_triangular(lower, b, stream=mx.cpu)
 
 
 def subtract_product(b: mx.array, a: mx.array, x: mx.array) -> mx.array:
