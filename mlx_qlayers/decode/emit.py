@@ -23,7 +23,7 @@ from ..runtime.launch import Launching
 from .capture import Unsupported
 from .graph import Graph, Node, Size, names_in, resolved
 from .operations import OPERATIONS
-from .primitives import Call, Dispatched, call_of
+from .primitives import Call, Dispatched, call_of, slices
 from .rules.deferred import deferred
 from .rules.serial import serial
 
@@ -115,7 +115,7 @@ class Program:
         if node in self._in_place:
             # The buffer itself changes.
             self._of[node] = given[0]
-            rows = self._argument(_slices, node.arg[1:])
+            rows = self._argument(slices, node.arg[1:])
             return _Call(operator.setitem, [given[0], *rows, given[1]], self._register())
         target: int | slice
         target = at = self._of[node] = self._register(count=len(node.outputs))
@@ -278,10 +278,6 @@ def resolver(args: Sequence[Any]) -> Callable[[Mapping[str, int]], Sequence[Any]
     made: Callable[[Mapping[str, int]], Sequence[Any]]
     made = eval(f"lambda at: {text(tuple(args))}", {"constants": constants})
     return made
-
-
-def _slices(arg: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (tuple(map(slice, *arg)),)
 
 
 def _is_rows(name: str) -> bool:

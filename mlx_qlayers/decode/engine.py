@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
@@ -19,8 +19,7 @@ from .capture import Differs, Unsupported, stopping_line
 from .captured import MAX_BATCH, Step, captured, check, step_of
 from .effects import Effects
 from .emit import Program
-from .listed import Going, Listed
-from .padded import Padded
+from .forms import Form, Padded, Progress
 from .rules import fused
 from .rules.padded import padded
 from .rules.steps import Tails
@@ -88,20 +87,6 @@ def _place() -> Any:
     return current.get(), epoch.state, mx.default_device().type
 
 
-class _Last(NamedTuple):
-    """What a step leaves for the next one.
-
-    Attributes:
-        asked: shape and dtype of tokens, and what the step's program belongs to.
-        left: for how many steps more what was captured holds.
-        now: what goes on.
-    """
-
-    asked: Any
-    left: int
-    now: Any
-
-
 class Steps:
     """The graphs of a model as it is now.
 
@@ -163,8 +148,8 @@ class Steps:
         key: Any = asked
         at: dict[str, int] = {}
         try:
-            if last is not None and last.asked == asked and last.left > 0 and last.now.holds(own):
-                return self._goes_on(last.now.step, tokens, own, last)
+            if last is not None and last.asked == asked and last.holds(own):
+                return self._goes_on(tokens, own, last)
             if all(c.empty() for c in own):
                 return None
             released(own)
@@ -205,71 +190,62 @@ class Steps:
         self, key: Any, tokens: mx.array, caches: Sequence[Any], some: list[Facts]
     ) -> mx.array:
         """A step that goes on from no other."""
-        batch, at = tokens.shape[0], _positions(some)
+        (batch, length), at = tokens.shape, _positions(some)
         found = next((s for s in self.steps.get(key, ()) if s.holds(batch, at)), None)
         if found is None:
             found = self._captured(key, caches, some, batch)
             self.steps[key] = [found, *self.steps.get(key, ())][:_KEPT]
         own = leaves(caches)
-        if where() and (tailed := self._tailed(found, batch, some)) is not None:
-            left = (most - at[name] + 1 for name, (_, most) in found.limits.items())
-            asked = tokens.shape, tokens.dtype, where()
+        for step in self._forms(found, batch, some):
             try:
-                last = _Last(asked, min(left, default=_KEPT), None)
-                return self._goes_on(tailed, tokens, own, last)
+                state = step.begun(own, at)
             except Unsupported:  # as long as these caches hold what they do
-                pass
-        logits: mx.array
-        length, step = tokens.shape[1], self._listed(found, batch, some)
-        logits, now = step.run(tokens, own, Going(step, at))
-        fills, pairs = isinstance(step, Padded), zip(some, own, strict=True)
-        steps = [more_steps(each, c, length, fills) for each, c in pairs]
-        steps += [(most - at[name]) // length for name, (_, most) in found.limits.items()]
-        asked = tokens.shape, tokens.dtype, where() if fills else _place()
-        self.progress[own[0]] = _Last(asked, min(steps), now)
+                continue
+            logits, now = step.run(tokens, own, state)
+            steps = [(most - at[name]) // length for name, (_, most) in found.limits.items()]
+            if not isinstance(step, Tailed):
+                fills, pairs = isinstance(step, Padded), zip(some, own, strict=True)
+                steps += [more_steps(each, c, length, fills) for each, c in pairs]
+            asked = tokens.shape, tokens.dtype, where() or _place()
+            self.progress[own[0]] = now._replace(asked=asked, left=min([*steps, now.left]))
+            return logits
+        raise AssertionError
+
+    def _goes_on(self, tokens: mx.array, own: list[Any], last: Progress) -> mx.array:
+        logits, now = last.step.run(tokens, own, last.state)
+        left = min(last.left - 1, now.left)
+        self.progress[own[0]] = now._replace(asked=last.asked, left=left)
         return logits
 
-    def _goes_on(self, step: Any, tokens: mx.array, own: list[Any], last: _Last) -> mx.array:
-        logits: mx.array
-        logits, now = step.run(tokens, own, last.now)
-        self.progress[own[0]] = _Last(last.asked, last.left - 1, now)
-        return logits
-
-    def _listed(self, found: Step, batch: int, some: Sequence[Facts]) -> Listed:
-        """The step, compiled as it is where that can be done."""
-        key: Any = batch, where() or _place()
-        if key not in found.programs and where():
-            try:
-                if "padded" not in found.forms:
-                    caches = Tails([each.key for each in some], found.captured.names)
-                    found.forms["padded"] = padded(found.graph, caches)
-                graph = found.forms["padded"]
-                found.programs[key] = Padded(found.captured, graph, batch, self._views())
-            except Unsupported as error:
-                self.stopped[key] = str(error)
+    def _forms(self, found: Step, batch: int, some: Sequence[Facts]) -> Iterator[Form]:
+        """What runs a step with such caches, the fastest first: the next where one cannot."""
+        place, caches = where(), Tails([each.key for each in some], found.captured.names)
+        for make in (self._tailed, self._padded) if place else ():
+            key: Any = (make.__name__, batch, current.get(), place)
+            if key not in found.programs:
+                try:
+                    found.programs[key] = make(found, batch, caches)
+                except Unsupported as error:
+                    found.programs[key] = None
+                    if make == self._padded:
+                        self.stopped[key] = str(error)
+            if found.programs[key] is not None:
+                yield found.programs[key]
+        key = "listed", batch, place or _place()
         if key not in found.programs:
             on_cpu = mx.default_device().type == mx.cpu and backend() in ("host", "reference")
-            program = Program(found.graph, batch, found.captured.weights, binds=on_cpu)
-            found.programs[key] = Listed(found.captured, program)
-        step: Listed = found.programs[key]
-        return step
+            found.programs[key] = Form(found.captured, found.graph, batch, binds=on_cpu)
+        yield found.programs[key]
 
-    def _tailed(self, found: Step, batch: int, some: Sequence[Facts]) -> Tailed | None:
-        """The step by tails; None where something else depends on positions."""
-        key = "tails", batch, current.get(), where()
-        if key not in found.programs:
-            try:
-                found.programs[key] = self._by_tails(found, batch, some)
-            except Unsupported:
-                found.programs[key] = None
-        return found.programs[key]
-
-    def _by_tails(self, found: Step, batch: int, some: Sequence[Facts]) -> Tailed:
-        tails = Tails([each.key for each in some], found.captured.names)
+    def _tailed(self, found: Step, batch: int, caches: Tails) -> Form:
         if "tailed" not in found.forms:
-            found.forms["tailed"] = fused(found.captured.graph, tails)
-        graph = found.forms["tailed"]
-        return Tailed(found.captured, graph, batch, tails, self._views())
+            found.forms["tailed"] = fused(found.captured.graph, caches)
+        return Tailed(found.captured, found.forms["tailed"], batch, caches, self._views())
+
+    def _padded(self, found: Step, batch: int, caches: Tails) -> Form:
+        if "padded" not in found.forms:
+            found.forms["padded"] = padded(found.graph, caches)
+        return Padded(found.captured, found.forms["padded"], batch, self._views())
 
     def _views(self) -> list[View]:
         """Where arrays of the model lie."""

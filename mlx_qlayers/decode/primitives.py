@@ -6,7 +6,7 @@ An entry has a function of arrays and further arguments, and what makes those of
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -63,8 +63,14 @@ def _in_one(arg: tuple[Any, ...]) -> tuple[Any, ...]:
     return (arg[0],)
 
 
-def _slices(start: Sequence[int], stop: Sequence[int], step: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(map(slice, start, stop, step))
+def slices(arg: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Starts, stops and steps as an index."""
+    return (tuple(map(slice, *arg)),)
+
+
+def _format(arg: tuple[Any, ...]) -> dict[str, Any]:
+    """The options of what packs a matrix or takes a packed one."""
+    return {"group_size": arg[0], "bits": arg[1], "mode": MODES[arg[2]]}
 
 
 def _slice_update(node: Node) -> Call:
@@ -79,15 +85,6 @@ def _at(axes: tuple[int, ...], x: mx.array, update: mx.array, start: mx.array) -
     return mx.slice_update(x, update, start, axes)
 
 
-def _slice_update_at(node: Node) -> Call:
-    return Call(partial(_at, node.arg))
-
-
-def _slice_at(node: Node) -> Call:
-    axes, _ = node.arg
-    return Call(lambda x, start, sizes: mx.slice(x, start, axes, sizes), lambda arg: (arg[1],))
-
-
 def _positions(node: Node) -> Call:
     """Numbers that depend on positions, of the array that has all of those."""
     places = [each for _, each in node.arg]
@@ -95,7 +92,7 @@ def _positions(node: Node) -> Call:
     def moved(positions: mx.array, const: Any, terms: tuple[tuple[int, int], ...]) -> mx.array:
         total = None if isinstance(const, int) and not const else mx.array(const, node.dtype)
         for index, count in terms:
-            one = positions[index].astype(node.dtype)
+            one = positions[index : index + 1].reshape(()).astype(node.dtype)  # a view
             one = one if count == 1 else count * one
             total = one if total is None else one + total
         return mx.array(0, node.dtype) if total is None else total
@@ -130,26 +127,9 @@ def _depends(node: Node) -> Call:
     """The first array; or its sum over ranks, see :mod:`.twin`."""
     number = number_of(node.src[-1]) if node.src[-1] is not None else None
     if not isinstance(number, int) or not 0 <= number - FIRST_GROUP < len(GROUPS):
-        return Call(lambda x, *rest: x)
+        return Call(_first)
     group = GROUPS[number - FIRST_GROUP]
     return Call(lambda x, _: mx.distributed.all_sum(x, group=group))
-
-
-def _reduce(node: Node) -> Call:
-    kind, axes = node.arg
-    function = (mx.all, mx.any, mx.sum, mx.prod, mx.min, mx.max)[kind]
-    return Call(partial(function, axis=axes, keepdims=True))
-
-
-def _arg_reduce(node: Node) -> Call:
-    kind, axis = node.arg
-    return Call(partial((mx.argmin, mx.argmax)[kind], axis=axis, keepdims=True))
-
-
-def _scan(node: Node) -> Call:
-    kind, axis, reverse, inclusive = node.arg
-    function = (mx.cummax, mx.cummin, mx.cumsum, mx.cumprod, mx.logcumsumexp)[kind]
-    return Call(partial(function, axis=axis, reverse=reverse, inclusive=inclusive))
 
 
 def _convolution(node: Node) -> Call:
@@ -160,86 +140,28 @@ def _convolution(node: Node) -> Call:
     return Call(partial(mx.conv_general, **more))
 
 
-def _quantized(node: Node) -> Call:
-    size, bits, mode, transpose = node.arg
-    more = {"group_size": size, "bits": bits, "mode": MODES[mode], "transpose": transpose}
-    return Call(partial(mx.quantized_matmul, **more))
-
-
 def _gather_qmm(node: Node) -> Call:
-    size, bits, mode, transpose, *is_sorted = node.arg
-    more = {"group_size": size, "bits": bits, "mode": MODES[mode], "transpose": transpose}
-    function: Any = partial(mx.gather_qmm, **more, sorted_indices=any(is_sorted))
-    affine = mode == 0
+    transpose, *is_sorted = node.arg[3:]
+    more = _format(node.arg) | {"transpose": transpose, "sorted_indices": any(is_sorted)}
+    affine = node.arg[2] == 0
 
     def call(x: mx.array, w: mx.array, scales: mx.array, *rest: mx.array) -> mx.array:
         biases, lhs, rhs = rest if affine else (None, *rest)
-        return function(x, w, scales, biases, lhs, rhs)
+        return mx.gather_qmm(x, w, scales, biases, lhs, rhs, **more)
 
     return Call(call)
 
 
-def _quantize(node: Node) -> Call:
-    size, bits, mode, dequantize = node.arg
-    more = {"group_size": size, "bits": bits, "mode": MODES[mode]}
-    return Call(partial(mx.dequantize if dequantize else mx.quantize, **more))
-
-
 def _rope(node: Node) -> Call:
     dims, traditional, base, scale, _ = node.arg
-    by_freqs = len(node.src) > 2
+    own = None if len(node.src) > 2 else base
 
     def call(x: mx.array, offset: mx.array, freqs: mx.array | None = None) -> mx.array:
-        own = None if by_freqs else base
         return mx.fast.rope(
             x, dims, traditional=traditional, base=own, scale=scale, offset=offset, freqs=freqs
         )
 
     return Call(call)
-
-
-def _attention(node: Node) -> Call:
-    scale, causal, has_sinks, *_ = node.arg
-    masked = len(node.src) > 3 + has_sinks
-
-    def call(q: mx.array, k: mx.array, v: mx.array, *rest: mx.array) -> mx.array:
-        mask: Any = rest[0] if masked else "causal" if causal else None
-        sinks = rest[-1] if has_sinks else None
-        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
-
-    return Call(call)
-
-
-def _norm(node: Node) -> Call:
-    weight = node.src[1]
-    if weight is None or weight.shape:
-        return Call(mx.fast.rms_norm, _as_they_are)
-    return Call(lambda x, _, eps: mx.fast.rms_norm(x, None, eps), _as_they_are)
-
-
-def _layer_norm(node: Node) -> Call:
-    (eps,) = node.arg
-
-    def call(x: mx.array, weight: mx.array | None, bias: mx.array | None) -> mx.array:
-        scale, shift = (a if a is not None and a.ndim else None for a in (weight, bias))
-        return mx.fast.layer_norm(x, scale, shift, eps)
-
-    return Call(call)
-
-
-def _log(node: Node) -> Call:
-    return Call((mx.log2, mx.log10, mx.log)[node.arg[0]])
-
-
-def _softmax(node: Node) -> Call:
-    return Call(partial(mx.softmax, axis=-1, precise=node.arg[0]))
-
-
-def _scatter_axis(node: Node) -> Call:
-    kind, axis = node.arg
-    if kind != 1:
-        raise KeyError("ScatterAxis")
-    return Call(partial(mx.put_along_axis, axis=axis))
 
 
 def _pad(node: Node) -> Call:
@@ -254,9 +176,32 @@ def _pad(node: Node) -> Call:
     return Call(lambda x, value, found: mx.pad(x, found, constant_values=value), widths)
 
 
-def _joined(node: Node) -> Call:
-    axis = node.arg[0]
-    return Call(lambda *arrays: mx.concatenate([*arrays], axis))
+def _along(function: Callable[..., Any]) -> Callable[[Node], Call]:
+    """Along an axis, which is its argument."""
+    return lambda node: Call(partial(function, axis=node.arg[0]))
+
+
+def _one_of(*functions: Callable[..., Any], **more: Any) -> Callable[[Node], Call]:
+    """The first argument says which function it is, the second its axis."""
+
+    def entry(node: Node) -> Call:
+        axis = {"axis": node.arg[1]} if len(node.arg) > 1 else {}
+        return Call(partial(functions[node.arg[0]], **axis, **more))
+
+    return entry
+
+
+def _scan(node: Node) -> Call:
+    kind, axis, reverse, inclusive = node.arg
+    function = (mx.cummax, mx.cummin, mx.cumsum, mx.cumprod, mx.logcumsumexp)[kind]
+    return Call(partial(function, axis=axis, reverse=reverse, inclusive=inclusive))
+
+
+def _scatter_axis(node: Node) -> Call:
+    kind, axis = node.arg
+    if kind != 1:
+        raise KeyError("ScatterAxis")
+    return Call(partial(mx.put_along_axis, axis=axis))
 
 
 def _matmul_added(node: Node) -> Call:
@@ -264,102 +209,72 @@ def _matmul_added(node: Node) -> Call:
     return Call(lambda a, b, c: mx.addmm(c, a, b, alpha, beta))
 
 
-def _cast(x: mx.array, dtype: mx.Dtype) -> mx.array:
-    return x.astype(dtype)
-
-
 def _first(x: mx.array, *rest: mx.array) -> mx.array:
     return x
 
 
-_PLAIN: dict[str, Any] = {
-    "Abs": mx.abs,
-    "Add": mx.add,
-    "Ceil": mx.ceil,
-    "Cos": mx.cos,
-    "Divide": mx.divide,
-    "Equal": mx.equal,
-    "Erf": mx.erf,
-    "Exp": mx.exp,
-    "Expm1": mx.expm1,
-    "Floor": mx.floor,
-    "FloorDivide": mx.floor_divide,
-    "Greater": mx.greater,
-    "GreaterEqual": mx.greater_equal,
-    "Less": mx.less,
-    "LessEqual": mx.less_equal,
-    "Log1p": mx.log1p,
-    "LogAddExp": mx.logaddexp,
-    "LogicalAnd": mx.logical_and,
-    "LogicalNot": mx.logical_not,
-    "LogicalOr": mx.logical_or,
-    "Matmul": mx.matmul,
-    "Maximum": mx.maximum,
-    "Minimum": mx.minimum,
-    "Multiply": mx.multiply,
-    "Negative": mx.negative,
-    "NotEqual": mx.not_equal,
-    "Power": mx.power,
-    "Remainder": mx.remainder,
-    "Round": mx.round,
-    "Select": mx.where,
-    "Sigmoid": mx.sigmoid,
-    "Sign": mx.sign,
-    "Sin": mx.sin,
-    "Square": mx.square,
-    "StopGradient": mx.stop_gradient,
-    "Subtract": mx.subtract,
-    "Tanh": mx.tanh,
-    "Copy": _first,
-}
-_BITS = (mx.bitwise_and, mx.bitwise_or, mx.bitwise_xor, mx.left_shift, mx.right_shift)
+# Primitives that are functions of their arrays alone.
+_PLAIN = (
+    *("abs", "add", "ceil", "cos", "divide", "equal", "erf", "exp", "expm1", "floor"),
+    *("floor_divide", "greater", "greater_equal", "less", "less_equal", "log1p", "logical_and"),
+    *("logical_not", "logical_or", "matmul", "maximum", "minimum", "multiply", "negative"),
+    *("not_equal", "power", "remainder", "round", "sigmoid", "sign", "sin", "square"),
+    *("stop_gradient", "subtract", "tanh"),
+)
+_BITS = mx.bitwise_and, mx.bitwise_or, mx.bitwise_xor, mx.left_shift, mx.right_shift
 
 CALLS: dict[str, Entry] = {
-    **{name: Call(function) for name, function in _PLAIN.items()},
+    **{"".join(map(str.capitalize, n.split("_"))): Call(getattr(mx, n)) for n in _PLAIN},
     "AddMM": _matmul_added,
-    "Arange": lambda node: Call(partial(mx.arange, dtype=node.dtype), lambda arg: arg),
+    "Arange": lambda node: Call(partial(mx.arange, dtype=node.dtype), _as_they_are),
     "At": _positions,
     "ArgPartition": Call(mx.argpartition, _as_they_are),
-    "ArgReduce": _arg_reduce,
-    "ArgSort": lambda node: Call(partial(mx.argsort, axis=node.arg[0])),
-    "AsType": Call(_cast, _as_they_are),
-    "BitwiseBinary": lambda node: Call(_BITS[node.arg[0]]),
+    "ArgReduce": _one_of(mx.argmin, mx.argmax, keepdims=True),
+    "ArgSort": _along(mx.argsort),
+    "AsType": Call(mx.array.astype, _as_they_are),
+    "BitwiseBinary": _one_of(*_BITS),
     "Broadcast": Call(mx.broadcast_to, _in_one),
-    "Concatenate": _joined,
+    "Concatenate": lambda node: Call(lambda *some: mx.concatenate([*some], node.arg[0])),
     "Convolution": _convolution,
+    "Copy": Call(_first),
+    "Depends": _depends,
     "ExpandDims": Call(mx.expand_dims, _in_one),
     "Flatten": Call(mx.flatten, _as_they_are),
     "Full": Call(mx.broadcast_to, _whole, shaped=True),
     "Gather": _gather,
-    "GatherAxis": lambda node: Call(partial(mx.take_along_axis, axis=node.arg[0])),
-    "GatherMM": lambda node: Call(
-        lambda a, b, left, right: mx.gather_mm(a, b, left, right, sorted_indices=any(node.arg))
-    ),
+    "GatherAxis": _along(mx.take_along_axis),
+    "GatherMM": lambda node: Call(partial(mx.gather_mm, sorted_indices=any(node.arg))),
     "GatherQMM": _gather_qmm,
-    "LayerNorm": _layer_norm,
-    "Log": _log,
+    "LayerNorm": lambda node: Call(mx.fast.layer_norm, _as_they_are),
+    "Log": _one_of(mx.log2, mx.log10, mx.log),
+    "LogAddExp": Call(mx.logaddexp),
     "LogSumExp": Call(partial(mx.logsumexp, axis=-1, keepdims=True)),
     "Numbers": lambda node: Call(
         lambda numbers: mx.array(numbers, node.dtype).reshape(node.shape), _whole
     ),
     "Pad": _pad,
     "Partition": Call(mx.partition, _as_they_are),
-    "Quantize": _quantize,
-    "QuantizedMatmul": _quantized,
-    "RMSNorm": _norm,
-    "Depends": _depends,
-    "Reduce": _reduce,
+    "Quantize": lambda node: Call(
+        partial(mx.dequantize if node.arg[3] else mx.quantize, **_format(node.arg))
+    ),
+    "QuantizedMatmul": lambda node: Call(
+        partial(mx.quantized_matmul, transpose=node.arg[3], **_format(node.arg))
+    ),
+    "RMSNorm": lambda node: Call(mx.fast.rms_norm, _as_they_are),
+    "Reduce": _one_of(mx.all, mx.any, mx.sum, mx.prod, mx.min, mx.max, keepdims=True),
     "Reshape": Call(mx.reshape, _in_one),
     "RoPE": _rope,
-    "ScaledDotProductAttention": _attention,
     "Scan": _scan,
     "ScatterAxis": _scatter_axis,
-    "Slice": Call(operator.getitem, lambda arg: (_slices(*arg),)),
-    "SliceAt": _slice_at,
+    "Select": Call(mx.where),
+    "Slice": Call(operator.getitem, slices),
+    "SliceAt": lambda node: Call(
+        lambda x, start, sizes: mx.slice(x, start, node.arg[0], sizes), lambda arg: (arg[1],)
+    ),
     "SliceUpdate": _slice_update,
-    "SliceUpdateAt": _slice_update_at,
-    "Softmax": _softmax,
-    "Sort": lambda node: Call(partial(mx.sort, axis=node.arg[0])),
+    "SliceUpdateAt": lambda node: Call(partial(_at, node.arg)),
+    "Softmax": lambda node: Call(partial(mx.softmax, axis=-1, precise=node.arg[0])),
+    "Sort": _along(mx.sort),
     "Split": Call(mx.split, lambda arg: ([*arg[0]], arg[1])),
     "Sqrt": lambda node: Call(mx.rsqrt if node.arg[0] else mx.sqrt),
     "Squeeze": Call(mx.squeeze, _in_one),

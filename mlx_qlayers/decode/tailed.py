@@ -16,10 +16,10 @@ from ..ops.attention_step import MIN_TICKETS, why_not
 from ..options import StepCall
 from ..runtime.arena import View, halves, joined
 from ..runtime.backend import requested
-from .caches import Held, held_by, places, put
 from .caches import arrays_of as named
+from .caches import places
 from .capture import Captured, Unsupported
-from .emit import Program
+from .forms import Form, Progress
 from .graph import Graph
 from .rules.steps import Tails
 from .tails import Tail, arrays_of, one_token, positions_of, tail_of, watch
@@ -32,7 +32,22 @@ _TYPICAL_ROWS = 4096
 _ROOM = 256
 
 
-class Tailed:
+class TailState(NamedTuple):
+    """What a step goes on with: what its compiled function takes and gives.
+
+    Attributes:
+        tails: of the groups of caches.
+        at: the positions of the next token in them.
+        fixed: other arrays that it takes, and ``states`` those that it changed.
+    """
+
+    tails: list[Tail]
+    at: list[mx.array]
+    fixed: list[mx.array]
+    states: list[mx.array]
+
+
+class Tailed(Form):
     """A captured step whose positions are arrays, for one batch size.
 
     Args:
@@ -44,7 +59,7 @@ class Tailed:
 
     Attributes:
         groups: the numbers of caches that hold as many tokens and have a tail together.
-        counts: of each group what its caches count.
+        counting: of each group what its caches count.
 
     Raises:
         Unsupported: something else than attention depends on positions.
@@ -58,26 +73,24 @@ class Tailed:
         tails: Tails,
         weights: Sequence[View] = (),
     ) -> None:
-        self.weights, keys = weights, tails.keys
-        self.program = Program(graph, batch, captured.weights)
+        super().__init__(captured, graph, batch)
+        self.weights = weights
         if self.program.dynamic:
             raise Unsupported("its code computes with positions")
         groups: dict[int, list[int]] = {}
         for number in sorted({int(n.split(".")[1]) for n in graph.outputs if n[:5] == "tail."}):
             groups.setdefault(tails.first(number), []).append(number)
         self.groups = [*groups.values()]
-        counts = self._counted(captured, tails)
-        self.counts = [counts[first] for first in groups]
+        counting = self._counted(captured, tails)
+        self.counting = [counting[first] for first in groups]
         # What goes in and out by turns, and what stays.
         self.at = [f"at.{first}" for first in groups]
         self.tails = [f"tail.{i}.{n}" for i in chain(*self.groups) for n in _NAMES]
-        self.states = [n for n in graph.outputs if n != "logits" and n[:5] != "tail."]
-        self.buffers = [*_buffers(self.groups, keys)]
+        self.buffers = [*_buffers(self.groups, tails.keys)]
         moving = {"tokens", *self.at, *self.tails, *self.states, *self.buffers}
         self.fixed = [name for _, name in self.program.inputs if name not in moving]
-        self.places = places(self.states)
-        of_caches = places(n for n in (*self.states, *self.fixed) if n[:6] == "cache.")
-        self.lists = sorted({(i, name) for i, name, index in of_caches if index is not None})
+        read = places(name for name in self.fixed if name.startswith("cache."))
+        self.lists = sorted({*self.lists, *((i, name) for i, name, at in read if at is not None)})
         calls = [StepCall.of(node.src) for node in graph.nodes() if node.op == "AttentionStep"]
         if reason := next(filter(None, (_why_not(call, batch) for call in calls)), None):
             raise Unsupported(reason)
@@ -89,8 +102,7 @@ class Tailed:
     def _counted(self, captured: Captured, tails: Tails) -> dict[int, list[str]]:
         """By the numbers of caches what a token adds one to."""
         found: dict[int, list[str]] = {number: [] for number in chain(*self.groups)}
-        for path, count in captured.counts.items():
-            number, name = int(path.split(".")[1]), path.split(".")[2]
+        for (number, name), count in zip(self.counts, captured.counts.values(), strict=True):
             begun = name == "_idx" and tails.keys[number][1] == "begins"
             if number not in found or not (begun or count == tails.counter(number, name, 1)):
                 raise Unsupported("a cache without a tail counts, or in another way")
@@ -114,36 +126,28 @@ class Tailed:
         later = [each + one_token(each.size) for each in at]
         return [made["logits"], later, new, [made[name] for name in self.states]]
 
-    def begun(self, own: Sequence[Any]) -> Progress:
-        """What the first step with some caches goes on with.
-
-        Raises:
-            Unsupported: they hold tokens in another way than those of the capture.
-        """
+    def begun(self, own: Sequence[Any], at: dict[str, int]) -> TailState:
         tails = [tail_of([own[i] for i in numbers]) for numbers in self.groups]
         pairs = zip(tails, self.groups, strict=True)
-        at = [positions_of(tail, own[numbers[0]]) for tail, numbers in pairs]
+        positions = [positions_of(tail, own[numbers[0]]) for tail, numbers in pairs]
         names = [name for name in self.fixed if name.startswith("tickets.")]
         tickets = mx.split(mx.zeros(len(names) * self.tickets, mx.int32), len(names) or 1)
         arrays = named(own) | dict(zip(names, tickets, strict=False))
         fixed, states = ([arrays[name] for name in some] for some in (self.fixed, self.states))
-        return Progress(self, tails, at, fixed, states)
+        watch([own[i] for numbers in self.groups for i in numbers])
+        return TailState(tails, positions, fixed, states)
 
-    def run(self, tokens: mx.array, own: Sequence[Any], last: Progress | None) -> Any:
-        """The logits, and what the next step with the same caches goes on with.
-
-        Raises:
-            Unsupported: the caches hold tokens in another way than those of the capture.
-        """
-        now, is_first = last or self.begun(own), last is None
-        given = [x for tail in now.tails for x in tail.tails]
-        buffers = [tail.buffers for tail in now.tails]
+    def run(
+        self, tokens: mx.array, own: Sequence[Any], state: TailState
+    ) -> tuple[mx.array, Progress]:
+        given = [x for tail in state.tails for x in tail.tails]
+        buffers = [tail.buffers for tail in state.tails]
         logits, at, new, states = self.compiled(
-            tokens, now.fixed, buffers, now.at, given, now.states
+            tokens, state.fixed, buffers, state.at, given, state.states
         )
         items: list[dict[str, Any]] = [{} for _ in own]
         tails, start, room = list[Tail](), 0, _ROOM
-        for numbers, names, old in zip(self.groups, self.counts, now.tails, strict=True):
+        for numbers, names, old in zip(self.groups, self.counting, state.tails, strict=True):
             some, c = new[start : start + len(old.tails)], vars(own[numbers[0]])
             tail = old._replace(tails=some, held=old.held + 1, left=old.left - 1)
             start, room = start + len(some), min(room, tail.left)
@@ -153,16 +157,8 @@ class Tailed:
                 counts["_idx"] = c.get("keep", 0) + 1
             for i, number in enumerate(numbers):
                 items[number] = {**counts, "keys": (tail, 2 * i), "values": (tail, 2 * i + 1)}
-        for (number, name, index), state in zip(self.places, states, strict=True):
-            if index is None:
-                items[number][name] = state
-            else:
-                items[number].setdefault(name, [*vars(own[number])[name]])[index] = state
-        if is_first:
-            watch([own[i] for numbers in self.groups for i in numbers])
-        put(own, items)
-        left = held_by(own, self.lists)
-        return logits, Progress(self, tails, at, now.fixed, states, room, left)
+        left = self.put_back(own, items, states)
+        return logits, Progress(self, left, TailState(tails, at, state.fixed, states), room)
 
 
 def _why_not(call: StepCall, batch: int) -> str | None:
@@ -180,28 +176,3 @@ def _buffers(groups: Sequence[Sequence[int]], keys: Sequence[Any]) -> Iterator[s
     for number in chain(*groups):
         parts = [".0", ".1", ".2"] if "bits" in dict(keys[number][2:]) else [""]
         yield from (f"cache.{number}.{name}{part}" for name in _NAMES for part in parts)
-
-
-class Progress(NamedTuple):
-    """What a step leaves for the next one with the same caches.
-
-    Attributes:
-        step: which goes on.
-        tails: of the groups of caches.
-        at: the positions of the next token in them.
-        fixed: other arrays that it takes, and ``states`` those that it changed.
-        room: for how many tokens.
-        left: what all caches have.
-    """
-
-    step: Tailed
-    tails: list[Tail]
-    at: list[mx.array]
-    fixed: list[mx.array]
-    states: list[mx.array]
-    room: int = 0
-    left: Held | None = None
-
-    def holds(self, own: Sequence[Any]) -> bool:
-        """Whether there is room for another token, and the caches are as the step left them."""
-        return self.room > 0 and self.left is not None and self.left.same(own)

@@ -27,7 +27,7 @@ from stepping import (
 )
 
 from mlx_qlayers.decode import engine
-from mlx_qlayers.decode.padded import Padded
+from mlx_qlayers.decode.forms import Padded
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,173 @@
+"""What runs a captured step for one batch size, and what the next step goes on with.
+
+A :class:`Form` runs the calls of a step one by one, as on a CPU. A :class:`Padded` form is one
+compiled function whatever depends on positions, a :class:`~.tailed.Tailed` form one that leaves
+the buffers of caches as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ..runtime.arena import View
+from .caches import Held, held_by, places, put
+from .capture import Captured, Unsupported
+from .emit import Program, resolver
+from .graph import Graph
+from .rules.padded import PaddedGraph
+from .rules.padding import POSITIONS, WIDEST, rows_of
+from .weights import traced
+
+# Steps that go on without a look at caches, where nothing limits them.
+_MANY = 256
+
+
+class Progress(NamedTuple):
+    """What a step leaves for the next one with the same caches.
+
+    Attributes:
+        step: the form that goes on.
+        held: what all caches have.
+        state: what the form goes on with.
+        left: for how many more steps.
+        asked: shape and dtype of tokens, and what the step's program belongs to.
+    """
+
+    step: Form
+    held: Held
+    state: Any
+    left: int = _MANY
+    asked: Any = None
+
+    def holds(self, own: Sequence[Any]) -> bool:
+        """Whether the caches are as the step left them, and have room."""
+        return self.left > 0 and self.held.same(own)
+
+
+class Form:
+    """A captured step whose calls run one by one. Its state are positions, by name.
+
+    Args:
+        captured: the step.
+        graph: the same after the rules.
+        batch: sequences.
+        binds: whether calls are bound, see :class:`.emit.Program`.
+    """
+
+    def __init__(self, captured: Captured, graph: Graph, batch: int, binds: bool = False) -> None:
+        self.program = Program(graph, batch, captured.weights, binds)
+        names = [name for _, name in self.program.inputs if name.startswith("cache.")]
+        self.given = [*zip(names, places(names), strict=True)]
+        self.states = [name for name in self.program.outputs if name.startswith("cache.")]
+        self.places = places(self.states)
+        self.lists = sorted({(i, name) for i, name, index in self.places if index is not None})
+        self.counts = [each[:2] for each in places([*captured.counts])]
+        self.counters = [path.removeprefix("cache.") for path in captured.counts]
+        self.counted = resolver(tuple(captured.counts.values()))
+
+    def begun(self, own: Sequence[Any], at: dict[str, int]) -> Any:
+        """What the first step with some caches goes on with.
+
+        Raises:
+            Unsupported: they hold tokens in another way than those of the capture.
+        """
+        return at, None
+
+    def run(self, tokens: mx.array, own: Sequence[Any], state: Any) -> tuple[mx.array, Progress]:
+        """The logits, and what the next step with the same caches goes on with."""
+        (at, array), held = state, [*map(vars, own)]
+        arrays = {"tokens": tokens}
+        for path, (number, name, index) in self.given:
+            value = held[number][name]
+            arrays[path] = value if index is None else value[index]
+        made, array = self.computed(arrays, at, array)
+        items: list[dict[str, Any]] = [{} for _ in own]
+        counts = self.counted({**self.program.values, **at})
+        for (number, name), count in zip(self.counts, counts, strict=True):
+            items[number][name] = count
+        left = self.put_back(own, items, map(made.__getitem__, self.states))
+        after = {**at, **dict(zip(self.counters, counts, strict=True))}
+        return made["logits"], Progress(self, left, (after, array))
+
+    def computed(self, arrays: dict[str, mx.array], at: dict[str, int], array: Any) -> Any:
+        """The outputs by their names, and the positions of the next step as an array, if any."""
+        return self.program.run(arrays, at), None
+
+    def put_back(
+        self, own: Sequence[Any], items: list[dict[str, Any]], states: Iterable[mx.array]
+    ) -> Held:
+        """Let caches have other attributes and the arrays of states, all at once."""
+        for (number, name, index), array in zip(self.places, states, strict=True):
+            if index is None:
+                items[number][name] = array
+            else:
+                items[number].setdefault(name, [*vars(own[number])[name]])[index] = array
+        for number, name in self.lists:
+            if name in items[number]:
+                items[number][name] = type(vars(own[number])[name])(items[number][name])
+        put(own, items)
+        return held_by(own, self.lists)
+
+
+class Padded(Form):
+    """A captured step whose positions are an array: caches keep their own buffers.
+
+    A step writes its rows into the buffers where that array says, so that one graph serves as long
+    as they do not grow: see :mod:`.rules.padded`. MLX writes in place where nobody else holds a
+    buffer, so what goes on from a step holds those behind it alone.
+
+    Args:
+        captured: the step.
+        graph: what :func:`.rules.padded.padded` gives of it.
+        batch: sequences.
+        weights: where arrays of the model lie.
+
+    Raises:
+        Unsupported: a position becomes something else than one further on.
+    """
+
+    def __init__(
+        self, captured: Captured, graph: PaddedGraph, batch: int, weights: Sequence[View] = ()
+    ) -> None:
+        self.weights, self.names, self.positions = weights, captured.names, graph.positions
+        super().__init__(captured, graph.graph, batch)
+        counts = dict(zip(self.counters, captured.counts.values(), strict=True))
+        self.more = mx.array([_more(name, counts.get(name)) for name in self.positions], mx.int32)
+        self.compiled = mx.compile(self._run)
+
+    def _run(self, at: mx.array, arrays: list[mx.array]) -> list[Any]:
+        """The outputs, and the positions of the next token."""
+        given = dict(zip(["tokens", *(path for path, _ in self.given)], arrays, strict=True))
+        of_cache = {path.split(".")[1]: a for path, a in given.items() if a.ndim == 4}
+        rows: dict[str, int] = {}
+        for name, own in self.names.items():
+            number, _, kind = name.partition(".")
+            key = rows_of(own) if kind == "rows" else f"{WIDEST}{own}.rows"
+            there = of_cache[number].shape[2] if number in of_cache else 0
+            rows[key] = max(rows.get(key, 0), there)
+        # What goes out as it came in are arrays of their own.
+        with traced(arrays, self.weights):
+            made = self.program.run({POSITIONS: at, **given}, rows)
+        return [at + self.more, *(made[name] for name in ("logits", *self.states))]
+
+    def computed(self, arrays: dict[str, mx.array], at: dict[str, int], array: Any) -> Any:
+        if array is None:
+            array = mx.array([at[name] for name in self.positions], mx.int32)
+        later, *made = self.compiled(array, [*arrays.values()])
+        return dict(zip(("logits", *self.states), made, strict=True)), later
+
+
+def _more(name: str, count: Any) -> int:
+    """By how much a position goes on. Where it begins anew, the next step takes it from the cache.
+
+    Raises:
+        Unsupported: it becomes something else.
+    """
+    if count is None or isinstance(count, int):
+        return 0
+    if count.terms != ((name, 1),):
+        raise Unsupported(f"{name} becomes {count}")
+    return int(count.const)
