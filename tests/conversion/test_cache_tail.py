@@ -330,10 +330,10 @@ def test_nobody_computes_what_a_cache_shows(tail):
     _, model = pair()
     cache = begun(model)
     stepped(model, cache, range(5, 7))
-    now = engine._steps[id(model)].progress[cache[0]].now
+    now = engine._steps[id(model)].progress[cache[0]].state
     (tail,) = now.tails
     mx.eval(stepped(model, cache, range(7, 8)))
-    (other,) = engine._steps[id(model)].progress[cache[0]].now.tails
+    (other,) = engine._steps[id(model)].progress[cache[0]].state.tails
     assert all(a is b for a, b in zip(other.buffers, tail.buffers, strict=True))
     graph = io.StringIO()
     mx.export_to_dot(graph, *(c.keys for c in cache), *(c.values for c in cache))

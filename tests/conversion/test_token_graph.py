@@ -83,7 +83,7 @@ def test_bytes_of_a_token_of_a_layer_as_wide_as_7b(metal, tmp_path):
             moved += sum(s.size * s.dtype.size for s in (*launch.inputs, *outputs))
         # What the tail holds is not read in the buffers. A merge reads and writes these.
         (last,) = engine._steps[id(model)].progress.values()
-        (tail,) = last.now.tails
+        (tail,) = last.state.tails
         parts = [a for buffer in tail.buffers for a in tails.arrays_of(buffer)]
         held, whole = (sum(a.nbytes for a in given) for given in (tail.tails, parts))
         necessary = sum(a.nbytes for _, a in tree_flatten(model.parameters())) + whole
