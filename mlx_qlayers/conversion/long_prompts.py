@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from ..decode.engine import where
 from ..ops.quantized_route import is_dense
+from ..runtime.cuda_ahead import finish, together
 from ..runtime.transformed import is_transformed
 
 # The queries of the last layer that was called, in a call of a model.
@@ -24,12 +25,16 @@ _queries: ContextVar[list[mx.array] | None] = ContextVar("queries", default=None
 
 
 def in_turn(call: Callable[..., Any], model: Any, *args: Any, **options: Any) -> Any:
-    """Call a model: what it gives. Of a prompt on CUDA layers wait."""
+    """Call a model: what it gives. Of a prompt on CUDA layers wait.
+
+    There its kernels are compiled side by side, ahead of the first one that is launched.
+    """
     if where() is None:
         return call(model, *args, **options)
     token = _queries.set([])
     try:
-        return call(model, *args, **options)
+        with together():
+            return call(model, *args, **options)
     finally:
         _queries.reset(token)
 
@@ -43,5 +48,6 @@ def wait(queries: mx.array) -> None:
     if before is None or not is_dense(queries[:, 0]):
         return
     if not is_transformed([queries]):  # else they are being evaluated now
+        finish()
         mx.eval(before)
         before[:] = [queries]
