@@ -14,7 +14,7 @@ from ..dispatch.measurements import Found, configure, decided, found, measured_g
 from ..formats import Format
 from ..measurements.thresholds import gain, source_of, threshold
 from ..metal.quantized_matmul.dequantize import dequantize
-from ..metal.quantized_matmul.qmm import WAVE, qmm
+from ..metal.quantized_matmul.qmm import qmm
 from ..metal.quantized_matmul.qmm_skinny import MAX_SKINNY_ROWS, skinny_config
 from ..metal.quantized_matmul.qmm_tensor import tensor_product
 from ..metal.quantized_matmul.qmv import single_qmv
@@ -197,7 +197,7 @@ def _many_rows(call: MatmulCall) -> str:
     (x, _, transpose, fmt), (rows, n, k) = call, call.shape
     cut = configure("qmm", backend(), rows, n, k, x.dtype, fmt, transpose)
     # Where tiles share the depth and another launch adds them up, a dense product wins sooner.
-    until = _max_rows("whole" if cut.count(rows, n) >= WAVE else "split")
+    until = _max_rows("whole" if cut.fills(rows, n) else "split")
     # MLX multiplies dense float32 matrices in TF32, which the kernels must not be.
     kernel = QMM if x.dtype == mx.float32 or rows <= until else DENSE
     if transpose and is_skinny(x, [call.matrix], call.fmt):

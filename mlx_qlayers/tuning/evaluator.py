@@ -24,7 +24,7 @@ from ..runtime.proof import record, trial
 from ..runtime.wait import KernelTimeout, wait_for
 from .queue_timer import OutOfTime, Queued, QueueTimer
 from .search import Trial
-from .timing import Sample
+from .timing import Sample, is_sure
 
 C = TypeVar("C")
 
@@ -187,16 +187,15 @@ class Evaluator(Generic[C]):
         self.noise = self.noise or min(found.spread / 2, _MOST_NOISE)
         return found.median
 
-    def beside_stock(self, config: C, until: Callable[[Sample, Sample], bool]) -> dict[str, Sample]:
+    def beside_stock(self, config: C) -> dict[str, Sample]:
         """Seconds of a configuration, of other kernels and of the stock operator, side by side.
 
         Args:
             config: which has been verified.
-            until: whether the times of the fastest kernel and of stock are sure enough; else all
-                are taken once more, from more repeats, as long as there is time.
 
         Returns:
-            By path, each from five repeats or more; nothing where one has lost the device.
+            By path, each from five repeats, or where those leave a doubt and there is time for it
+            from more; nothing where one has lost the device.
         """
         every = {"kernel": self._path(config)}
         pace = self._seconds("kernel", every["kernel"](self.inputs))
@@ -207,7 +206,7 @@ class Evaluator(Generic[C]):
         self._is_short = pace < _LONG and device_of(self.device).gpu
         self._rounds |= {} if self._is_short or not device_of(self.device).gpu else {1: pace}
         found = self._times(every, self.sets, *_FIRST_LOOK)
-        if not until(found[fastest_kernel(found)], found["stock"]):
+        if not is_sure(found):
             with suppress(OutOfTime):
                 found = self._times(every, self.sets, *_SECOND_LOOK)
         return found
@@ -296,11 +295,6 @@ class Evaluator(Generic[C]):
     def _linked(self, x: mx.array, y: mx.array) -> mx.array:
         """x, but not before y is there."""
         return mx.where(self._true, x, y[(0,) * y.ndim].astype(x.dtype))
-
-
-def fastest_kernel(times: Mapping[str, Sample]) -> str:
-    """The path that takes least of those that are not the stock operator."""
-    return min((name for name in times if name != "stock"), key=lambda name: times[name].median)
 
 
 def _works() -> bool:

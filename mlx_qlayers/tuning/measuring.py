@@ -30,12 +30,10 @@ from ..metal.record import Record
 from ..runtime.backend import backend
 from ..runtime.devices import device_of
 from ..runtime.explain import recording
-from .evaluator import IN_ORDER, Evaluator, fastest_kernel, timer_of
+from .evaluator import IN_ORDER, Evaluator, timer_of
 from .queue_timer import OutOfTime
-from .timing import Sample
+from .timing import Sample, verdict
 
-# A kernel has to be so much faster than the stock operator.
-_MARGIN = 0.97
 # Problems whose kernels are compiled while others are measured: their inputs take memory.
 _AHEAD = 4
 # Seconds that a GPU works before anything is measured.
@@ -142,29 +140,18 @@ def _rated(record: Record, rates: Evaluator[Any]) -> Result:
     """The verdict on a problem."""
     config, note = record.heuristic(rates.device), None
     scale = record.bytes() / rates.record.bytes()
-    trial, path = rates.attempt(config, rated=False), "stock"
-    times = {} if trial.problem else rates.beside_stock(config, _is_sure)
+    trial = rates.attempt(config, rated=False)
+    times = {} if trial.problem else rates.beside_stock(config)
     if not times:
         note = "stock", f"{record.key}: {trial.problem or rates.lost}"
         times = {"stock": Sample(rates.truth_seconds, 0.0, inf, 1)}
-    elif _is_faster(times[kernel := fastest_kernel(times)], times["stock"]):
-        path = kernel
     paths = {way: sample.median * scale for way, sample in times.items()}
-    return Result(record.key, entry_of(record, config, path, paths), note, rates.lost)
+    return Result(record.key, entry_of(record, config, verdict(times), paths), note, rates.lost)
 
 
 def _launch(rates: Evaluator[Any]) -> None:
     with recording():
         rates.launch(rates.record.heuristic(rates.device))
-
-
-def _is_faster(kernel: Sample, stock: Sample) -> bool:
-    """Whether there is no doubt that the kernel is faster by the margin."""
-    return kernel.high < _MARGIN * stock.low
-
-
-def _is_sure(kernel: Sample, stock: Sample) -> bool:
-    return _is_faster(kernel, stock) or kernel.low > _MARGIN * stock.high
 
 
 def _of_process(records: Sequence[Record], deadline: float) -> Iterator[Result]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import hypot
 from typing import TypeVar
@@ -11,6 +11,8 @@ from typing import TypeVar
 from ..runtime.explain import significant
 
 T = TypeVar("T")
+# A kernel has to take so much less than the stock operator.
+_MARGIN = 0.97
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,32 @@ class Sample:
 
     def __str__(self) -> str:
         return f"{significant(self.median)} ±{self.spread / 2:.0%}"
+
+
+def verdict(times: Mapping[str, Sample]) -> str:
+    """The path to take: the fastest kernel if it beats ``"stock"``, where that was measured.
+
+    It does if there is no doubt that it is faster by a margin; else stock is taken.
+
+    Example:
+        >>> stock, kernel = Sample(2.0, 2.0, 2.0, 5), Sample(1.9, 1.8, 1.92, 5)
+        >>> verdict({"kernel": kernel, "stock": stock}), verdict({"stock": kernel})
+        ('kernel', 'stock')
+    """
+    best = _fastest_kernel(times)
+    beaten = "stock" in times and times[best].high >= _MARGIN * times["stock"].low
+    return "stock" if beaten else best
+
+
+def is_sure(times: Mapping[str, Sample]) -> bool:
+    """Whether a verdict is no matter of doubt."""
+    slower = times[_fastest_kernel(times)].low > _MARGIN * times["stock"].high
+    return slower or verdict(times) != "stock"
+
+
+def _fastest_kernel(times: Mapping[str, Sample]) -> str:
+    kernels = (name for name in times if name != "stock")
+    return min(kernels, key=lambda name: times[name].median, default="stock")
 
 
 def turns(names: Iterable[T], repeats: int) -> Iterable[T]:

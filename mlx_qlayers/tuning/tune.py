@@ -15,7 +15,7 @@ from ..measurements.store import save
 from ..metal.record import Record
 from .evaluator import Evaluator, Times
 from .search import Stopped, Trial, beam_search
-from .timing import Sample
+from .timing import Sample, verdict
 
 C = TypeVar("C")
 # So many of the best are measured anew, side by side with the heuristic's choice.
@@ -37,7 +37,7 @@ class Tuned(Generic[C]):
     Attributes:
         record: what for.
         config: the fastest configuration.
-        path: ``"kernel"``, a path that beats it, or ``"uncompared"`` where it ended before that.
+        path: ``"kernel"``, what is taken in its place, or ``"uncompared"`` where it ended before that.
         untuned: what the kernel takes without tuning.
         times: what it takes with the configuration, and what the other paths take.
         trials: every configuration that was tried, the fastest first.
@@ -59,7 +59,7 @@ class Tuned(Generic[C]):
 
     @property
     def seconds(self) -> float:
-        """What the fastest path takes."""
+        """What that path takes."""
         return self.times[self.path].cold.median
 
     @property
@@ -174,7 +174,7 @@ def _tuned(
     times, paths = compared or ([Times(once[config], once[config]) for config in finals], {})
     best = fastest(times)
     every = {"kernel" if compared else "uncompared": times[best], **paths}
-    path = min(every, key=lambda name: every[name].cold.median)
+    path = verdict({name: found.cold for name, found in every.items()})
     return Tuned(record, finals[best], path, times[0], every, trials, lost)
 
 

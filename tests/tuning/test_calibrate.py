@@ -75,7 +75,7 @@ class Timed:
         type(self).asked += 1
         return Trial(config, inf, self.problem_with)
 
-    def beside_stock(self, config, until):
+    def beside_stock(self, config):
         return {"kernel": self.kernel, "stock": self.stock}
 
 

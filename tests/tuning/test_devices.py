@@ -120,8 +120,8 @@ def mac(request, machine, monkeypatch, tmp_path):
             each = 0.0 if name == "links" else mac.seconds(self.record, name)
             return lambda y: (count * (LAUNCH + each), count * PYTHON)
 
-        def beside_stock(self, config, until):
-            found = super().beside_stock(config, until)
+        def beside_stock(self, config):
+            found = super().beside_stock(config)
             mac.measured.append((self.record, [each.count for each in found.values()]))
             return found
 

@@ -197,12 +197,12 @@ def test_large_launches_are_measured_alone(measured, monkeypatch):
     monkeypatch.setattr(Evaluator, "_times", lambda self, every, sets, *_: kept.append(sets))
     kept = []
     with pytest.raises(TypeError):  # no times
-        measured.beside_stock(RECORD.heuristic("cuda"), lambda *_: True)
+        measured.beside_stock(RECORD.heuristic("cuda"))
     assert kept == [[measured.inputs]]
 
 
 def test_what_is_not_done_in_time_is_left(measured, monkeypatch):
-    times, asked = {"kernel": Sample.of([1.0] * 5), "stock": Sample.of([1.0] * 5)}, []
+    times, asked = {"kernel": Sample(1.0, 0.9, 1.1, 5), "stock": Sample.of([1.0] * 5)}, []
 
     def seconds(self, every, sets, repeats, seconds):
         asked.append(repeats)
@@ -213,10 +213,10 @@ def test_what_is_not_done_in_time_is_left(measured, monkeypatch):
     monkeypatch.setattr(Evaluator, "_times", seconds)
     rounds, config = 1, RECORD.heuristic("cuda")
     # Five repeats of each are a verdict, fewer are none.
-    assert measured.beside_stock(config, lambda *_: False) == times and asked == [5, 9]
+    assert measured.beside_stock(config) == times and asked == [5, 9]
     rounds = 0
     with pytest.raises(OutOfTime):
-        measured.beside_stock(config, lambda *_: False)
+        measured.beside_stock(config)
     measured.deadline = time.monotonic()
     with pytest.raises(OutOfTime):
         measured.attempt(config)
@@ -244,7 +244,7 @@ def test_paths_besides_stock_tell_whether_a_search_is_worth_it(measured, monkeyp
     (_,), found = measured.compared([RECORD.heuristic("cuda")])
     assert set(found) == {"another", "stock"} <= {*ran, "another"}
     paths["dequantized"] = path("dequantized")  # which CUDA compiles for seconds
-    times = measured.beside_stock(RECORD.heuristic("cuda"), lambda *_: True)
+    times = measured.beside_stock(RECORD.heuristic("cuda"))
     assert set(times) == {"kernel", "another", "stock"}
 
 

@@ -201,6 +201,19 @@ def test_without_a_backend_there_is_nothing_to_tune():
         tune(SMALL)
 
 
+@pytest.mark.parametrize(("share", "path"), [(0.99, "stock"), (1.05, "kernel")])
+def test_stock_is_taken_unless_the_kernel_is_surely_faster(share, path):
+    class Beside(Counted):
+        def compared(self, configs, paths=True):
+            own, _ = super().compared(configs)
+            best = own[fastest(own)].cold.median
+            return own, {"stock": Times(*[Sample.of([best / 0.97 * share])] * 2)}
+
+    tuned = tune(SMALL, beam=1, evaluator=Beside)
+    assert tuned.path == path == lookup(SMALL, DEVICE).path
+    assert tuned.seconds == store.listed()[DEVICE][SMALL.key].seconds
+
+
 def test_an_interrupt_keeps_what_was_found():
     seen = []
 

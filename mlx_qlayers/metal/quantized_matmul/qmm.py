@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from ...formats import Format
+from ...measurements.thresholds import threshold
 from ...options import MatmulCall
 from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
@@ -20,8 +21,6 @@ PRODUCT_INPUTS = ("x", "w", "scales", "biases", "bias", "shape")
 PRODUCT_TEMPLATE = ("T", "O", "S", "mode", "group", "bits")
 _TILING = ("tile_m", "tile_n", "tile_k", "simds_m", "simds_n", "run", "stages", "ahead")
 PADDING = 8
-# Threadgroups that keep a large GPU busy: two for each of an H200's cores.
-WAVE = 264
 
 
 def threadgroup_memory(
@@ -103,6 +102,10 @@ class QmmConfig:
         """The tiles of a result of m rows and n columns."""
         return -(-m // self.tile_m) * -(-n // self.tile_n)
 
+    def fills(self, m: int, n: int) -> bool:
+        """Whether its tiles keep an NVIDIA GPU busy: two for each core."""
+        return self.count(m, n) >= 2 * device_of("cuda").cores
+
     def threads(self, dtype: mx.Dtype) -> int:
         """The threads of a threadgroup.
 
@@ -137,21 +140,16 @@ def qmm_config(
 
 
 def _on_tensor_cores(m: int, n: int, k: int, fmt: Format) -> QmmConfig:
-    """The best of some thirty that were measured on an H200, in bfloat16 and 4 bits."""
+    """The measured tiles, or smaller ones where those are few."""
     run = min(fmt.group_size, 32)
-    if m <= 32:
-        config = QmmConfig(32, 128, 64, 2, 2, run)
-    elif m <= 64:
-        config = QmmConfig(64, 128, 64, 1, 4, run)
-    elif m <= 96 or 128 < m <= 192:
-        config = QmmConfig(96, 128, 64, 1, 4, run)
-    else:
-        config = QmmConfig(128, 96, 64, 2, 2, run if fmt.bits % 2 else 16)
-    if config.count(m, n) >= WAVE:
+    tiles = threshold("qmm_tiles", device="cuda")
+    tile = next((tile for most, tile in tiles if m <= most), tiles[-1][1])
+    config = QmmConfig(*tile, run if fmt.bits % 2 or tile[0] < 128 else 16)
+    if config.fills(m, n):
         return config
     # Smaller tiles, and several to a column of the result, give every core something to do.
     config = QmmConfig(min(config.tile_m, 64) // 32 * 32, 64, 64, 2, 2, run)
-    return replace(config, parts=max(1, min(WAVE // config.count(m, n), k // 512)))
+    return replace(config, parts=max(1, min(2 * device_of("cuda").cores // config.count(m, n), k // 512)))
 
 
 def qmm(call: MatmulCall, config: QmmConfig) -> Callable[..., mx.array]:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from ...formats import Format
-from ...measurements.thresholds import threshold
 from ...runtime.devices import device_of
 from .tile import Tile, dynamic_memory
 
@@ -48,7 +47,7 @@ def skinny_config(
     run = 32 if odd or (not together and fmt.bits < 8 and k % 32 == 0) else 16
     # All multiprocessors are busy to the end: as many tiles for each, in as few rounds as there are
     # registers for.
-    processors = threshold("multiprocessors", device="cuda")
+    processors = device_of("cuda").cores
     work, most = tiles_in_all * -(-rows // (8 * fragments)), 20 if together else 18
     each = -(-work // (processors * -(-work // (processors * most))))
     tiles = 2 if each > 3 and not together else 1
@@ -85,7 +84,7 @@ def _staying(rows: int, n: int, k: int, fmt: Format, single: bool) -> Tile | Non
     windows, of_window = -(-k // (4 * run)), 64 * run * fragments
     most = dynamic_memory() // of_window
     parts = -(-windows // max(most, 1))
-    processors = threshold("multiprocessors", device="cuda")
+    processors = device_of("cuda").cores
     if parts > 1:
         parts = max(parts, -(-6 * processors // -(-n // 16)))
     work = -(-n // 16) * parts

@@ -80,7 +80,7 @@ def _persistent(rows: int, n: int, k: int, fmt: Format, kind: str) -> Tile | Non
     shares = -(-k // 256)
     if fmt != Format(64, 4) or rows > 2 or shares > 16 or "norm" in kind or n < 16384:
         return None
-    groups = 16 * threshold("multiprocessors", device="cuda")
+    groups = 16 * device_of("cuda").cores
     rounds = -(-n // (groups * 18))
     tiles = -(-n // (groups * rounds))
     units: Any = {"fragments": 1, "tiles": tiles + tiles % 2, "shares": shares}

@@ -39,6 +39,7 @@ class Device:
     Attributes:
         backend: the name of the backend that runs kernels there.
         name: its architecture, as ``applegpu_g16s`` or ``sm_90``; "" where no such device is here.
+        cores: multiprocessors, among which products are divided; 0 where nobody divides by them.
         gpu: whether it is a GPU: launches are nodes of a graph, and threads run side by side.
         measured: whether kernels were measured on such devices, so that there are rules. Else
             ``auto`` keeps to stock operators until something was measured on this machine.
@@ -63,6 +64,7 @@ class Device:
 
     backend: str
     name: str = ""
+    cores: int = 0
     gpu: bool = True
     measured: bool = True
     needs_proof: bool = False
