@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import EllipsisType
 from typing import NamedTuple
 
+from ..measurements.thresholds import Evidence, are_measured, threshold
 from ..runtime.backend import BackendError, backend, requested, unavailable
 from ..runtime.devices import device_of
+from .measurements import Found, decided, found, measured_gain
 
 
 class Choice(NamedTuple):
@@ -18,8 +21,8 @@ class Choice(NamedTuple):
         op: the operation's public name.
         path: the backend; ``"reference"`` where no kernel runs.
         reason: why, for :func:`~mlx_qlayers.explain`.
-        evidence: ``"rule"``, ``"asked for"``, ``"shipped result"``, ``"measured here"`` or
-            ``"proof"``.
+        evidence: what decided: a ``"rule"``, or what was ``"measured"``, of which the reason
+            says more.
     """
 
     op: str
@@ -57,7 +60,9 @@ def choose(
     unless: str | None = None,
     host_gain: float | None = None,
     by: str = "",
-    evidence: str = "rule",
+    rests_on: Sequence[str | Evidence] = (),
+    best: Found | EllipsisType | None = ...,
+    wins: str = "kernel",
 ) -> Choice:
     """The backend on which ``op`` runs.
 
@@ -66,25 +71,39 @@ def choose(
         kernels: the backends that have a kernel for these arguments.
         unless: why ``auto`` should leave the kernel for the reference, if it should; or why there
             is no kernel.
-        host_gain: how many times as fast as the reference the kernel was measured to be on a CPU.
-            ``auto`` runs it there only where this is more than 1.
+        host_gain: how many times as fast as the reference the kernel was measured to be on a CPU,
+            by default the first number that it ``rests_on``. ``auto`` runs it there only where this
+            is more than 1.
         by: which of the operation's kernels runs, for the reason.
-        evidence: what ``unless`` and ``host_gain`` rest on.
+        rests_on: measured values that ``unless`` and ``host_gain`` go by.
+        best: what was measured of the kernel, from :func:`.measurements.found`; it counts before
+            all that. Left out for a kernel without a record.
+        wins: the path by which its record measures the kernel.
 
     Raises:
         BackendError: a backend was forced that has no kernel for these arguments.
     """
-    wanted = requested()
-    suffix = f", by {by}" if by else ""
+    is_measured = are_measured(rests_on)
+    if host_gain is None and rests_on and isinstance(name := rests_on[0], str):
+        number = threshold(name, device="host")
+        host_gain = number if isinstance(number, (int, float)) else None
+    if not isinstance(best, EllipsisType):
+        unless, told = decided(best, unless, wins)
+        host_gain, is_measured = measured_gain(best, host_gain), is_measured or bool(told)
+        if told and not unless:
+            kernel, also, more = by.partition(";")
+            by = f"{kernel or 'its kernel'}, {told}{also}{more}"
+    evidence = "measured" if is_measured else "rule"
+    wanted, suffix = requested(), f", by {by}" if by else ""
     if wanted == "reference":
-        return Choice(op, "reference", "asked for", "asked for")
+        return Choice(op, "reference", "asked for")
     if wanted != "auto":
         if wanted not in kernels:
             why = f": {unless}" if unless else ""
             raise BackendError(f"{op} has no {wanted} kernel for these arguments{why}")
-        return Choice(op, wanted, "asked for" + suffix, "asked for")
+        return Choice(op, wanted, "asked for" + suffix)
     if refusal := _refusal.get():
-        return Choice(op, "reference", refusal, "proof")
+        return Choice(op, "reference", refusal)
     if unless is not None and refusal is None:
         return Choice(op, "reference", unless, evidence if kernels else "rule")
     if (name := backend()) not in kernels:
@@ -98,6 +117,22 @@ def choose(
         return Choice(op, "reference", reason, evidence)
     reason = f"auto: {host_gain:.2g} times the speed of MLX's operators on a CPU"
     return Choice(op, "host", reason + suffix, evidence)
+
+
+def choose_measured(
+    op: str, kernels: Sequence[str], family: str, *question: Hashable, unless: str | None = None
+) -> Choice:
+    """As :func:`choose`, by what was measured of an operation's only kernel.
+
+    Args:
+        op: the operation's name.
+        kernels: the backends that have a kernel for the arguments.
+        family: of the question.
+        question: the arguments of its record.
+        unless: why ``auto`` leaves the kernel for the reference where nothing was measured here.
+    """
+    best = found(family, *question) if kernels else None
+    return choose(op, kernels, unless=unless or unmeasured(), best=best)
 
 
 def _no_kernel(name: str, kernels: Sequence[str]) -> str:

@@ -24,7 +24,6 @@ from ..metal.records import RECORDS
 from ..runtime.backend import advance_epoch, backend
 from ..runtime.backend import epoch as current
 from ..runtime.explain import note
-from .choice import Choice, choose, unmeasured
 
 T = TypeVar("T")
 # The family and the arguments of a question.
@@ -91,48 +90,23 @@ def found(family: str, *question: Hashable, device: str | None = None) -> Found 
     return _found(current.number, family, device or backend(), question)
 
 
-def decided(
-    best: Found | None, kernel: str, unless: str | None, evidence: str = "rule"
-) -> tuple[str, str | None, str]:
-    """The kernel, and why ``auto`` leaves it for the stock operator: by what was measured.
+def decided(best: Found | None, unless: str | None, wins: str = "kernel") -> tuple[str | None, str]:
+    """Why ``auto`` leaves a kernel for another path: by what was measured, or else by rules.
 
     Args:
         best: from :func:`found`.
-        kernel: the kernel's name in reasons.
         unless: why it should be left as far as rules know, if it should.
-        evidence: what the rules rest on.
+        wins: the path by which the kernel was measured.
 
     Returns:
-        ``by``, ``unless`` and ``evidence``, as :func:`~mlx_qlayers.dispatch.choose` takes them.
+        That reason, or None; and what was measured, or "".
     """
     if _questions.get() is not None:  # what is collected is what the kernels would be asked
-        return kernel, None, "rule"
+        return None, ""
     if best is None or best.path == "uncompared":
-        return kernel, unless, evidence
-    told, source = str(best.evidence), best.evidence.source
-    if best.path == "kernel":
-        return f"{kernel}, {told}", None, source
-    return kernel, told, source
-
-
-def choose_measured(
-    op: str, kernels: Sequence[str], family: str, *question: Hashable, unless: str | None = None
-) -> Choice:
-    """As :func:`.choice.choose`, by what was measured of an operation's only kernel.
-
-    Args:
-        op: the operation's name.
-        kernels: the backends that have a kernel for the arguments.
-        family: of the question.
-        question: the arguments of its record.
-        unless: why ``auto`` leaves the kernel for the reference where nothing was measured here.
-    """
-    best = found(family, *question) if kernels else None
-    by, unless, evidence = decided(best, "its kernel", unless or unmeasured())
-    gain = measured_gain(best, None)
-    return choose(
-        op, kernels, unless=unless, host_gain=gain, by=by if best else "", evidence=evidence
-    )
+        return unless, ""
+    told = str(best.evidence)
+    return None if best.path == wins else told, told
 
 
 def measured_gain(best: Found | None, otherwise: float | None) -> float | None:

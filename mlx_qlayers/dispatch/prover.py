@@ -93,7 +93,7 @@ def plan_of(operation: Any, static: tuple[Any, ...], specs: Sequence[Any]) -> An
         if not told or made.choice is None:
             return made
         reason = f"auto, {'; '.join(told)}"
-        return made._replace(choice=made.choice._replace(reason=reason, evidence="proof"))
+        return made._replace(choice=made.choice._replace(reason=reason, evidence="rule"))
 
     try:
         return proven(operation, static, specs, plan, False)

@@ -6,7 +6,7 @@ Answers are kept for an epoch: until results are saved or cleared, or a mode beg
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -55,14 +55,9 @@ def evidence_of(name: str, *, device: str | None = None) -> Evidence | None:
     return _values(current.number, name, device or backend())[1]
 
 
-def source_of(*names: str) -> str:
-    """What a choice rests on that went by thresholds: the first that the current backend has.
-
-    Returns:
-        ``"shipped result"``, ``"measured here"``, or ``"rule"`` where there is none of them.
-    """
-    found = (evidence_of(name) for name in names)
-    return next((each.source for each in found if each), "rule")
+def are_measured(of: Iterable[str | Evidence]) -> bool:
+    """Whether there is any of these: a threshold of the current backend, or evidence."""
+    return any(isinstance(each, Evidence) or evidence_of(each) for each in of)
 
 
 @lru_cache(maxsize=4096)

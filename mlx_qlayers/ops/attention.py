@@ -11,8 +11,8 @@ import mlx.core as mx
 
 from ..dispatch import KERNELS, Choice, Gradient, Operation, Plan, choose, dispatch
 from ..dispatch import gradient_of as autodiff
-from ..dispatch.measurements import configure, decided, found, measured_gain
-from ..measurements.thresholds import source_of, threshold
+from ..dispatch.measurements import configure, decided, found
+from ..measurements.thresholds import threshold
 from ..metal.attention import decode
 from ..metal.attention.backward import attention_backward
 from ..metal.attention.forward import Launcher, attention_forward
@@ -39,7 +39,7 @@ from .attention_choice import (
     why_not_decode,
     why_not_forward,
 )
-from .tensor_choice import MEMORY, PATHS, by_tensors, decided_by, in_turn
+from .tensor_choice import MEMORY, PATHS, by_tensors, in_turn, measured_beside
 
 # Bytes of dense keys and values of one layer that may be made of packed ones.
 _MOST_DENSE = 128 << 20
@@ -148,18 +148,18 @@ def _plan_packed(call: AttentionCall, static: tuple[Any, ...]) -> Plan:
     batch, heads, keys, _ = call.k[0].shape
     size = batch * heads * keys * (call.q.shape[3] + call.v_width) * call.q.dtype.size
     large, many = size > _MOST_DENSE, max(batch, heads) > 1
-    by, unless, evidence = "many queries of packed keys", None, "rule"
+    unless, best = None, None
     if (lacking := _lacks_packed(call)) is None and requested() == "auto":
         # Each tile of queries unpacks keys anew: on an H200 that took 2.3 times as long.
         why = "dense keys of a layer are faster" if many or not large else None
         best = found("attention_forward", *Launcher(call).question())
-        by, unless, evidence = decided(best, by, why)
+        unless, _ = decided(best, why)
     if lacking or unless:
         if large and many:
             return Plan(None, _in_halves(call, int(heads > 1), ATTENTION, static))
         return Plan(None, _unpacked(call, ATTENTION, ((0, 0), *static[1:])))
-    gain = threshold("attention_forward_gain", device="host")
-    return _by_forward(choose("attention", host_gain=gain, by=by, evidence=evidence), call)
+    by, gain = "many queries of packed keys", ("attention_forward_gain",)
+    return _by_forward(choose("attention", by=by, rests_on=gain, best=best), call)
 
 
 def _lacks_packed(call: AttentionCall) -> str | None:
@@ -254,11 +254,14 @@ def takes_decode(call: AttentionCall) -> bool:
 
 def choose_decode(call: AttentionCall) -> Choice:
     best = found("attention_decode", *decode.question(call))
-    by, unless, evidence = decided(best, "few queries", why_not_decode(call))
-    if best is None:
-        by, evidence = "", source_of("attention_decode_cost", "attention_decode_min_elements")
-    gain = measured_gain(best, decode_host_gain(call))
-    return choose("attention", unless=unless, host_gain=gain, by=by, evidence=evidence)
+    return choose(
+        "attention",
+        unless=why_not_decode(call),
+        host_gain=decode_host_gain(call),
+        by="few queries" if best else "",
+        rests_on=("attention_decode_cost", "attention_decode_min_elements"),
+        best=best,
+    )
 
 
 def _decode_composed(call: AttentionCall) -> Run:
@@ -277,19 +280,16 @@ def _by_kernels(call: AttentionCall) -> Run:
 
 
 def _choose_forward(call: AttentionCall) -> Choice:
-    lacking, by = why_no_kernel(call), ""
-    unless = lacking or why_not_forward(call)
-    evidence = source_of("attention_forward_gain", "attention_forward_widest")
+    lacking, best = why_no_kernel(call), dict[str, Any]()
     if not (device_of().measured or lacking):
-        best = found("attention_forward", *Launcher(call).question())
-        by, unless, evidence = decided_by(best, _MANY, unless)
+        question = Launcher(call).question()
+        best = measured_beside(found("attention_forward", *question), _MANY)
     return choose(
         "attention",
         () if lacking else KERNELS,
-        unless=unless,
-        host_gain=threshold("attention_forward_gain", device="host"),
-        by=by,
-        evidence=evidence,
+        unless=lacking or why_not_forward(call),
+        rests_on=("attention_forward_gain", "attention_forward_widest"),
+        **best,
     )
 
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..dispatch import Choice, Operation, Plan, choose, dispatch, gradient_of
 from ..dispatch.choice import unmeasured
-from ..dispatch.measurements import configure, decided, found
+from ..dispatch.measurements import configure, found
 from ..metal.attention import step as kernels
 from ..metal.attention.decode import BITS
 from ..options import Rotation, StepCall, row_words
@@ -196,10 +196,8 @@ def _choose(
     failed = proof.failed("attention_step") if device_of().needs_proof else None
     q = Spec((k_shape[0], 1, share * k_shape[1] * k_shape[3]), dtype)
     best = found("attention_step", *kernels.question(q, Spec(k_shape, dtype), v_width, packing))
-    kernel = f"attention_step_packed, {bits} bits" if bits else "its kernel"
-    by, unless, evidence = decided(None if failed else best, kernel, failed or unmeasured())
-    named = by if best or bits else ""
-    return choose("attention_step", unless=unless, by=named, evidence=evidence)
+    by, best = f"attention_step_packed, {bits} bits" if bits else "", None if failed else best
+    return choose("attention_step", unless=failed or unmeasured(), by=by, best=best)
 
 
 def _covers(

@@ -10,7 +10,6 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Arrays, Gradient, Operation, Plan, choose, dispatch
-from ..measurements.thresholds import source_of, threshold
 from ..metal.deformable import launch as kernels
 from ..options import Deformable
 from ..reference import deformable_attention as reference
@@ -85,8 +84,7 @@ def _plan(arrays: Sequence[Any], padding_mode: str, pixels: bool, *extents: Any)
         "deformable_attention",
         KERNELS if kernels.covers(values, locations) else (),
         unless=empty,
-        host_gain=threshold("deformable_attention_gain", device="host"),
-        evidence="rule" if empty else source_of("deformable_attention_gain"),
+        rests_on=() if empty else ("deformable_attention_gain",),
     )
     if empty:
         shape = *locations.shape[:2], values.shape[2] * values.shape[3]

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..dispatch import KERNELS, Choice, Operation, Plan, dispatch, gradient_of
-from ..dispatch.measurements import choose_measured
+from ..dispatch.choice import choose_measured
 from ..formats import Format
 from ..metal.gather_qmm import experts as kernels
 from ..options import SCORES, Clipped, PackedMatrix, Router

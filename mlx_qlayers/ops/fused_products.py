@@ -11,10 +11,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..dispatch import KERNELS, Choice, Operation, Plan, choose, dispatch, gradient_of
-from ..dispatch.measurements import configure, decided, found, measured_gain
+from ..dispatch import Choice, Operation, Plan, choose, dispatch, gradient_of
+from ..dispatch.measurements import configure, found
 from ..formats import Format
-from ..measurements.thresholds import source_of, threshold
+from ..measurements.thresholds import threshold
 from ..metal.quantized_matmul.dequantize import dequantize
 from ..metal.quantized_matmul.gated import RUN, gated_rows
 from ..metal.quantized_matmul.qmm_tensor import tensor_product
@@ -146,23 +146,21 @@ def _plan(
     skinny = best is None and is_skinny(x, matrices, fmt)
     # More rows are one dense product.
     dense = rows > MAX_QMV_ROWS and not skinny
-    by, unless, evidence = DENSE if dense else SKINNY if skinny else QMV, lacking, "rule"
-    gain = None if lacking or dense or skinny else host_gain(rows, fmt)
-    if dense and not lacking:
-        unless, evidence = dense_is_worse(rows, n, x, fmt)
-    elif skinny and not lacking:
-        unless, evidence = stock_is_better(x.dtype), source_of("qmm_skinny_rows")
-    elif not lacking:
-        by, unless, evidence = decided(best, QMV, stock_is_better(x.dtype), source_of("qmv_gain"))
-        gain = measured_gain(best, gain)
-    choice = choose(
-        "fused_products",
-        () if lacking else KERNELS,
-        unless=unless,
-        host_gain=gain,
-        by=by,
-        evidence=evidence,
-    )
+    by = DENSE if dense else SKINNY if skinny else QMV
+    if lacking:
+        choice = choose("fused_products", (), unless=lacking)
+    elif dense:
+        unless, rests_on = dense_is_worse(rows, n, x, fmt)
+        choice = choose("fused_products", unless=unless, by=by, rests_on=rests_on)
+    else:
+        choice = choose(
+            "fused_products",
+            unless=stock_is_better(x.dtype),
+            host_gain=None if skinny else host_gain(rows, fmt),
+            by=by,
+            rests_on=("qmm_skinny_rows" if skinny else "qmv_gain",),
+            best=best,
+        )
     if choice.path == "reference":
         return Plan(choice, composed)
     if dense:
@@ -245,8 +243,7 @@ def _by_tensors(
     if best is None or not by_tensors(best):
         return None
     kernel, *others = in_turn(best, PATHS)
-    by, evidence = f"{kernel}, {best.evidence}", best.evidence.source
-    choice = choose("fused_products", by=by, evidence=evidence)
+    choice = choose("fused_products", by=kernel, best=best, wins=best.path)
     given = call, residual, None if gate is None else matrices[1], gate
     launch = first_proven(
         {each: partial(tensor_product, each == CODES, *given) for each in (kernel, *others)}

@@ -9,7 +9,6 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
-from ..measurements.thresholds import source_of, threshold
 from ..metal.gated_delta import launch as kernels
 from ..reference import gated_delta as reference
 from ..runtime.backend import backend, requested
@@ -76,8 +75,7 @@ def _plan(arrays: Sequence[Any], norms: tuple[float, float, float] | None) -> Pl
         "gated_delta",
         KERNELS if takes else (),
         unless=_NOT_ON_METAL.get(backend()),
-        host_gain=threshold("gated_delta_gain", device="host"),
-        evidence=source_of("gated_delta_gain"),
+        rests_on=("gated_delta_gain",),
     )
     composed = partial(reference.gated_delta, norms=numbers)
     if choice.path == "reference":

@@ -13,7 +13,7 @@ from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
 from ..dispatch.choice import unmeasured
 from ..dispatch.measurements import Found, found
 from ..formats import GLOBAL_UNIT, Format
-from ..measurements.thresholds import gain, source_of, threshold
+from ..measurements.thresholds import gain, threshold
 from ..metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
 from ..metal.gather_qmm.gather_qmv import Pairs, Products, configuration, gather_qmv
 from ..metal.quantized_matmul.gradients import scales_and_biases_gradient
@@ -27,7 +27,7 @@ from ..runtime.proof import first_proven
 from ..runtime.spec import Spec
 from .quantized_route import STOCK_COMPILES
 from .signature import Signature, check_packed
-from .tensor_choice import TENSOR, by_tensors, decided_by, in_turn
+from .tensor_choice import TENSOR, by_tensors, in_turn, measured_beside
 
 # x, w, scales, biases, lhs_indices, rhs_indices and global_scale, or their specs.
 _Arrays = Sequence[Any]
@@ -113,18 +113,18 @@ def _plan(
     stock = reference(call, leading, sorted_indices)
     rows = prod(leading) * x.shape[-2]
     empty = None if 0 not in (*leading, *x.shape, *w.shape) else "the product is empty"
-    by, evidence = "", source_of("gather_qmm_gain")
+    best: dict[str, Any] = {}
     unless = empty or _stock_is_better(rows)
     unless = unless or _untested(out, transpose, fmt)
     if sorted_indices and not empty and not device_of().measured:
-        by, unless, evidence = decided_by(_measured(call, rows), _TILES, unless, evidence)
+        best = measured_beside(_measured(call, rows), _TILES)
     choice = choose(
         "gather_qmm",
         () if empty else KERNELS,
         unless=unless,
         host_gain=gain("gather_qmm_gain", rows, fmt.mode, fmt.bits, _KINDS[transpose]),
-        by=by,
-        evidence=evidence,
+        rests_on=("gather_qmm_gain",),
+        **best,
     )
     if empty:  # MLX's operator divides by zero
         columns = w.shape[-2] if transpose else fmt.dims(w)

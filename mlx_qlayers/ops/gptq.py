@@ -10,7 +10,6 @@ import mlx.core as mx
 
 from ..dispatch import Operation, Plan, choose, dispatch
 from ..formats import Format
-from ..measurements.thresholds import source_of, threshold
 from ..metal.gptq import launch
 from ..metal.gptq.launch import BLOCK
 from ..reference import gptq as reference
@@ -220,8 +219,7 @@ def _plan_fixed(arrays: Sequence[Spec], bits: int) -> Plan:
 
 
 def _plan(run: Any, bind: Callable[[], Any]) -> Plan:
-    faster, evidence = threshold("gptq_gain", device="host"), source_of("gptq_gain")
-    choice = choose("gptq", host_gain=faster, evidence=evidence)
+    choice = choose("gptq", rests_on=("gptq_gain",))
     return Plan(choice, run) if choice.path == "reference" else Plan(choice, bind(), (), run)
 
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
 from ..dispatch.measurements import configure
-from ..measurements.thresholds import source_of, threshold
+from ..measurements.thresholds import threshold
 from ..metal.grid_sample import launch as kernels
 from ..options import Sampling
 from ..reference import grid_sample as reference
@@ -85,7 +85,7 @@ def _plan(
         KERNELS if kernels.covers(grid, options) else (),
         unless=empty,
         host_gain=_host_gain(mode, grid.size // grid.shape[-1], x.shape[-1]),
-        evidence="rule" if empty else source_of("grid_sample_gain"),
+        rests_on=() if empty else ("grid_sample_gain",),
     )
     if empty:
         shape = *grid.shape[:-1], x.shape[-1]

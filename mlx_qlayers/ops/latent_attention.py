@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Choice, Operation, Plan, dispatch, gradient_of
-from ..dispatch.measurements import choose_measured
+from ..dispatch.choice import choose_measured
 from ..measurements.thresholds import threshold
 from ..metal.attention import latent as kernels
 from ..reference import latent_attention as reference

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import Gradient, Operation, Plan, choose, dispatch
-from ..measurements.thresholds import gain, source_of
+from ..measurements.thresholds import gain
 from ..metal.linalg import launch
 from ..metal.linalg import qr as blocked
 from ..reference import linalg as reference
@@ -350,9 +350,9 @@ _SUBTRACT = Operation("subtract_product", _plan_subtract)
 
 
 def _choose(op: str, *arrays: Spec) -> Any:
-    faster, evidence = gain("linalg_gain", arrays[0].shape[-1], op), source_of("linalg_gain")
+    faster = gain("linalg_gain", arrays[0].shape[-1], op)
     empty = next((f"{a.shape} is empty" for a in arrays if not a.size), None)
-    choice = choose(op, unless=empty, host_gain=faster, evidence=evidence)
+    choice = choose(op, unless=empty, host_gain=faster, rests_on=("linalg_gain",))
     return choice._replace(path="reference") if empty else choice
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import Choice, Gradient, Operation, Plan, choose, dispatch
-from ..measurements.thresholds import gain, source_of
+from ..measurements.thresholds import gain
 from ..metal.linalg import launch
 from ..runtime import tensor_ops
 from ..runtime.backend import backend
@@ -79,14 +79,13 @@ _MATMUL = Operation("matmul", _plan)
 def _choose(arrays: Sequence[Spec], allow_tf32: bool) -> Choice:
     a, b = arrays
     if allow_tf32:
-        return Choice("matmul", "reference", "TF32 is allowed", "asked for")
+        return Choice("matmul", "reference", "TF32 is allowed")
     if a.dtype != mx.float32 or not (a.size and b.size):
         return Choice(
             "matmul", "reference", "the kernel is for float32 matrices that are not empty"
         )
     faster = gain("linalg_gain", a.shape[-2], "subtract_product")
-    evidence = source_of("linalg_gain")
-    return choose("matmul", unless=_why_exact(), host_gain=faster, evidence=evidence)
+    return choose("matmul", unless=_why_exact(), host_gain=faster, rests_on=("linalg_gain",))
 
 
 def _why_exact() -> str | None:

@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..dispatch import KERNELS, Arrays, Gradient, Operation, Plan, choose, dispatch
 from ..dispatch.choice import unmeasured
 from ..formats import GLOBAL_UNIT, Format
-from ..measurements.thresholds import source_of, threshold
+from ..measurements.thresholds import threshold
 from ..metal.quantized_matmul.gradients import scales_and_biases_gradient
 from ..options import MatmulCall, PackedMatrix
 from ..runtime.backend import current, requested
@@ -184,8 +184,7 @@ def _plan_scales_and_biases(arrays: Sequence[Any], transpose: bool, fmt: Format)
         "quantized_matmul, gradient of scales and biases",
         () if lacking else KERNELS,
         unless=lacking or _left_to_stock(rows, x.dtype),
-        host_gain=threshold("scales_gradient_gain", device="host"),
-        evidence=source_of("scales_gradient_gain", "scales_gradient_max_rows"),
+        rests_on=("scales_gradient_gain", "scales_gradient_max_rows"),
     )
     reference = by_reference(transpose, fmt)
 

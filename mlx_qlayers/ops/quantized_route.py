@@ -10,9 +10,9 @@ import mlx.core as mx
 
 from ..dispatch import Choice, choose
 from ..dispatch.choice import UNMEASURED, unmeasured
-from ..dispatch.measurements import Found, configure, decided, found, measured_gain
+from ..dispatch.measurements import Found, configure, decided, found
 from ..formats import Format
-from ..measurements.thresholds import gain, source_of, threshold
+from ..measurements.thresholds import Evidence, gain, threshold
 from ..metal.quantized_matmul.dequantize import dequantize
 from ..metal.quantized_matmul.qmm import qmm
 from ..metal.quantized_matmul.qmm_skinny import MAX_SKINNY_ROWS, skinny_config
@@ -118,8 +118,8 @@ def route(op: str, call: MatmulCall, single: bool = False) -> Route:
     (x, (w, *_), transpose, fmt), (rows, n, k) = call, call.shape
     if w.ndim > 2 or 0 in (rows, *w.shape):
         return Route(choose(op, (), unless="the kernels take one matrix, and nothing empty"))
-    kernel, unless, evidence = _by_rule(call)
-    names, others = {"kernel": kernel, **_MEASURED}, list[str]()
+    kernel, unless, rests_on = _by_rule(call)
+    wins, others = "kernel", list[str]()
     best: Found | None = None
     at = device_of()
     if transpose and (rows <= MAX_QMV_ROWS or not at.gpu):
@@ -129,41 +129,40 @@ def route(op: str, call: MatmulCall, single: bool = False) -> Route:
         best = found("qmm", rows, n, k, x.dtype, fmt, transpose)
     best = as_it_runs(best)
     if best is not None and best.path in _MEASURED:
-        (kernel, *others), unless = in_turn(best, names), None
-        by, evidence = f"{kernel}, {best.evidence}", best.evidence.source
-    else:
-        if best is not None and kernel == SKINNY and rows <= MAX_QMV_ROWS:
-            kernel = QMV  # which was measured
-        by, unless, evidence = decided(best, kernel, unless, evidence)
-        if kernel == QMM and not at.measured:
-            by += f"; {without_tensors(best)}"
+        kernel, *others = in_turn(best, {"kernel": kernel, **_MEASURED})
+        wins = best.path
+    elif best is not None and kernel == SKINNY and rows <= MAX_QMV_ROWS:
+        kernel = QMV  # which was measured
+    lacks_tensors = wins == "kernel" and kernel == QMM and not at.measured
+    by = kernel + (f"; {without_tensors(best)}" if lacks_tensors else "")
     few = transpose and rows <= MAX_QMV_ROWS
-    if single and few and not unless and (unless := _call_is_too_long(call)):
-        evidence = source_of("qmv_call")
-    times = measured_gain(best, host_gain(rows, fmt, transpose))
-    return Route(
-        choose(op, unless=unless, host_gain=times, by=by, evidence=evidence), kernel, others
+    is_taken = single and few and decided(best, unless, wins)[0] is None
+    if is_taken and (too_long := _call_is_too_long(call)) is not None:
+        return Route(choose(op, unless=too_long, by=by, rests_on=("qmv_call",)), kernel, others)
+    gain = host_gain(rows, fmt, transpose)
+    choice = choose(
+        op, unless=unless, host_gain=gain, by=by, rests_on=rests_on, best=best, wins=wins
     )
+    return Route(choice, kernel, others)
 
 
-def _by_rule(call: MatmulCall) -> tuple[str, str | None, str]:
+def _by_rule(call: MatmulCall) -> tuple[str, str | None, tuple[str, ...]]:
     """The kernel, why ``auto`` leaves it for the stock operator, and what that rests on."""
     device, vector = device_of(), QMV if call.transpose else QVM
     if not device.gpu:
         # Where threads do not run side by side, sixteen rows after sixteen are fastest.
-        return vector, None, source_of(f"{vector}_gain")
+        return vector, None, (f"{vector}_gain",)
     if vector == QMV and call.shape[0] <= MAX_QMV_ROWS:
         if device.tensor_cores and is_skinny(call.x, [call.matrix], call.fmt):
-            return SKINNY, None, source_of("qmm_skinny_rows")
+            return SKINNY, None, ("qmm_skinny_rows",)
         compiles = device.stock_compiles and call.shape[0] >= STOCK_COMPILES
         if compiles and call.x.dtype == mx.float32:
-            return QMM, None, "rule"
-        return QMV, stock_is_better(call.x.dtype), "rule"
+            return QMM, None, ()
+        return QMV, stock_is_better(call.x.dtype), ()
     if device.tensor_cores:
         kernel = _many_rows(call)
-        by = "qmm_skinny_rows" if kernel == SKINNY else "qmm_max_rows"
-        return kernel, None, source_of(by)
-    return QMM, UNMEASURED, "rule"
+        return kernel, None, ("qmm_skinny_rows" if kernel == SKINNY else "qmm_max_rows",)
+    return QMM, UNMEASURED, ()
 
 
 def stock_is_better(dtype: mx.Dtype) -> str | None:
@@ -210,18 +209,20 @@ def _max_rows(tiles: str) -> int:
     return threshold("qmm_max_rows", tiles)
 
 
-def dense_is_worse(rows: int, n: int, x: Spec, fmt: Format) -> tuple[str | None, str]:
-    """Why ``auto`` does not dequantize matrices, of n rows in all, for one dense product; and the
-    evidence.
+def dense_is_worse(
+    rows: int, n: int, x: Spec, fmt: Format
+) -> tuple[str | None, tuple[str | Evidence, ...]]:
+    """Why ``auto`` does not dequantize matrices, of n rows in all, for one dense product; and what
+    that rests on.
     """
     best = found("qmm", rows, n, x.shape[-1], x.dtype, fmt, True)
     if best is not None and best.path != "uncompared":
         worse = None if best.path == "dequantized" else str(best.evidence)
-        return worse, best.evidence.source
+        return worse, (best.evidence,)
     if not device_of().tensor_cores:
-        return "a dense product of many rows was measured on NVIDIA GPUs only", "rule"
+        return "a dense product of many rows was measured on NVIDIA GPUs only", ()
     few = "qmm is faster for so few rows" if rows <= _max_rows("whole") else None
-    return few, source_of("qmm_max_rows")
+    return few, ("qmm_max_rows",)
 
 
 def product(to: Route, call: MatmulCall) -> Product:

@@ -9,7 +9,6 @@ import mlx.core as mx
 
 from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
 from ..dispatch.choice import unmeasured
-from ..measurements.thresholds import source_of, threshold
 from ..metal.rotary import launch as kernels
 from ..options import Rotation
 from ..reference import rotary as reference
@@ -72,8 +71,7 @@ def _plan(arrays: Sequence[Any], *options: Any) -> Plan:
         "rotary_embedding",
         () if empty else KERNELS,
         unless=empty or unmeasured() or (_AS_FAST if device_of().gpu else None),
-        host_gain=threshold("rotary_gain", device="host"),
-        evidence=source_of("rotary_gain"),
+        rests_on=("rotary_gain",),
     )
     composed = reference.rotary_embedding(rotation)
     if choice.path == "reference":

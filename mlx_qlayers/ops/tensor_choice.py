@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import inf
+from typing import Any
 
 import mlx.core as mx
 
-from ..dispatch.measurements import Found, decided
+from ..dispatch.measurements import Found
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from ..runtime import tensor_ops
 from ..runtime.backend import backend
@@ -72,15 +73,12 @@ def as_it_runs(best: Found | None) -> Found | None:
     return None if lost else best
 
 
-def decided_by(
-    best: Found | None, kernel: str, unless: str | None, evidence: str = "rule"
-) -> tuple[str, str | None, str]:
-    """As :func:`~mlx_qlayers.dispatch.measurements.decided`, where they may have been fastest."""
+def measured_beside(best: Found | None, kernel: str) -> dict[str, Any]:
+    """What :func:`~mlx_qlayers.dispatch.choose` takes of a kernel where they may be faster."""
     best = as_it_runs(best)
     if best is not None and by_tensors(best):
-        return f"{PATHS[best.path]}, {best.evidence}", None, best.evidence.source
-    by, unless, evidence = decided(best, kernel, unless, evidence)
-    return f"{by}; {without_tensors(best)}", unless, evidence
+        return {"best": best, "by": PATHS[best.path], "wins": best.path}
+    return {"best": best, "by": f"{kernel}; {without_tensors(best)}"}
 
 
 def without_tensors(best: Found | None) -> str:

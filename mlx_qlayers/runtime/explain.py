@@ -23,8 +23,7 @@ class Decision:
         path: the backend, ``"reference"`` for stock operators, or what became of something else.
         reason: why.
         calls: how many times.
-        evidence: what the choice rests on: ``"rule"``, ``"asked for"``, ``"shipped result"`` or
-            ``"measured here"``.
+        evidence: what decided: a ``"rule"``, or what was ``"measured"``.
     """
 
     op: str
@@ -163,8 +162,8 @@ def explain(*, reset: bool = False) -> Decisions:
         >>> with use_backend("reference"):
         ...     y = grid_sample(mx.ones((1, 4, 4, 3)), mx.zeros((1, 2, 2, 2)))
         >>> explain()
-        operation    path       calls  evidence   reason
-        grid_sample  reference  1      asked for  asked for
+        operation    path       calls  evidence  reason
+        grid_sample  reference  1      rule      asked for
     """
     decisions = Decisions()
     with _lock:

@@ -37,7 +37,7 @@ class Tuned(Generic[C]):
     Attributes:
         record: what for.
         config: the fastest configuration.
-        path: ``"kernel"``, what is taken in its place, or ``"uncompared"`` where it ended before that.
+        path: ``"kernel"``, what is taken in its place, or ``"uncompared"`` where it ended before.
         untuned: what the kernel takes without tuning.
         times: what it takes with the configuration, and what the other paths take.
         trials: every configuration that was tried, the fastest first.

@@ -11,7 +11,7 @@ from machine import ALL
 
 import mlx_qlayers
 from mlx_qlayers.dispatch import Choice, choose
-from mlx_qlayers.dispatch.measurements import choose_measured
+from mlx_qlayers.dispatch.choice import choose_measured
 from mlx_qlayers.runtime.backend import BackendError, use_backend
 
 DECODE = Path(mlx_qlayers.__file__).parent / "decode"
@@ -24,15 +24,17 @@ def test_paths_and_reasons(machine):
     reason = "K is not a multiple of 64"
     assert choose("c", ALL, unless=reason) == Choice("c", "reference", reason)
     with use_backend("reference"):
-        assert choose("d", ALL) == Choice("d", "reference", "asked for", "asked for")
+        assert choose("d", ALL) == Choice("d", "reference", "asked for")
     with use_backend("metal"):
         # Asked for: what auto would avoid is done.
-        assert choose("e", ALL, unless=reason) == Choice("e", "metal", "asked for", "asked for")
+        assert choose("e", ALL, unless=reason) == Choice("e", "metal", "asked for")
         with pytest.raises(BackendError, match="f has no metal kernel for these arguments"):
             choose("f", ("cuda",))
-    assert choose("g", by="qmv", evidence="measured here") == Choice(
-        "g", "metal", "auto, by qmv", "measured here"
+    splits = "attention_step_splits", "no such entry"
+    assert choose("g", by="qmv", rests_on=splits) == Choice(
+        "g", "metal", "auto, by qmv", "measured"
     )
+    assert choose("g", by="qmv", rests_on=splits[1:]).evidence == "rule"
 
 
 def test_the_reason_names_a_missing_compiler(machine):

@@ -6,7 +6,8 @@ from stored_results import FMT, OTHER, QUESTION, TIMES, keep
 
 from mlx_qlayers import explain, use_backend
 from mlx_qlayers.dispatch import measurements
-from mlx_qlayers.dispatch.measurements import choose_measured, configure, questions
+from mlx_qlayers.dispatch.choice import choose_measured
+from mlx_qlayers.dispatch.measurements import configure, questions
 from mlx_qlayers.measurements import entries
 from mlx_qlayers.metal.attention.step import Step
 from mlx_qlayers.metal.attention.step import question as asked_of_step
@@ -31,22 +32,22 @@ def chosen(monkeypatch, rows=1):
 def test_ops_take_the_kernel_where_it_won_and_say_so(monkeypatch):
     keep()
     (_, path, reason, evidence), kernel = chosen(monkeypatch)
-    assert (path, kernel, evidence) == ("cuda", QMV, "measured here")
+    assert (path, kernel, evidence) == ("cuda", QMV, "measured")
     assert f"by qmv, measured here: {TIMES}" in reason
 
 
 def test_ops_take_stock_where_it_won_and_say_so(monkeypatch):
     keep(path="stock")
     choice, _ = chosen(monkeypatch)
-    assert choice[1:] == ("reference", f"measured here: {TIMES}", "measured here")
+    assert choice[1:] == ("reference", f"measured here: {TIMES}", "measured")
 
 
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
         ("", ("cuda", "auto", "rule")),
-        ("stock", ("reference", f"measured here: {TIMES}", "measured here")),
-        ("kernel", ("cuda", f"auto, by its kernel, measured here: {TIMES}", "measured here")),
+        ("stock", ("reference", f"measured here: {TIMES}", "measured")),
+        ("kernel", ("cuda", f"auto, by its kernel, measured here: {TIMES}", "measured")),
     ],
 )
 def test_an_operation_of_one_kernel_goes_by_what_won(path, expected, monkeypatch):
@@ -64,16 +65,16 @@ def test_ops_take_the_dense_product_where_it_won(monkeypatch):
     question = (64, 3584, 3584, mx.bfloat16, FMT, True)
     keep("qmm", question, path="dequantized")
     (_, path, reason, evidence), kernel = chosen(monkeypatch, rows=64)
-    assert (path, kernel, evidence) == ("cuda", DENSE, "measured here")
+    assert (path, kernel, evidence) == ("cuda", DENSE, "measured")
     assert "measured here" in reason
 
 
 @pytest.mark.parametrize("path", ["dequantized", "kernel", "stock"])
 def test_several_matrices_at_once_go_by_what_won(path):
     keep("qmm", (512, 7168, 3584, mx.bfloat16, FMT, True), path=path)
-    why, evidence = dense_is_worse(512, 7168, Spec((512, 3584), mx.bfloat16), FMT)
+    why, (evidence,) = dense_is_worse(512, 7168, Spec((512, 3584), mx.bfloat16), FMT)
     assert why is None if path == "dequantized" else "measured here" in why
-    assert evidence == "measured here"
+    assert evidence.source == "measured here"
 
 
 def test_a_step_of_decoding_takes_what_was_found_for_its_buffers():

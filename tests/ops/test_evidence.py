@@ -13,7 +13,7 @@ from mlx_qlayers import (
     quantized_matmul,
     use_backend,
 )
-from mlx_qlayers.measurements.thresholds import source_of
+from mlx_qlayers.measurements.thresholds import are_measured, evidence_of
 from mlx_qlayers.ops.exp import exp
 from mlx_qlayers.ops.fused_products import fused_products
 from mlx_qlayers.ops.gather_qmm import gather_qmm
@@ -66,7 +66,7 @@ def evidence(op):
 @pytest.mark.parametrize("op", MEASURED)
 def test_measurements(op):
     MEASURED[op]()
-    assert evidence(op) == {"shipped result"}
+    assert evidence(op) == {"measured"}
 
 
 @pytest.mark.parametrize("op", RULES)
@@ -75,6 +75,6 @@ def test_rules(op):
     assert evidence(op) == {"rule"}
 
 
-def test_the_first_that_this_device_has():
-    assert source_of("rotary_gain") == source_of("qmm_max_rows", "rotary_gain") == "shipped result"
-    assert source_of("qmm_max_rows") == "rule"
+def test_what_counts_as_measured_is_any_that_this_device_has():
+    assert are_measured(["qmm_max_rows", "rotary_gain"]) and not are_measured(["qmm_max_rows"])
+    assert are_measured([evidence_of("qmm_max_rows", device="cuda")]) and not are_measured([])

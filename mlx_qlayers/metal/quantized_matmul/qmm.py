@@ -143,13 +143,17 @@ def _on_tensor_cores(m: int, n: int, k: int, fmt: Format) -> QmmConfig:
     """The measured tiles, or smaller ones where those are few."""
     run = min(fmt.group_size, 32)
     tiles = threshold("qmm_tiles", device="cuda")
-    tile = next((tile for most, tile in tiles if m <= most), tiles[-1][1])
+    tile: tuple[int, int, int, int, int] = next(
+        (tile for most, tile in tiles if m <= most), tiles[-1][1]
+    )
     config = QmmConfig(*tile, run if fmt.bits % 2 or tile[0] < 128 else 16)
     if config.fills(m, n):
         return config
     # Smaller tiles, and several to a column of the result, give every core something to do.
     config = QmmConfig(min(config.tile_m, 64) // 32 * 32, 64, 64, 2, 2, run)
-    return replace(config, parts=max(1, min(2 * device_of("cuda").cores // config.count(m, n), k // 512)))
+    return replace(
+        config, parts=max(1, min(2 * device_of("cuda").cores // config.count(m, n), k // 512))
+    )
 
 
 def qmm(call: MatmulCall, config: QmmConfig) -> Callable[..., mx.array]:
