@@ -28,7 +28,7 @@ from common import Sample, Table, add_output, output, print_facts, turns
 
 from mlx_qlayers import backend, convert_model
 from mlx_qlayers.commands.arguments import positive
-from mlx_qlayers.dispatch.measurements import heuristics_only
+from mlx_qlayers.dispatch.measurements import untuned
 from mlx_qlayers.formats import Format
 from mlx_qlayers.measurements.entries import device_name
 from mlx_qlayers.measurements.store import listed, save
@@ -104,7 +104,7 @@ def decoded(stock: Any, model: Any, tokens: int, repeats: int) -> None:
         if name == "after":
             seconds = decode(again, [PROMPT], tokens)
         else:
-            with heuristics_only():
+            with untuned():
                 seconds = decode(stock if name == "stock" else model, [PROMPT], tokens)
         print(f"    {name}: {tokens / seconds:.1f} tokens/s", flush=True)
         if i >= len(times):  # in the first round kernels are built

@@ -183,7 +183,7 @@ def _ours(case: Case) -> dict[str, Product]:
     ways = {} if case.dtype == mx.float32 else {"unpacked": by(DENSE)}
     if ways and case.rows > _TILES_UNTIL:
         return ways
-    if ways and case.transpose and is_skinny(Spec.of(x), [matrix], case.fmt):
+    if ways and case.transpose and is_skinny(Spec.of(x), [matrix]):
         ways["skinny"] = by(SKINNY)
     return ways | {"tiles": by(QMM)}
 

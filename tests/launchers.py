@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import mlx.core as mx
@@ -64,6 +65,12 @@ def qmm_tensor(
     added = None if residual is None else specs(residual)
     launch = _qmm_tensor.qmm_tensor(call, config, added, specs(other or nothing), gate)
     return launch(x, *matrix, residual, *(other or nothing))
+
+
+def in_registers(config, k):
+    """A product by tensor operations with operands in registers, as tensor cores take it."""
+    tile_k = min(config.tile_k, 32)
+    return replace(config, staged=False, tile_k=tile_k, ragged=bool(k % tile_k))
 
 
 def qvm(x, w, scales, biases, bias, fmt):

@@ -250,7 +250,7 @@ def _planned(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]
     try:
         return plan_of(operation, static, specs)
     except (KernelError, ArithmeticError, TypeError) as error:
-        with untuned():
+        with untuned(keeps_plans=True):
             plan = plan_of(operation, static, specs)
         note("tuning", "ignored", f"{operation.name}: {error}")
         return plan

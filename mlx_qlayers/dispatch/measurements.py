@@ -127,19 +127,18 @@ def questions() -> AbstractContextManager[dict[Question, None]]:
     return _within(_questions, {})
 
 
-def heuristics_only() -> AbstractContextManager[bool]:
-    """Inside a ``with`` block nothing that was tuned counts, for this thread or task."""
-    return _within(_heuristics_only, True)
-
-
 def unasked() -> AbstractContextManager[None]:
     """Inside a ``with`` block, questions are not collected: they are about what would not run."""
     return _within(_questions, None, keeps_plans=True)
 
 
-def untuned() -> AbstractContextManager[bool]:
-    """The same for a plan that is being made, which is kept as if it were tuned."""
-    return _within(_heuristics_only, True, keeps_plans=True)
+def untuned(*, keeps_plans: bool = False) -> AbstractContextManager[bool]:
+    """Inside a ``with`` block nothing that was tuned counts, for this thread or task.
+
+    Args:
+        keeps_plans: whether a plan that is made meanwhile is kept as if it were tuned.
+    """
+    return _within(_heuristics_only, True, keeps_plans=keeps_plans)
 
 
 @contextmanager

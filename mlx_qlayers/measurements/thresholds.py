@@ -6,7 +6,7 @@ Answers are kept for an epoch: until results are saved or cleared, or a mode beg
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -48,6 +48,16 @@ def gain(name: str, size: int, *key: Hashable) -> float | None:
         return None
     at = bisect_right(threshold(name, "sizes", device="host"), size) - 1
     return float(gains[max(0, at)])
+
+
+def row_of(table: Sequence[tuple[float, Any]], size: float) -> Any:
+    """Of a table with rows of a largest size and what holds up to there, that of a size.
+
+    Example:
+        >>> row_of([(64, "small"), (256, "large")], 65), row_of([], 1)
+        ('large', None)
+    """
+    return next((each for largest, each in table if size <= largest), None)
 
 
 def evidence_of(name: str, *, device: str | None = None) -> Evidence | None:

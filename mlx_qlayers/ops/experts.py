@@ -17,7 +17,6 @@ from ..metal.gather_qmm import experts as kernels
 from ..options import SCORES, Clipped, PackedMatrix, Router
 from ..reference import experts as reference
 from ..runtime.backend import requested
-from ..runtime.devices import device_of
 from ..runtime.launch import Launching
 from ..runtime.spec import Spec
 from .fused_products import normed, with_squares
@@ -213,9 +212,8 @@ def _plan_products(
     if choice.path == "reference":
         return Plan(choice, composed)
     share = 1 if x.ndim > experts.ndim else experts.shape[-1]
-    few = device_of().few_registers
     right = _INDICES(experts.shape)
-    launch = kernels.experts_products(x, right, matrices, fmt, gate, share, few, squares, epsilon)
+    launch = kernels.experts_products(x, right, matrices, fmt, gate, share, squares, epsilon)
     run = _given(launch, arrays, (0, 1, *range(3, len(arrays)), 2))
     return Plan(choice, run, gradient_of(composed, arrays), composed)
 

@@ -143,7 +143,7 @@ def _plan(
     best = None
     if rows <= MAX_QMV_ROWS and not lacking:
         best = found("qmv", rows, n, k, x.dtype, fmt, kind)
-    skinny = best is None and is_skinny(x, matrices, fmt)
+    skinny = best is None and is_skinny(x, matrices)
     # More rows are one dense product.
     dense = rows > MAX_QMV_ROWS and not skinny
     by = DENSE if dense else SKINNY if skinny else QMV

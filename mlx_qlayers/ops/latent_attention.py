@@ -12,7 +12,6 @@ from ..dispatch.choice import choose_measured
 from ..measurements.thresholds import threshold
 from ..metal.attention import latent as kernels
 from ..reference import latent_attention as reference
-from ..runtime.backend import requested
 from .signature import Signature
 
 
@@ -53,12 +52,6 @@ def latent_attention(
     """
     y: mx.array = dispatch(LATENT_ATTENTION, (q, r, c, p, last, mask), (scale,))[0]
     return y
-
-
-def takes_latent(q: Any, r: Any, c: Any, p: Any) -> bool:
-    """Whether a kernel computes it for such arrays, on this machine."""
-    alike = isinstance(c, mx.array) and len({a.dtype for a in (q, r, c, p)}) == 1
-    return alike and requested() != "reference" and _choose(q, r, c).path != "reference"
 
 
 def _choose(q: Any, r: Any, c: Any) -> Choice:

@@ -70,30 +70,22 @@ def in_one_launch(x: Spec | mx.array) -> bool:
     return few and x.dtype in _HALVES and device_of().tensor_cores
 
 
-def is_skinny(x: Spec, matrices: Sequence[PackedMatrix], fmt: Format) -> bool:
+def is_skinny(x: Spec, matrices: Sequence[PackedMatrix]) -> bool:
     """Whether qmm_skinny takes the rows of x, times these matrices as they are."""
-    k, n = x.shape[-1], sum(m.w.shape[0] for m in matrices)
-    rows = x.size // k
+    rows = x.size // x.shape[-1]
     least, most = threshold("qmm_skinny_rows") or (MAX_QMV_ROWS + 1, MAX_SKINNY_ROWS)
     fits = least <= rows <= most and x.dtype in _HALVES
     # It reads their shapes, which tiny ones do not come with.
-    if not fits or any(m.w.size < CONSTANT_BELOW for m in matrices):
-        return False
-    return rows > MAX_QMV_ROWS or (best := _skinny(rows, n, k, fmt)) is None or best.path != QMV
-
-
-def _skinny(rows: int, n: int, k: int, fmt: Format) -> Found | None:
-    """What was measured: a configuration, or that qmv is faster."""
-    return found("qmm_skinny", rows, n, k, mx.bfloat16, fmt)
+    return fits and all(m.w.size >= CONSTANT_BELOW for m in matrices)
 
 
 def skinny_spread(path: str, rows: int, n: int, k: int, fmt: Format, single: bool = True) -> Tile:
     """The configuration of qmm_skinny that was measured to be fastest, or that of its rule."""
-    best = _skinny(rows, n, k, fmt) if device_of(path).tensor_cores else None
-    if best is not None and best.path != QMV and best.config.runs:
+    asked = "qmm_skinny", rows, n, k, mx.bfloat16, fmt
+    best = found(*asked) if device_of(path).tensor_cores else None
+    if best is not None and best.config.runs and (single or best.config.parts(k) == 1):
         config: Tile = best.config
-        if single or config.parts(k) == 1:
-            return config
+        return config
     return skinny_config(path, rows, n, k, fmt, single)
 
 
@@ -153,7 +145,7 @@ def _by_rule(call: MatmulCall) -> tuple[str, str | None, tuple[str, ...]]:
         # Where threads do not run side by side, sixteen rows after sixteen are fastest.
         return vector, None, (f"{vector}_gain",)
     if vector == QMV and call.shape[0] <= MAX_QMV_ROWS:
-        if device.tensor_cores and is_skinny(call.x, [call.matrix], call.fmt):
+        if device.tensor_cores and is_skinny(call.x, [call.matrix]):
             return SKINNY, None, ("qmm_skinny_rows",)
         compiles = device.stock_compiles and call.shape[0] >= STOCK_COMPILES
         if compiles and call.x.dtype == mx.float32:
@@ -199,7 +191,7 @@ def _many_rows(call: MatmulCall) -> str:
     until = _max_rows("whole" if cut.fills(rows, n) else "split")
     # MLX multiplies dense float32 matrices in TF32, which the kernels must not be.
     kernel = QMM if x.dtype == mx.float32 or rows <= until else DENSE
-    if transpose and is_skinny(x, [call.matrix], call.fmt):
+    if transpose and is_skinny(x, [call.matrix]):
         kernel = SKINNY
     return kernel
 

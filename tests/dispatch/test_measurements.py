@@ -13,8 +13,8 @@ from mlx_qlayers import explain, use_backend
 from mlx_qlayers.dispatch.measurements import (
     configure,
     found,
-    heuristics_only,
     questions,
+    untuned,
 )
 from mlx_qlayers.formats import Format
 from mlx_qlayers.measurements import entries
@@ -218,10 +218,10 @@ def test_a_second_look_takes_a_few_microseconds():
         assert min(timeit.repeat(ask, number=1000, repeat=10)) / 1000 < 4e-6
 
 
-def test_heuristics_only_and_back():
+def test_untuned_and_back():
     before, _ = backends.epoch.number, keep(config=OTHER)
     outside = backends.epoch.number
-    with heuristics_only():
+    with untuned():
         assert configure("qmv", "cuda", *QUESTION) == heuristic()
         assert backends.epoch.number not in (before, outside)
     assert configure("qmv", "cuda", *QUESTION) == OTHER
@@ -231,7 +231,7 @@ def test_heuristics_only_and_back():
 def test_a_mode_is_that_of_its_thread():
     keep(config=OTHER)
     seen = []
-    with heuristics_only(), questions() as asked:
+    with untuned(), questions() as asked:
         thread = threading.Thread(target=lambda: seen.append(configure("qmv", "cuda", *QUESTION)))
         thread.start()
         thread.join()

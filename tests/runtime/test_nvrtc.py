@@ -13,11 +13,11 @@ from mlx_qlayers.metal.attention import hopper
 from mlx_qlayers.metal.attention.backward import attention_backward
 from mlx_qlayers.metal.attention.forward import Launcher
 from mlx_qlayers.metal.attention.tensor import attention_tensor
-from mlx_qlayers.metal.quantized_matmul.qmm_tensor import in_registers, tensor_config
+from mlx_qlayers.metal.quantized_matmul.qmm_tensor import tensor_config
 from mlx_qlayers.options import AttentionCall, PackedMatrix, Scores
 from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.spec import Spec
-from tests.launchers import qmm_tensor
+from tests.launchers import in_registers, qmm_tensor
 from tests.machine import has_gpu, measured_from_one
 from tests.packed import random_packed
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...measurements.thresholds import threshold
+from ...measurements.thresholds import row_of, threshold
 from ...runtime.backend import use_backend
 from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
@@ -111,11 +111,11 @@ def cut(kernel: str, at: Launcher) -> Cut | None:
     size, excluded = (at.keys, False) if kernel == "forward" else (scores, at.deterministic)
     if excluded or size < threshold("attention_ahead_least", kernel, device="cuda"):
         return None
-    widest = max(at.width, at.v_width)
     table = threshold("attention_ahead", kernel, device="cuda")
-    best = next((Cut(**each) for width, each in table if widest <= width), None)
+    if (best := row_of(table, max(at.width, at.v_width))) is None:
+        return None
     # Rows without a query would be computed too.
-    return Cut(4) if best and kernel == "forward" and at.queries <= 64 else best
+    return Cut(4) if kernel == "forward" and at.queries <= 64 else Cut(**best)
 
 
 def forward_ahead(at: Launcher, chosen: Cut) -> Callable[..., list[mx.array]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...measurements.thresholds import threshold
+from ...measurements.thresholds import row_of, threshold
 from ...runtime.backend import backend
 from ...runtime.devices import device_of
 from ...runtime.launch import TemplateValue
@@ -81,7 +81,7 @@ def layout(kernel: str, device: str, dtype: mx.Dtype, width: int) -> Layout:
     name, size = "attention_layout", dtype.size
     at = "cuda" if device_of(device).tensor_cores else "metal"
     table = threshold(name, kernel, size, device=at) or threshold(name, "forward", size, device=at)
-    return next(Layout(**best) for widest, best in table if width <= widest)
+    return Layout(**row_of(table, width))
 
 
 def _stride(width: int, size: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from ...measurements.thresholds import threshold
+from ...measurements.thresholds import row_of, threshold
 from ...options import AttentionCall, Scores
 from ...reference import attention as reference
 from ...reference.latent_attention import latent_attention
@@ -112,9 +111,8 @@ class AttentionDecodeRecord(Record):
             # A power of two, so that one kernel serves many shapes, in a stack of 128 KB.
             rows = 1 << (self.rows - 1).bit_length()
             return decode.Serial(min(rows, 4096 // max(*widths, 64)))
-        kind, splits = "packed" if self.bits else "plain", "attention_decode_splits"
-        up_to = threshold(splits, f"{kind}_keys", device=device)
-        most = threshold(splits, kind, device=device)[bisect_left(up_to, self.keys)]
+        kind = "packed" if self.bits else "plain"
+        most = row_of(threshold("attention_decode_splits", kind, device=device), self.keys)
         unsplit = decode.unsplit(device, self.dtype, self.rows, *widths, self.bits)
         return replace(unsplit, max_splits=most)
 

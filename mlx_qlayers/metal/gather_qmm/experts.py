@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from ...formats import Format
 from ...options import SCORES, Clipped, PackedMatrix, Router
+from ...runtime.devices import device_of
 from ...runtime.devices.record import most_threads
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
@@ -85,7 +86,6 @@ def experts_products(
     fmt: Format,
     gate: str | Clipped | None,
     share: int,
-    few_registers: bool,
     squares: Any = None,
     epsilon: float = 0.0,
 ) -> Launch:
@@ -99,7 +99,6 @@ def experts_products(
         gate: with two matrices, the activation of the first that the second is multiplied with, or
             what is made of both.
         share: products of a row.
-        few_registers: whether it runs on an M1 or M2.
         squares: the spec of (rows of x, ceil(K / 16)) float32, where x awaits an RMS norm.
         epsilon: of that.
 
@@ -119,7 +118,7 @@ def experts_products(
     rows, outputs = next(
         (rows, outputs)
         for rows, outputs in taken
-        if not few_registers
+        if not device_of().few_registers
         or most_threads(_registers(rows=rows, outputs=outputs, run=_run(fmt))) >= _THREADS
     )
     height = outputs // 2 if pair else outputs

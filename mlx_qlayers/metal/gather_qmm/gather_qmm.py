@@ -14,7 +14,7 @@ from ...runtime.devices.record import MAX_THREADS
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
 from ..quantized_matmul import qmm_tensor
-from ..quantized_matmul.qmm import QmmConfig, registers, threadgroup_memory
+from ..quantized_matmul.qmm import TILING, QmmConfig, registers, threadgroup_memory
 from ..quantized_matmul.qmm_tensor import TENSOR_TILING, TensorConfig
 from ..quantized_matmul.tile import packed_template
 from .gather_qmv import Pairs, Products
@@ -27,7 +27,6 @@ _LIST = Kernel(
     template=("threads",),
     threadgroup_memory=lambda threads: 4 * threads,
 )
-_CUT = ("tile_m", "tile_n", "tile_k", "simds_m", "simds_n", "run", "stages", "ahead")
 _INPUTS = ("x", "w", "scales", "biases", "factors", "list", "shape")
 _TEMPLATE = ("T", "S", "mode", "group", "bits", "transposed")
 _TILES = Kernel(
@@ -35,7 +34,7 @@ _TILES = Kernel(
     "gather_qmm/gather_qmm.metal",
     inputs=_INPUTS,
     outputs=("y",),
-    template=(*_TEMPLATE, *_CUT, "aligned", "scaled"),
+    template=(*_TEMPLATE, *TILING, "aligned", "scaled"),
     threadgroup_memory=threadgroup_memory,
     registers=registers,
     large=True,
@@ -88,7 +87,7 @@ def gather_qmm_sorted(
     listed = Spec((tiles, 3), mx.uint32)
     by_tensors = isinstance(config, TensorConfig)
     aligned = {"aligned": k * x.dtype.size % 16 == 0}
-    cut = {name: cut[name] for name in (TENSOR_TILING if by_tensors else _CUT)}
+    cut = {name: cut[name] for name in (TENSOR_TILING if by_tensors else TILING)}
     cut |= {} if by_tensors else aligned
     launch = (_TENSORS if by_tensors else _TILES).bind(
         [Spec((products, m, k), x.dtype), w, scales, scales, factors, listed, sizes],

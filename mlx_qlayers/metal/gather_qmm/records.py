@@ -16,7 +16,6 @@ from ...reference import gather_qmm as reference
 from ...reference.experts import experts_chosen
 from ...runtime import tensor_ops
 from ...runtime.backend import backend
-from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
 from ..quantized_matmul.qmm_tensor import tensor_config
@@ -92,9 +91,8 @@ class ExpertsRecord(CallRecord):
         fmt = Format(group, bits, mode)
         if kind == "sum":
             return experts.experts_combined(x, chosen, scores, matrices[0], None, fmt)
-        few, gate = device_of().few_registers, {"gate": "silu"}.get(kind)
-        share = 1 if kind == "each" else self.sizes[2]
-        return experts.experts_products(x, chosen, matrices, fmt, gate, share, few)
+        gate, share = {"gate": "silu"}.get(kind), 1 if kind == "each" else self.sizes[2]
+        return experts.experts_products(x, chosen, matrices, fmt, gate, share)
 
     def stock(self, inputs: Inputs) -> Inputs:
         x, chosen, scores, matrices = self._parts(inputs)

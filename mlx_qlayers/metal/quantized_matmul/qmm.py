@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from ...formats import Format
-from ...measurements.thresholds import threshold
+from ...measurements.thresholds import row_of, threshold
 from ...options import MatmulCall
 from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
@@ -19,7 +19,7 @@ from .tile import packed_template
 # What kernels of one product take, and how their templates begin.
 PRODUCT_INPUTS = ("x", "w", "scales", "biases", "bias", "shape")
 PRODUCT_TEMPLATE = ("T", "O", "S", "mode", "group", "bits")
-_TILING = ("tile_m", "tile_n", "tile_k", "simds_m", "simds_n", "run", "stages", "ahead")
+TILING = ("tile_m", "tile_n", "tile_k", "simds_m", "simds_n", "run", "stages", "ahead")
 PADDING = 8
 
 
@@ -55,7 +55,7 @@ QMM = Kernel(
     "quantized_matmul/qmm.metal",
     inputs=PRODUCT_INPUTS,
     outputs=("y",),
-    template=(*PRODUCT_TEMPLATE, "transposed", *_TILING, "aligned", "biased"),
+    template=(*PRODUCT_TEMPLATE, "transposed", *TILING, "aligned", "biased"),
     threadgroup_memory=threadgroup_memory,
     registers=registers,
     large=True,
@@ -142,10 +142,7 @@ def qmm_config(
 def _on_tensor_cores(m: int, n: int, k: int, fmt: Format) -> QmmConfig:
     """The measured tiles, or smaller ones where those are few."""
     run = min(fmt.group_size, 32)
-    tiles = threshold("qmm_tiles", device="cuda")
-    tile: tuple[int, int, int, int, int] = next(
-        (tile for most, tile in tiles if m <= most), tiles[-1][1]
-    )
+    tile: tuple[int, int, int, int, int] = row_of(threshold("qmm_tiles", device="cuda"), m)
     config = QmmConfig(*tile, run if fmt.bits % 2 or tile[0] < 128 else 16)
     if config.fills(m, n):
         return config
@@ -167,7 +164,7 @@ def qmm(call: MatmulCall, config: QmmConfig) -> Callable[..., mx.array]:
     dtype, steps = call.x.dtype, -(-k // config.tile_k)
     depth = -(-steps // config.parts) * config.tile_k
     threads = config.threads(dtype)
-    tiling = {name: getattr(config, name) for name in _TILING}
+    tiling = {name: getattr(config, name) for name in TILING}
     return split_k(
         QMM,
         call,

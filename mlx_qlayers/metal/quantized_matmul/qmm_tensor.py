@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from operator import itemgetter
 from typing import Any
@@ -122,17 +122,6 @@ def tensor_config(
     narrow = transpose and k % 32 and fmt.group_size == 16
     tile_k = 64 if deep else 16 if narrow else 32
     return TensorConfig(rows, tile_k, *simds, bool(k % tile_k), staged=True)
-
-
-def in_registers(config: TensorConfig, k: int) -> TensorConfig:
-    """The same product with operands in registers, with which fewer programs are known.
-
-    Example:
-        >>> in_registers(TensorConfig(64, 64, 2, 2, False, staged=True), 128).tile_k
-        32
-    """
-    tile_k = min(config.tile_k, 32)
-    return replace(config, staged=False, tile_k=tile_k, ragged=bool(k % tile_k))
 
 
 def codes_config(m: int) -> CodesConfig:

@@ -11,13 +11,14 @@ import pytest
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
 from mlx_qlayers.metal.gather_qmm.gather_qmv import Pairs
-from mlx_qlayers.metal.quantized_matmul.qmm_tensor import in_registers, tensor_config
+from mlx_qlayers.metal.quantized_matmul.qmm_tensor import tensor_config
 from mlx_qlayers.ops.gather_qmm import gather_qmm
 from mlx_qlayers.options import MatmulCall, PackedMatrix
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.experts import check_gathered, random_experts
 from tests.gpus import on_gpus
+from tests.launchers import in_registers
 from tests.numerics import assert_same_sums, random
 from tests.packed import DTYPES, FORMATS, every_format, every_format_and_dtype
 from tests.pairwise import in_turn, pairwise

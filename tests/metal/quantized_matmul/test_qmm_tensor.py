@@ -14,7 +14,6 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.quantized_matmul.qmm_tensor import (
     codes_config,
     codes_registers,
-    in_registers,
     registers,
     tensor_config,
 )
@@ -23,7 +22,7 @@ from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.host import CompileError, bound_launch, checks
 from mlx_qlayers.runtime.host.compiled_kernel import LAYOUTS
-from tests.launchers import qmm_tensor
+from tests.launchers import in_registers, qmm_tensor
 from tests.metal.quantized_matmul.test_qmv import check_fused, packed_matrices
 from tests.numerics import random
 from tests.packed import DTYPES, FORMATS, check_product, every_format, random_packed
