@@ -51,12 +51,14 @@ test-cuda: setup
 	$(PYTEST) -m cuda
 
 # What the tests launch, as texts for Apple's compiler; on a Mac tests/compile_metal_sources.py
-# compiles them. Kernels give zeros and assertions are left out, so nothing is compiled here. Left out
-# are tests whose launches are those of other processes, and of kernels that the package does not have.
-ELSEWHERE := fuzz runtime/host $(addprefix test_,$(addsuffix .py,benchmarks notebooks sanitize stress wheel))
+# compiles them. Kernels give zeros and assertions come to nothing, so nothing is compiled here. Left
+# out are tests whose launches are those of other processes, and of kernels that the package lacks.
+ELSEWHERE := fuzz runtime/host $(addprefix commands/test_,ranks.py server_lives.py serving.py) \
+  $(addprefix test_,$(addsuffix .py,apple_faults benchmarks metal_sources notebooks sanitize stress wheel))
 metal-sources: setup
-	PYTHONOPTIMIZE=1 $(PYTEST) -n auto --dist load --maxschedchunk 4 --assert=plain --tb=no --timeout 60 -rN \
+	PYTHONOPTIMIZE=1 $(PYTEST) -n auto --dist load --maxschedchunk 4 --tb=no --timeout 60 -rN \
 	  $(addprefix --ignore=tests/,$(ELSEWHERE)) -p tests.metal_sources --metal-sources build/metal
+	$(BIN)/python -m tests.metal_sources build/metal
 
 # The oldest versions that pyproject.toml admits, in an environment of their own.
 test-floors:

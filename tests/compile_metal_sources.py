@@ -3,14 +3,14 @@
 ``make metal-sources`` writes the folder on any machine. For each text, in each language version
 that the installed compiler knows, this prints the threads that a threadgroup may have
 (``maxTotalThreadsPerThreadgroup``) and the bytes of threadgroup memory that the kernel declares.
-It exits with 1 if a text does not compile, if it gives no pipeline, or if a threadgroup that the
-Linux tests launch has more threads than the pipeline admits. The table is kept in the folder, as
-``pipelines.json``.
+It exits with 1 if a text does not compile, if it gives no pipeline, if a threadgroup that the Linux
+tests launch has more threads than the pipeline admits, or if the compiler does not know a version
+that it ``--needs``. The table is kept in the folder, as ``pipelines.json``.
 
 Needs Xcode's Metal toolchain and ``pip install pyobjc-framework-Metal``.
 
 Example:
-    python tests/compile_metal_sources.py build/metal
+    python tests/compile_metal_sources.py build/metal --needs 3.1 3.2
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ def build(
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compile Metal texts with Apple's compiler.")
     parser.add_argument("folder", type=Path, help="what `make metal-sources` wrote")
-    folder = parser.parse_args(arguments).folder
+    parser.add_argument("--needs", nargs="*", default=[], choices=VERSIONS, help="versions")
+    given = parser.parse_args(arguments)
+    folder, lacking = given.folder, set(given.needs)
     import Metal
 
     limits = partial(pipeline_limits, Metal.MTLCreateSystemDefaultDevice())
@@ -126,6 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not installed(version):
             print(f"Metal {version}: not installed")
             continue
+        lacking.discard(version)
         taken = [entry for entry in entries if knows(version, folder / entry["file"])]
         with ThreadPoolExecutor() as pool:
             results += pool.map(partial(build, folder, limits, version), taken)
@@ -137,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
     for each in wrong:
         print(f"\nMetal {each.version}, {each.function}: {each.wrong}", file=sys.stderr)
     print(f"{len(results)} pipelines, {len(wrong)} wrong")
-    return 1 if wrong or not results else 0
+    return 1 if wrong or lacking or not results else 0
 
 
 if __name__ == "__main__":

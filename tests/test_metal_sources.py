@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests import compile_metal_sources
-from tests.metal_sources import MANIFEST
+from tests.metal_sources import MANIFEST, evaluated, main
 
 ROOT = Path(__file__).parents[1]
 # As Apple's compiler drives: it knows two versions, and refuses a text that says so.
@@ -32,7 +33,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sources") / "metal"
     cache = folder.parent / "cache"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.metal_sources", "-n", "1"]
-    command += ["--assert=plain", "--metal-sources", str(folder), "tests/metal/test_exp.py"]
+    command += ["--metal-sources", str(folder), "tests/metal/test_exp.py"]
     changed = {"PYTHONPATH": str(ROOT), "PYTHONOPTIMIZE": "1", "MLX_QLAYERS_CACHE_DIR": str(cache)}
     environment = {**os.environ, **changed}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
@@ -51,6 +52,19 @@ def test_each_text_is_there_once(sources):
     preamble = (sources / "utils.h").read_text()
     assert '#include "' not in preamble and "elem_to_loc" in preamble
     assert sorted(p.name for p in sources.iterdir() if p.name.startswith(".")) == []
+
+
+def test_kernels_that_no_test_launched_are_named(sources, capsys):
+    assert main(str(sources)) == 1
+    said = capsys.readouterr().out
+    assert "; attention_backward_keys " in said and " qmv " in said and "exp_forward" not in said
+
+
+def test_what_is_asserted_is_computed_and_comes_to_nothing():
+    tree, found = ast.parse("for i in 1, 0, 2:\n  assert found.append(1 / i), i"), []
+    evaluated(tree)
+    exec(compile(tree, "", "exec", optimize=2), {"found": found})
+    assert found == [1.0, 0.5]
 
 
 @pytest.fixture
@@ -106,6 +120,12 @@ def test_what_apple_refuses_fails(xcode, tmp_path, capsys, function, threads, wr
     assert wrong in printed.err
     if not wrong:
         assert {(row["max_threads"], row["memory"]) for row in table} == {(512, 64)}
+
+
+def test_a_version_that_is_needed_and_not_known_fails(xcode, tmp_path):
+    (tmp_path / MANIFEST).write_text(json.dumps([entry(tmp_path, "good", 32)]))
+    known = [str(tmp_path), "--needs", "3.1", "3.2"]
+    assert [compile_metal_sources.main(x) for x in (known, [*known, "4.0"])] == [0, 1]
 
 
 def test_without_a_compiler_it_fails(monkeypatch, tmp_path, xcode):
