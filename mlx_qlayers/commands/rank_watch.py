@@ -58,6 +58,7 @@ class Watch:
 
     def run(self) -> None:
         """Until the rank has ended."""
+        sent = 0.0
         while True:
             own = [] if self.doubted else [sys.stdin]
             ready, _, _ = select.select([*own, *self.peers], [], [], EACH)
@@ -74,7 +75,9 @@ class Watch:
                     self.end(FAILED, f"rank {rank} has not been heard of for {SILENCE:.0f} s")
             if now > self.doubted_until:
                 self.failed([self.doubted])
-            self.send("")
+            if now >= sent + EACH:  # not in answer to another's, which would be answered at once
+                sent = now
+                self.send("")
 
     def from_rank(self, text: str) -> None:
         """What the own rank says; nothing where it is gone."""

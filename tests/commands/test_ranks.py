@@ -12,6 +12,9 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import mlx.core as mx
 import mlx_lm.generate
@@ -118,9 +121,10 @@ def test_a_step_ahead_does_not_mix_with_what_ranks_tell() -> None:
     run("tests/commands/test_ranks.py", "steps_ahead", 2)
 
 
-@pytest.mark.parametrize("of_other", ["", "2 rank 1 is gone: it was killed or crashed"])
-def test_a_lost_connection_is_not_the_cause_where_a_rank_ended(of_other: str) -> None:
-    # The process between stands for rank 0: its watch may end it. It waits less than usual.
+@contextmanager
+def watched() -> Iterator[tuple[Any, socket.socket]]:
+    """A process that stands for rank 0, whose watch may end it, and rank 1's connection to that."""
+    # It waits less than usual.
     watch = "from mlx_qlayers.commands import rank_watch as w; w.DOUBT = w.GRACE = 0.5; w.main()"
     program = f"import subprocess; subprocess.run({[sys.executable, '-c', watch, '0', '2']})"
     rank = subprocess.Popen(
@@ -135,6 +139,21 @@ def test_a_lost_connection_is_not_the_cause_where_a_rank_ended(of_other: str) ->
     port = int(rank.stdout.readline())
     with socket.create_connection(("127.0.0.1", port)) as other:
         other.sendall(b"1 secret\n")
+        yield rank, other
+
+
+def test_a_sign_of_life_is_not_answered_by_one() -> None:
+    with watched() as (rank, other):
+        for _ in range(40):
+            other.sendall(b"\n")
+            time.sleep(0.02)
+        assert 0 < len(other.recv(1 << 12)) <= 3  # one a second
+        rank.communicate("bye\n")
+
+
+@pytest.mark.parametrize("of_other", ["", "2 rank 1 is gone: it was killed or crashed"])
+def test_a_lost_connection_is_not_the_cause_where_a_rank_ended(of_other: str) -> None:
+    with watched() as (rank, other):
         rank.stdin.write("?2 rank 0: RuntimeError: connection lost\nbye\n")
         rank.stdin.flush()
         if of_other:
