@@ -20,19 +20,20 @@ import importlib
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
-from common import Sample, Table, add_output, output, print_facts, turns
+from common import Sample, Table, arguments, output, positive
+from decoding_model import quantized
+from harness import in_turns
 from mlx_lm.models.cache import make_prompt_cache
-from quantized_many import Case, compile_stock
+from quantized_products import Case, compile_stock
 
 from mlx_qlayers import convert_model
-from mlx_qlayers.commands.arguments import positive
 from mlx_qlayers.decode.engine import stopped
 
 _COMMON: dict[str, Any] = {
@@ -107,16 +108,8 @@ def build(name: str) -> nn.Module:
     module_name, config = SHAPES[name]
     module = importlib.import_module(f"mlx_lm.models.{module_name}")
     mx.random.seed(0)
-    model = module.Model(
-        module.ModelArgs.from_dict({"model_type": module_name, **_COMMON, **config})
-    )
-    model.set_dtype(mx.bfloat16)
-    nn.quantize(model, 64, 4)
-    model.eval()
-    for layer in model.layers:  # one by one, so that the dense weights do not exist together
-        mx.eval(layer.parameters())
-    mx.eval(model.parameters())
-    return model
+    args = module.ModelArgs.from_dict({"model_type": module_name, **_COMMON, **config})
+    return quantized(module.Model(args), 64, 4)
 
 
 def small(name: str) -> nn.Module:
@@ -200,13 +193,7 @@ def converted(stock: nn.Module) -> dict[str, nn.Module]:
 @cache
 def built(name: str) -> dict[str, nn.Module]:
     """One of :data:`SHAPES`, stock and converted."""
-    start = time.perf_counter()
-    stock = build(name)
-    middle = time.perf_counter()
-    models = converted(stock)
-    seconds = middle - start, time.perf_counter() - middle
-    print(f"{name}: made in {seconds[0]:.1f} s, converted in {seconds[1]:.1f} s", flush=True)
-    return models
+    return converted(build(name))
 
 
 def measured(
@@ -218,20 +205,15 @@ def measured(
 ) -> Iterator[dict[str, Any]]:
     """Rows of a model."""
     for what in whats:
-        times: dict[str, list[float]] = {key: [] for key in models}
         if what == "2048":
             tokens = mx.random.randint(0, vocabulary, (1, 2048), key=mx.random.key(1))
             far = {}
         else:
-            shape = int(what), args.context
+            shape = int(what), _CONTEXT
             tokens = mx.random.randint(0, vocabulary, shape, key=mx.random.key(1))
             far = errors(models, tokens, args.float32) if "stock" in models else {}
-        for model in models.values():  # compiled and paged in, not timed
-            prompt(model, tokens) if what == "2048" else decode(model, tokens, 2)
-        for key in turns(models, args.repeats):
-            model = models[key]
-            seconds = prompt(model, tokens) if what == "2048" else decode(model, tokens, args.steps)
-            times[key].append(seconds)
+        run = prompt if what == "2048" else partial(decode, steps=args.steps)
+        times = in_turns(models, args.repeats, lambda m, r=run, t=tokens: r(m, t))
         found = {key: Sample.of(each).scaled(1e3) for key, each in times.items()}
         speedup = found["stock"].median / found["ours"].median if "stock" in found else None
         reason = stopped(models["ours"]) if what != "2048" else None
@@ -241,34 +223,17 @@ def measured(
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = arguments(__doc__, repeats=3)
     parser.add_argument("--models", nargs="*", help="names, or parts of them")
     parser.add_argument("--what", nargs="*", choices=WHATS, default=list(WHATS))
     parser.add_argument("--all", action="store_true", help="a small model of each architecture")
     parser.add_argument("--steps", type=positive, default=32)
-    parser.add_argument("--repeats", type=positive, default=3)
-    parser.add_argument("--context", type=positive, default=_CONTEXT)
-    parser.add_argument("--layers", type=positive, help="of each model")
     parser.add_argument("--float32", action="store_true", help="errors from float32, too")
-    add_output(parser)
     args = parser.parse_args()
-    if args.layers:
-        _COMMON["num_hidden_layers"] = args.layers
-    print_facts()
-    table = Table(
-        {
-            "model": 20,
-            "what": 5,
-            "stock": 14,
-            "ours": 14,
-            "x": 6,
-            "error": 8,
-            **dict.fromkeys([_OF + "stock", _OF + "ours"] if args.float32 else [], 19),
-            "left to the model": 0,
-        }
-    )
+    columns = {"model": 20, "what": 5, "stock": 14, "ours": 14, "x": 6, "error": 8}
+    far = dict.fromkeys([_OF + "stock", _OF + "ours"] if args.float32 else [], 19)
+    table = Table(columns | far | {"left to the model": 0})
     print("milliseconds a step of 1 or 8 sequences, or for a prompt of 2,048 tokens")
-    table.print_header()
     name = "_small" if args.all else "_float32" if args.float32 else ""
     with output(args, f"architectures{name}"):
         if args.all:

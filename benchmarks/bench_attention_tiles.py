@@ -9,21 +9,22 @@ sequences are timed one call after the other, and in compiled chains of calls.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from multiprocessing import get_context
 from typing import Any
 
 import mlx.core as mx
-from common import Table, add_output, measure, output, peak, print_facts
+from common import Table, arguments, output
+from harness import Run, either, on, peak, tasks, verified, with_gradients
+from harness import case as compare
 
 from mlx_qlayers.ops.attention import attention
 from mlx_qlayers.reference.attention import visible
-from mlx_qlayers.runtime.backend import BackendError, backend, use_backend
+from mlx_qlayers.runtime.backend import BackendError, backend
 from mlx_qlayers.runtime.explain import explain
 
 Attention = Callable[[mx.array, mx.array, mx.array], mx.array]
@@ -31,9 +32,8 @@ COLUMNS = {"task": 58, "path": 8, "ms": 14, "ratio": 7, "TFLOP/s": 8, "MB": 8}
 CURVE = [1024, 2048, 4096, 8192, 16384, 32768, 65536]
 # Longer ones would need more memory than there is.
 UNFUSED_UP_TO = 8192
-# Queries that are verified, calls of a compiled chain, and how many times as often as others short
-# sequences are measured: what the CPU does meanwhile shows in them.
-SAMPLED, CHAIN, SHORT = 16, 16, 3
+# Queries that are verified, and calls of a compiled chain.
+SAMPLED, CHAIN = 16, 16
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,18 @@ class Case:
     width: int
     length: int
     dtype: mx.Dtype = mx.bfloat16
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
     unfused: bool = True
     chained: bool = False
+    compiled: bool = False
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("mlx.core.")
         extra = "".join(f" {name} {value}" for name, value in self.options.items())
+        extra += " compiled" * self.compiled
         return f"{self.heads}/{self.kv_heads} D={self.width} L={self.length} {kind}{extra}"
 
+    @lru_cache(1)  # noqa: B019
     def inputs(self) -> list[mx.array]:
         """q, k, v and a cotangent."""
         mx.random.seed(0)
@@ -80,7 +83,7 @@ class Case:
             found["stock"] = stock
         if self.unfused:
             found["unfused"] = partial(unfused, scale=scale, **self.options)
-        return found | {"kernel": partial(forced, ours), "auto": ours}
+        return found | {"kernel": on(DEVICE, ours), "auto": ours}
 
 
 def unfused(
@@ -105,20 +108,9 @@ def unfused(
     return out.reshape(batch, heads, length, -1)
 
 
-def forced(run: Attention, *inputs: mx.array) -> mx.array:
-    with use_backend(DEVICE):
-        return run(*inputs)
-
-
-def with_gradients(run: Attention, *inputs: mx.array) -> list[mx.array]:
-    *primals, cotangent = inputs
-    outputs, gradients = mx.vjp(lambda *given: [run(*given)], primals, [cotangent])
-    return [*outputs, *gradients]
-
-
-def verify(case: Case, paths: dict[str, Attention], inputs: list[mx.array]) -> None:
+def verify(case: Case) -> float:
     """Hold some queries of each path against float32, and the gradients if only these have one."""
-    length, dtype = case.length, case.dtype
+    length, dtype, inputs = case.length, case.dtype, case.inputs()
     rows = mx.sort(mx.random.permutation(length)[:SAMPLED])
     sampled = mx.zeros(length, mx.bool_)
     sampled[rows] = True
@@ -128,72 +120,63 @@ def verify(case: Case, paths: dict[str, Attention], inputs: list[mx.array]) -> N
     # A GPU's own products of float32 may be rounded to TF32.
     with mx.stream(mx.cpu if dtype == mx.float32 else mx.default_device()):
         q, k, v, d_out = (a.astype(mx.float32) for a in (*primals, cotangent))
-        expected = with_gradients(
-            partial(unfused, **options), q[:, :, rows], k, v, d_out[:, :, rows]
-        )
-        mx.eval(expected)
-    for name, run in paths.items():
-        out, d_q, *others = with_gradients(run, *primals, cotangent)
-        found = [out[:, :, rows], d_q[:, :, rows], *others]
-        for mine, truth in zip(found, expected, strict=True):
-            error = (mx.abs(mine.astype(mx.float32) - truth).max() / mx.abs(truth).max()).item()
-            assert error < (1e-3 if dtype == mx.float32 else 4e-2), f"{case} {name}: {error}"
+        few = q[:, :, rows], k, v, d_out[:, :, rows]
+        truth = with_gradients(partial(unfused, **options), few)()
+        mx.eval(truth)
+
+    def of_rows(run: Attention) -> list[mx.array]:
+        out, d_q, *others = with_gradients(run, [*primals, cotangent])()
+        return [out[:, :, rows], d_q[:, :, rows], *others]
+
+    runs = {name: partial(of_rows, run) for name, run in case.paths().items()}
+    return verified(str(case), runs, truth, 1e-3 if dtype == mx.float32 else 4e-2)
 
 
-def chain(run: Attention, gradients: bool) -> Callable[..., Any]:
+def chain(run: Attention, gradients: bool, inputs: list[mx.array]) -> Run:
     """So many calls, each with the result of the last one as queries, traced once."""
 
     def calls(q: mx.array, k: mx.array, v: mx.array, cotangent: mx.array) -> mx.array:
         for _ in range(CHAIN):
-            q = with_gradients(run, q, k, v, cotangent)[1] if gradients else run(q, k, v)
+            given = [q, k, v, cotangent]
+            q = with_gradients(run, given)()[1] if gradients else run(q, k, v)
         return q
 
-    return mx.compile(calls)
+    return partial(mx.compile(calls), *inputs)
 
 
 def prepare(number: int) -> None:
     """Have the kernels of a case compiled; those are kept on disk."""
-    short = replace(cases()[number], length=64)
-    verify(short, short.paths(), short.inputs())
+    verify(replace(cases()[number], length=64))
 
 
-def compare(number: int, repeats: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of a case and what auto picked."""
-    case = cases()[number]
-    rows = list(measured(case, repeats))
-    picked = [d for d in explain() if d.op == "attention" and d.reason != "asked for"]
-    return rows, [f"{case}: {d.path} ({d.reason})" for d in picked]
+def measure(case: Case, table: Table, repeats: int) -> Iterator[str]:
+    """Rows for each path, forward and with gradients; what auto picked."""
 
+    def runs(task: Any) -> dict[str, Run]:
+        shape, gradients = task
+        if shape.compiled:
+            found = shape.paths().items()
+            return {name: chain(run, gradients, shape.inputs()) for name, run in found}
+        return {name: either(task, run, shape.inputs()) for name, run in shape.paths().items()}
 
-def measured(case: Case, repeats: int) -> Iterator[dict[str, Any]]:
-    """A row for each path, forward and with gradients."""
-    inputs, paths = case.inputs(), case.paths()
-    verify(case, paths, inputs)
-    for gradients in (False, True):
-        given = inputs if gradients else inputs[:3]
-        plain: dict[str, Callable[[], Any]] = {
-            name: partial(with_gradients, run, *given) if gradients else partial(run, *given)
-            for name, run in paths.items()
-        }
-        kinds = {"": (plain, 1)}
-        if case.chained:
-            chains = {name: partial(chain(run, gradients), *inputs) for name, run in paths.items()}
-            kinds[" compiled"] = (chains, CHAIN)
-        for kind, (runs, calls) in kinds.items():
-            found = measure(runs, repeats=(SHORT if case.chained else 1) * repeats)
-            times = {n: t.scaled(1 / calls) for n, t in found.items()}
-            first = next(iter(times.values()))
-            for name, taken in times.items():
-                row = {
-                    "task": f"{case}{kind}, {'with gradients' if gradients else 'forward'}",
-                    "path": name,
-                    "ms": taken.scaled(1e3),
-                    "ratio": f"{first.median / taken.median:.2f}x",
-                    "TFLOP/s": case.flops(gradients) / taken.median / 1e12,
-                }
-                if calls == 1:
-                    row["MB"] = peak(runs[name])
-                yield row
+    def more(task: Any, times: Any, name: str, run: Run) -> dict[str, float]:
+        found = {"TFLOP/s": task.shape.flops(task.gradients) / times[name].median / 1e9}
+        return found if task.shape.compiled else found | {"MB": peak(run)}
+
+    error = verify(case)  # of all paths, forward and gradients
+    compare(
+        runs,
+        lambda task: {},
+        tasks([case, replace(case, compiled=True)] if case.chained else [case]),
+        table=table,
+        repeats=repeats,
+        check=lambda task: error,
+        calls=lambda task: CHAIN if task.shape.compiled else 1,
+        more=more,
+    )
+    for d in explain(reset=True):
+        if d.op == "attention" and d.reason != "asked for":
+            yield f"{case}: {d.path} ({d.reason})"
 
 
 def curve(lengths: list[int], table: Table) -> None:
@@ -207,7 +190,7 @@ def curve(lengths: list[int], table: Table) -> None:
             if name in paths:
                 # Of 64k tokens stock makes all scores.
                 try:
-                    used = peak(partial(with_gradients, paths[name], *inputs))
+                    used = peak(with_gradients(paths[name], inputs))
                 except RuntimeError as error:
                     print(f"{case}, {name}: {error}")
                     continue
@@ -243,42 +226,25 @@ CPU = [
 ]
 
 
-def run(args: argparse.Namespace) -> None:
-    """Print the tables and what auto picked; ``args`` has the repeats and where to write."""
-    table, memory = Table(COLUMNS), Table({"task": 58, "path": 8, "MB": 10})
-    spawn, numbers, picked = get_context("spawn"), range(len(cases())), list[str]()
-    # Compiling takes longest: all at once. Then nothing else runs while one is measured, in a
-    # process of its own.
-    workers = min(len(numbers), max(1, (os.cpu_count() or 1) // 2))
-    with ProcessPoolExecutor(workers, spawn) as pool:
-        list(pool.map(prepare, numbers))
+def main() -> None:
+    args = arguments(__doc__, repeats=3).parse_args()
+    if DEVICE == "reference":
+        raise BackendError("no backend runs kernels on this machine")
+    numbers, picked = range(len(cases())), list[str]()
     with output(args, "attention_tiles"):
-        memory.print_header()
-        curve(CURVE if cases() is GPU else CURVE[:1], memory)
+        # Compiling takes longest: all at once.
+        workers = min(len(numbers), max(1, (os.cpu_count() or 1) // 2))
+        with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+            list(pool.map(prepare, numbers))
+        curve(CURVE if cases() is GPU else CURVE[:1], Table({"task": 58, "path": 8, "MB": 10}))
         mx.clear_cache()
         print()
-        table.print_header()
-        for number in numbers:
-            with ProcessPoolExecutor(1, spawn) as process:
-                rows, lines = process.submit(compare, number, args.repeats).result()
-            picked += lines
-            for row in rows:
-                table.add(**row)
-    print("\nwhat auto picked:")
-    print("\n".join(picked))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3)
-    add_output(parser)
-    args = parser.parse_args()
-    print_facts()
-    run(args)
+        table = Table(COLUMNS)
+        for case in cases():
+            picked += measure(case, table, args.repeats)
+    print("\nwhat auto picked:", *picked, sep="\n")
 
 
 DEVICE = backend()
 if __name__ == "__main__":
-    if DEVICE == "reference":
-        raise BackendError("no backend runs kernels on this machine")
     main()

@@ -29,21 +29,19 @@ import argparse
 import copy
 import gc
 import time
-from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 import mlx.nn as nn
-from common import Sample, Table, add_output, print_facts, turns, write_output
+from common import Sample, Table, arguments, output, positive
 from decoding_model import QWEN2_7B, TINY, build, decode, prefill
-from kernel_times import can_run
+from harness import in_turns
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from quantized_many import Case, compile_stock
-from token_breakdown import breakdown, kernels
+from quantized_products import Case, compile_stock
+from token_breakdown import breakdown, can_run, kernels
 from verified_model import filled, verify
 
 from mlx_qlayers import convert_model, explain
-from mlx_qlayers.commands.arguments import positive
 from mlx_qlayers.formats import Format
 
 BATCHES = (1, 4, 8)
@@ -52,15 +50,14 @@ GROWTH = 256
 PREFILLS = (512, 2048)
 
 
-def speeds(models: dict[str, nn.Module], args: argparse.Namespace) -> Iterator[Table]:
-    """Tokens a second of every model at every batch size, and its prefill; given as it grows."""
+def speeds(models: dict[str, nn.Module], args: argparse.Namespace) -> None:
+    """Tokens a second of every model at every batch size, and its prefill."""
     vocabulary = models["stock"].args.vocab_size
     # MLX takes as many as 64 rows at a time.
     fmt, rows = Format(args.group_size, args.bits), (16, 64)
     cases = [] if args.no_stock else [Case((512, 512), n, fmt=fmt) for n in rows]
     compiled = compile_stock(cases)
     table = Table({"layers": 20, "what": 16, "tokens/s": 14, "ms": 14, "x": 7})
-    table.print_header()
     ours = {name: model for name, model in models.items() if name != "stock"}
     for group in (ours, {} if args.no_stock else {"stock": models["stock"]}):
         if group is not ours:
@@ -72,23 +69,20 @@ def speeds(models: dict[str, nn.Module], args: argparse.Namespace) -> Iterator[T
                 verify(ours, prompts, 4)
 
             given = prompts[:, :-3].tolist()
-            done = _timed(group, args, lambda m, p=given: decode(m, p, args.tokens))
+            done = in_turns(group, args.repeats, lambda m, p=given: decode(m, p, args.tokens))
             _add(table, f"decode, batch {batch}", done, batch * args.tokens, args.tokens)
-            yield table
         for length in args.prefill:
             tokens = mx.random.randint(0, vocabulary, (1, length + 1))
             if group is ours:
                 verify(ours, tokens, 1)
-            done = _timed(group, args, lambda m, t=tokens[0, :-1]: prefill(m, t))
+            done = in_turns(group, args.repeats, lambda m, t=tokens[0, :-1]: prefill(m, t))
             _add(table, f"prefill {length}", done, length, 1)
-            yield table
 
 
-def contexts(models: dict[str, nn.Module], args: argparse.Namespace) -> Iterator[Table]:
-    """Tokens a second of every model behind contexts of such lengths; given as it grows."""
+def contexts(models: dict[str, nn.Module], args: argparse.Namespace) -> None:
+    """Tokens a second of every model behind contexts of such lengths."""
     table = Table({"layers": 20, "what": 16, "tokens/s": 14, "ms": 14, "x": 7})
     ours = {name: model for name, model in models.items() if name != "stock"}
-    table.print_header()
     for length in args.contexts:
         tokens = mx.random.randint(0, models["stock"].args.vocab_size, (1, 4))
         verify(ours, tokens, 3, length)
@@ -112,27 +106,21 @@ def contexts(models: dict[str, nn.Module], args: argparse.Namespace) -> Iterator
 
         for group in (ours, {"stock": models["stock"]}):
             repeats = args.repeats if group is ours else 1
-            done = _timed(group, argparse.Namespace(repeats=repeats), run)
+            done = in_turns(group, repeats, run)
             _add(table, f"context {length}", done, GROWTH, GROWTH)
-        yield table
 
 
-def quantized_caches(model: nn.Module, args: argparse.Namespace) -> Iterator[Table]:
-    """Times of a prompt and of a token behind it, by the bits of the cache; given as it grows."""
+def quantized_caches(model: nn.Module, args: argparse.Namespace) -> None:
+    """Times of a prompt and of a token behind it, by the bits of the cache."""
     names = ("prompt ms", "peak MB", "cache MB", "tokens/s")
     table = Table({"prompt": 6, "bits": 4, **dict.fromkeys(names, 14)})
-    table.print_header()
     for length in args.prefill:
         prompt = mx.random.randint(0, model.args.vocab_size, (length,), key=mx.random.key(length))
-        found: dict[int | None, list[tuple[float, ...]]] = {b: [] for b in (None, *args.kv_bits)}
-        for bits in found:
-            _behind_prompt(model, prompt, bits, args)  # compiled and paged in, not timed
-        for bits in turns(found, args.repeats):
-            found[bits].append(_behind_prompt(model, prompt, bits, args))
-        for bits, figures in found.items():
+        run = lambda bits, p=prompt: _behind_prompt(model, p, bits, args)  # noqa: E731
+        kinds = {str(bits or 16): bits for bits in (None, *args.kv_bits)}
+        for bits, figures in in_turns(kinds, args.repeats, run).items():
             columns = [Sample.of(values) for values in zip(*figures, strict=True)]
-            table.add(prompt=length, bits=bits or 16, **dict(zip(names, columns, strict=True)))
-        yield table
+            table.add(prompt=length, bits=bits, **dict(zip(names, columns, strict=True)))
 
 
 def _behind_prompt(
@@ -155,9 +143,10 @@ def _behind_prompt(
     return (first - start) * 1e3, peak / 1e6, sum(c.nbytes for c in cache) / 1e6, speed
 
 
-def _add(table: Table, what: str, done: dict[str, Sample], tokens: int, steps: int) -> None:
+def _add(table: Table, what: str, done: dict[str, list[float]], tokens: int, steps: int) -> None:
     """Add rows; those of stock, which come last, show how many times as long it takes."""
-    for name, times in done.items():
+    for name, seconds in done.items():
+        times = Sample.of(seconds)
         figures = {"tokens/s": times.per(tokens), "ms": times.scaled(1e3 / steps)}
         row = {"layers": name, "what": what, **figures}
         others = [other for other in table.rows if other["what"] == what]
@@ -167,19 +156,8 @@ def _add(table: Table, what: str, done: dict[str, Sample], tokens: int, steps: i
         table.add(**row)
 
 
-def _timed(
-    models: dict[str, nn.Module], args: argparse.Namespace, run: Callable[[nn.Module], float]
-) -> dict[str, Sample]:
-    for model in models.values():
-        run(model)  # compiled and paged in, not timed
-    times: dict[str, list[float]] = {name: [] for name in models}
-    for name in turns(models, args.repeats):
-        times[name].append(run(models[name]))
-    return {name: Sample.of(values) for name, values in times.items()}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = arguments(__doc__, repeats=3)
     parser.add_argument("--tiny", action="store_true", help="a model that any machine can run")
     parser.add_argument("--fused-only", action="store_true", help="save time: fewer kernels")
     parser.add_argument("--no-stock", action="store_true", help="save time: ours alone")
@@ -192,14 +170,18 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=positive, default=256)
     parser.add_argument("--tokens", type=positive, default=64, help="tokens a sequence")
     parser.add_argument("--prefill", type=positive, nargs="*", default=PREFILLS)
-    parser.add_argument("--repeats", type=positive, default=3)
-    add_output(parser)
     args = parser.parse_args()
 
-    print_facts()
+    modes = {"contexts": args.contexts, "caches": args.kv_bits, "batches": args.no_stock}
+    with output(args, "_".join(["decode", *[mode for mode, asked in modes.items() if asked][:1]])):
+        measure(args)
+    print("paths taken:", *explain(), sep="\n  ")
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Build the models and measure what was asked for."""
     start = time.perf_counter()
-    config = TINY if args.tiny else QWEN2_7B
-    stock = build(config, args.group_size, args.bits)
+    stock = build(TINY if args.tiny else QWEN2_7B, args.group_size, args.bits)
     models = {"stock": stock}
     kinds = {"converted, not fused": False, "converted": True}
     if args.fused_only or args.contexts or args.kv_bits:
@@ -210,29 +192,17 @@ def main() -> None:
         report = convert_model(models[name], fuse=fuse, verify=False)  # that is done below
     print(report.summary(), end="\n\n", flush=True)
     explain(reset=True)
-    shape = (
-        "/".join(map(str, config.values())) + f", {args.bits} bits in groups of {args.group_size}"
-    )
     if args.kv_bits:
-        parts = [quantized_caches(models["converted"], args)]
+        quantized_caches(models["converted"], args)
+    elif args.contexts:
+        contexts(models, args)
     else:
-        parts = [contexts(models, args) if args.contexts else speeds(models, args)]
-    if not (args.speeds_only or args.contexts or args.kv_bits):
-        parts.append(breakdown(models, args))
-        if can_run():
-            parts.append(kernels(models["converted"], args))
-    modes = {"contexts": args.contexts, "caches": args.kv_bits, "batches": args.no_stock}
-    name = "_".join(["decode", *[mode for mode, asked in modes.items() if asked][:1]])
-    tables: list[Table] = []
-    for part in parts:
-        done = tables
-        for table in part:
-            for row in table.rows:
-                row[", ".join(config)] = shape
-            tables = [*done, table]
-            write_output(args, name, tables)
-        print(f"{time.perf_counter() - start:.0f} s so far\n", flush=True)
-    print("paths taken:", *explain(), sep="\n  ")
+        speeds(models, args)
+        if not args.speeds_only:
+            breakdown(models, args)
+            if can_run():
+                kernels(models["converted"], args)
+    print(f"{time.perf_counter() - start:.0f} s\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,24 +3,25 @@
 Run ``python benchmarks/bench_deformable.py``. Every result is first compared with the operators'
 own. ``operators`` is what users write: of each level four neighbours are gathered, masked and
 weighted. ``torch`` is the reference function of Hugging Face transformers, ``grid_sample`` for each
-level, where PyTorch is installed. ``first s`` is the first call, with all that it compiles.
+level, where PyTorch is installed.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import time
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from common import Sample, Table, output
-from harness import arguments, case
+from common import Table, arguments, output
+from harness import GPU as ON_GPU
+from harness import Run, Task, case, either, on, paths, tasks
 
 from mlx_qlayers.ops.deformable_attention import deformable_attention
 
-COLUMNS = {"task": 44, "path": 10, "ms": 14, "ratio": 8, "first s": 8}
+COLUMNS = {"task": 44, "path": 10, "ms": 14, "ratio": 8}
 SHAPES = ((80, 80), (40, 40), (20, 20))
 HEADS, WIDTH, POINTS = 8, 32, 4
 
@@ -38,6 +39,7 @@ class Case:
         kind = str(self.dtype).removeprefix("mlx.core.")
         return f"{self.name} {self.batch}x{self.queries} {kind}"
 
+    @lru_cache(1)  # noqa: B019
     def inputs(self) -> list[mx.array]:
         """Values, locations, weights and cotangent."""
         mx.random.seed(0)
@@ -87,77 +89,69 @@ def operators(values: mx.array, locations: mx.array, weights: mx.array) -> mx.ar
     return total.reshape(batch, queries, -1).astype(values.dtype)
 
 
-class Torch:
-    """The function of transformers on the same arrays, timed by PyTorch's own clock."""
+def torch_run(task: Task) -> Run:
+    """The function of transformers on the same arrays."""
+    import torch
 
-    def __init__(self, inputs: list[mx.array], gpu: bool) -> None:
-        import torch
+    inputs = task.shape.inputs()
+    device = "cuda" if ON_GPU else "cpu"
+    half = {mx.float16: torch.float16}.get(inputs[0].dtype, torch.float32)
+    arrays = (np.array(a.astype(mx.float32)) for a in inputs)
+    *primals, cotangent = (
+        torch.tensor(a, device=device).to(half).requires_grad_(task.gradients) for a in arrays
+    )
 
-        self.torch, self.gpu = torch, gpu
-        device = "cuda" if gpu else "cpu"
-        half = {mx.float16: torch.float16}.get(inputs[0].dtype, torch.float32)
-        arrays = (np.array(a.astype(mx.float32)) for a in inputs)
-        *self.primals, self.cotangent = (
-            torch.tensor(a, device=device).to(half).requires_grad_() for a in arrays
-        )
+    def run() -> None:
+        out = torch_forward(*primals)
+        if task.gradients:
+            torch.autograd.grad(out, primals, cotangent)
 
-    def forward(self) -> Any:
-        """``MultiScaleDeformableAttention.forward`` without its unused arguments."""
-        torch, (values, locations, weights) = self.torch, self.primals
-        batch, queries, heads, levels, points = weights.shape
-        grids, sampled = 2 * locations - 1, []
-        parts = values.split([height * width for height, width in SHAPES], dim=1)
-        for level, (height, width) in enumerate(SHAPES):
-            image = parts[level].flatten(2).transpose(1, 2)
-            image = image.reshape(batch * heads, WIDTH, height, width)
-            grid = grids[:, :, :, level].transpose(1, 2).flatten(0, 1)
-            sampled.append(torch.nn.functional.grid_sample(image, grid, align_corners=False))
-        shares = weights.transpose(1, 2).reshape(batch * heads, 1, queries, levels * points)
-        out = (torch.stack(sampled, dim=-2).flatten(-2) * shares).sum(-1)
-        return out.view(batch, heads * WIDTH, queries).transpose(1, 2).contiguous()
+    return run
 
-    def times(self, task: int, repeats: int) -> Sample:
-        """Seconds a call."""
-        calls = 10 if self.gpu else 1
-        found = []
-        for _ in range(repeats + 1):
-            self._wait()
-            start = time.perf_counter()
-            for _ in range(calls):
-                with self.torch.set_grad_enabled(bool(task)):
-                    out = self.forward()
-                if task:
-                    self.torch.autograd.grad(out, self.primals, self.cotangent)
-            self._wait()
-            found.append((time.perf_counter() - start) / calls)
-        return Sample.of(found[1:])
 
-    def _wait(self) -> None:
-        if self.gpu:
-            self.torch.cuda.synchronize()
+def torch_forward(values: Any, locations: Any, weights: Any) -> Any:
+    """``MultiScaleDeformableAttention.forward`` without its unused arguments."""
+    import torch
+
+    batch, queries, heads, levels, points = weights.shape
+    grids, sampled = 2 * locations - 1, []
+    parts = values.split([height * width for height, width in SHAPES], dim=1)
+    for level, (height, width) in enumerate(SHAPES):
+        image = parts[level].flatten(2).transpose(1, 2)
+        image = image.reshape(batch * heads, WIDTH, height, width)
+        grid = grids[:, :, :, level].transpose(1, 2).flatten(0, 1)
+        sampled.append(torch.nn.functional.grid_sample(image, grid, align_corners=False))
+    shares = weights.transpose(1, 2).reshape(batch * heads, 1, queries, levels * points)
+    out = (torch.stack(sampled, dim=-2).flatten(-2) * shares).sum(-1)
+    return out.view(batch, heads * WIDTH, queries).transpose(1, 2).contiguous()
 
 
 def main() -> None:
-    parser, gpu = arguments(__doc__.splitlines()[0])
+    parser = arguments(__doc__, repeats=5)
+    parser.add_argument("--paths", nargs="*", default=(), help="backends; by default this one's")
     args = parser.parse_args()
-    table = Table(COLUMNS)
-    table.print_header()
 
-    def others(shape: Case, task: int) -> dict[str, Sample]:
-        if not importlib.util.find_spec("torch"):
-            return {}
-        return {"torch": Torch(shape.inputs(), gpu).times(task, args.repeats)}
+    def stock(task: Task) -> dict[str, Run]:
+        found = {"operators": either(task, operators, task.shape.inputs())}
+        return found | ({"torch": torch_run(task)} if importlib.util.find_spec("torch") else {})
+
+    def ours(task: Task) -> dict[str, Run]:
+        run = either(
+            task,
+            lambda values, *more: deformable_attention(values, SHAPES, *more),
+            task.shape.inputs(),
+        )
+        return {path: on(path, run) for path in paths(*args.paths)}
 
     with output(args, "deformable"):
         case(
-            lambda shape: operators,
-            lambda shape: lambda values, *more: deformable_attention(values, SHAPES, *more),
-            GPU if gpu else CPU,
-            table=table,
-            args=args,
-            tolerance=lambda shape: 1e-4 if shape.dtype == mx.float32 else 3e-2,
+            stock,
+            ours,
+            tasks(GPU if ON_GPU else CPU),
+            table=Table(COLUMNS),
+            repeats=args.repeats,
+            tolerance=lambda task: 1e-4 if task.shape.dtype == mx.float32 else 3e-2,
             wrong=1e-4,  # the gradient at a pixel's centre is either side's, by its last bit
-            others=others,
         )
 
 

@@ -27,13 +27,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.ranks
 
 import mlx.core as mx
 import mlx.nn as nn
-from common import Sample, Table, add_output, output, print_facts
+from common import Sample, Table, arguments, output, positive
 from decoding_model import TINY, decode, prefill, quantized
 from mlx_lm.models import llama
-from quantized_many import Case, compile_stock
+from quantized_products import Case, compile_stock
 
 from mlx_qlayers import convert_model
-from mlx_qlayers.commands.arguments import positive
 from mlx_qlayers.conversion.plan import copied
 from mlx_qlayers.conversion.sharding import shard_model
 from tests.ranks import environment, hostfile
@@ -122,7 +121,6 @@ def measure(args: argparse.Namespace, group: mx.distributed.Group) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         args.csv = None
     shape = TINY if args.tiny else LLAMA_70B
-    print_facts()
     # Stock layers compile for half a minute on CUDA; the first are what is verified.
     sizes = (_VERIFIED, 16, 64) if "stock" in args.layers else (_VERIFIED,)
     cases = [Case((512, 512), n) for n in sizes] if rank == 0 else []
@@ -150,7 +148,6 @@ def measure(args: argparse.Namespace, group: mx.distributed.Group) -> None:
         tokens = mx.random.randint(0, shape["vocab_size"], (args.prompt_tokens,))
         works.insert(1, (f"prompt of {len(tokens)}", len(tokens), lambda m: prefill(m, tokens)))
     table = Table({"what": 20, "layers": 10, "ranks": 5, "tokens/s": 14, "ms": 12, "x": 6})
-    table.print_header()
     with output(args, "distributed"):
         sums(group, shape["hidden_size"], table)
         for name in args.layers:
@@ -195,15 +192,13 @@ def start_ranks(ranks: int, command: list[str]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = arguments(__doc__, repeats=3)
     parser.add_argument("--tiny", action="store_true", help="a model that any machine can run")
     parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--batches", type=positive, nargs="*", default=BATCHES)
     parser.add_argument("--layers", nargs="*", default=("converted", "stock"))
     parser.add_argument("--prompt-tokens", type=int, default=2048, help="0 leaves it out")
     parser.add_argument("--tokens", type=positive, default=64, help="tokens a sequence")
-    parser.add_argument("--repeats", type=positive, default=3)
-    add_output(parser)
     args = parser.parse_args()
     if "MLX_RANK" not in os.environ:
         sys.exit(start_ranks(args.ranks, [sys.executable, *sys.argv]))

@@ -18,11 +18,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from common import Sample, Table, add_output, print_facts, turns, write_output
+from common import Sample, Table, arguments, output, positive
+from harness import can_run, in_turns
 from mlx_lm.generate import generate_step
 
 from mlx_qlayers import convert_model, explain, use_backend
-from mlx_qlayers.commands.arguments import positive
 from mlx_qlayers.commands.demo import shipped_model
 from mlx_qlayers.conversion.loading import load_stock
 from mlx_qlayers.runtime.backend import BACKENDS, BackendError
@@ -66,13 +66,8 @@ def contenders(model: str, dtype: str) -> list[Contender]:
     converted = copy.deepcopy(stock)  # the arrays are shared
     convert_model(converted, config=quantization)
     found = [Contender("stock mlx-lm", stock), Contender("converted (auto)", converted)]
-    for name in BACKENDS[1:]:
-        try:
-            with use_backend(name):
-                found.append(Contender(f"converted ({name})", converted, name))
-        except BackendError:
-            continue
-    return found
+    names = filter(can_run, BACKENDS[1:])
+    return found + [Contender(f"converted ({name})", converted, name) for name in names]
 
 
 def verify(found: list[Contender], prompt: mx.array, tokens: int) -> set[str]:
@@ -97,14 +92,10 @@ def verify(found: list[Contender], prompt: mx.array, tokens: int) -> set[str]:
     return able
 
 
-def measure(found: list[Contender], prompt: mx.array, args: argparse.Namespace) -> Table:
+def measure(found: list[Contender], prompt: mx.array, args: argparse.Namespace) -> None:
     """Let the contenders generate in turn, and print a row for each."""
     by_name = {contender.name: contender for contender in found}
-    for contender in found:
-        contender.generate(prompt, 2)  # compiled and paged in, not timed
-    runs: dict[str, list[Run]] = {name: [] for name in by_name}
-    for name in turns(by_name, args.repeats):
-        runs[name].append(by_name[name].generate(prompt, args.tokens + 1))
+    runs = in_turns(by_name, args.repeats, lambda each: each.generate(prompt, args.tokens + 1))
     table = Table(
         {
             "layers": 18,
@@ -115,7 +106,6 @@ def measure(found: list[Contender], prompt: mx.array, args: argparse.Namespace) 
             "peak": 9,
         }
     )
-    table.print_header()
     base: tuple[float, float] | None = None
     for name, done in runs.items():
         prefill = Sample.of(run.prefill for run in done).per(args.prompt_tokens)
@@ -125,36 +115,31 @@ def measure(found: list[Contender], prompt: mx.array, args: argparse.Namespace) 
         row |= {"prefill x": prefill.median / base[0], "decode x": decode.median / base[1]}
         row |= {"peak": f"{max(run.peak_bytes for run in done) / 1e6:,.0f} MB"}
         table.add(**row, model=Path(args.model).name, dtype=args.dtype, tokens=args.tokens)
-    return table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = arguments(__doc__, repeats=5)
     parser.add_argument("--model", default=None, help="the one that ships by default")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--prompt-tokens", type=positive, default=256)
     parser.add_argument("--tokens", type=positive, default=64, help="tokens to decode")
-    parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--verify-tokens", type=positive, default=32)
     parser.add_argument("--seed", type=int, default=0, help="of the random prompt")
-    add_output(parser)
     args = parser.parse_args()
     args.model = args.model or shipped_model()
 
-    print_facts()
-    exact = contenders(args.model, "float32")
-    mx.random.seed(args.seed)
-    prompt = mx.random.randint(0, exact[0].model.args.vocab_size, (args.prompt_tokens,))
-    able = verify(exact, prompt, args.verify_tokens)
-    del exact
-    print(
-        f"{Path(args.model).name}, {args.dtype}: {args.prompt_tokens} tokens in, {args.tokens} out"
-    )
-    explain(reset=True)
-    found = [c for c in contenders(args.model, args.dtype) if c.name in able]
-    table = measure(found, prompt, args)
-    print("\npaths taken:", *explain(), sep="\n  ")
-    write_output(args, "generate", [table])
+    with output(args, "generate"):
+        exact = contenders(args.model, "float32")
+        mx.random.seed(args.seed)
+        prompt = mx.random.randint(0, exact[0].model.args.vocab_size, (args.prompt_tokens,))
+        able = verify(exact, prompt, args.verify_tokens)
+        del exact
+        counts = f"{args.prompt_tokens} tokens in, {args.tokens} out"
+        print(f"{Path(args.model).name}, {args.dtype}: {counts}")
+        explain(reset=True)
+        found = [c for c in contenders(args.model, args.dtype) if c.name in able]
+        measure(found, prompt, args)
+        print("\npaths taken:", *explain(), sep="\n  ")
 
 
 if __name__ == "__main__":

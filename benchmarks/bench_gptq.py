@@ -1,7 +1,6 @@
 """GPTQ of single matrices, with the time of each part.
 
     python benchmarks/bench_gptq.py           # the projections of a 7B model on a GPU
-    python benchmarks/bench_gptq.py --host    # kernel against reference, which a CPU goes by
     python benchmarks/bench_gptq.py --model   # a 7B model, from one and two of its layers
 
 The result is compared with rounding to the nearest. Stock mlx-lm factorises on the CPU, and its
@@ -15,17 +14,17 @@ the CPU, timed at 1,024 and scaled by the cube of the width.
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
-from common import Table, add_output, print_facts, write_output
+from common import Table, arguments, output
+from decoding_model import QWEN2_7B
+from harness import GPU as ON_GPU
+from harness import seconds
 from mlx_lm.models import qwen2
 
-from mlx_qlayers import backend, linalg, use_backend
+from mlx_qlayers import linalg
 from mlx_qlayers.conversion.gptq import Calibration, quantize_model
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.gptq import gptq
@@ -37,18 +36,11 @@ GPU = [(3584, 3584), (18944, 3584), (3584, 18944)]
 CPU = [(384, 384), (1024, 384), (384, 1024)]
 TOKENS = 4096
 
-# Qwen2-7B: its layers, and how many there are.
-HIDDEN, WIDE, HEADS, KV_HEADS, VOCABULARY, LAYERS = 3584, 18944, 28, 4, 152064, 28
+HIDDEN, WIDE, LAYERS = (
+    QWEN2_7B[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
+)
 # What mlx-lm's factorisations are timed at.
 SMALL = 1024
-
-
-def seconds(function: Callable[[], object]) -> float:
-    mx.synchronize()
-    start = time.perf_counter()
-    mx.eval(function())
-    mx.synchronize()
-    return time.perf_counter() - start
 
 
 def inputs(n: int, k: int) -> tuple[mx.array, mx.array]:
@@ -83,17 +75,8 @@ def column(w: mx.array, h: mx.array) -> float:
 
 def qwen2_7b(layers: int) -> nn.Module:
     """A model with so many layers of that shape, of random weights."""
-    args = qwen2.ModelArgs(
-        model_type="qwen2",
-        hidden_size=HIDDEN,
-        num_hidden_layers=layers,
-        intermediate_size=WIDE,
-        num_attention_heads=HEADS,
-        rms_norm_eps=1e-6,
-        vocab_size=VOCABULARY,
-        num_key_value_heads=KV_HEADS,
-        tie_word_embeddings=False,
-    )
+    shape = QWEN2_7B | {"num_hidden_layers": layers}
+    args = qwen2.ModelArgs("qwen2", rms_norm_eps=1e-6, tie_word_embeddings=False, **shape)
     model = qwen2.Model(args)
     model.set_dtype(mx.bfloat16)
     mx.eval(model.parameters())
@@ -103,7 +86,7 @@ def qwen2_7b(layers: int) -> nn.Module:
 def model_seconds(layers: int, samples: int, length: int) -> float:
     """Seconds of quantizing such a model, on random tokens."""
     count = samples * length
-    tokens = mx.random.randint(0, VOCABULARY, (count,)).tolist()
+    tokens = mx.random.randint(0, QWEN2_7B["vocab_size"], (count,)).tolist()
     tokenizer = SimpleNamespace(encode=lambda text: tokens)
     model = qwen2_7b(layers)
     calibration = Calibration(samples=samples, length=length)
@@ -128,7 +111,7 @@ def stock_layer_seconds() -> float:
 
     unit = seconds(factorise) / SMALL**3
     total = 0.0
-    keys = HIDDEN // HEADS * KV_HEADS
+    keys = HIDDEN // QWEN2_7B["num_attention_heads"] * QWEN2_7B["num_key_value_heads"]
     for n, k, count in (
         (HIDDEN, HIDDEN, 2),
         (keys, HIDDEN, 2),
@@ -140,60 +123,46 @@ def stock_layer_seconds() -> float:
     return total
 
 
-def whole_model(samples: int, length: int) -> Table:
-    table = Table(
-        {"sequences": 12, "1 layer s": 10, "2 layers s": 10, "28 layers s": 12, "mlx-lm s": 12}
-    )
-    table.print_header()
+def whole_model(samples: int, length: int) -> None:
+    """A row of a 7B model."""
+    columns = ("1 layer s", "2 layers s", "28 layers s", "mlx-lm s")
+    table = Table({"sequences": 12, **dict.fromkeys(columns, 12)})
     model_seconds(1, 4, length)  # compiles
     one, two = (model_seconds(layers, samples, length) for layers in (1, 2))
-    row = {"1 layer s": one, "2 layers s": two, "28 layers s": one + (LAYERS - 1) * (two - one)}
-    row["mlx-lm s"] = LAYERS * stock_layer_seconds()
-    table.add(sequences=f"{samples} x {length}", **row)
-    return table
+    found = (one, two, one + (LAYERS - 1) * (two - one), LAYERS * stock_layer_seconds())
+    table.add(sequences=f"{samples} x {length}", **dict(zip(columns, found, strict=True)))
+
+
+def matrices() -> None:
+    """A row of each matrix."""
+    columns = {"N x K": 14, "hessian s": 10, "inverse s": 10, "gptq s": 10}
+    table = Table(columns | {"mlx-lm loop s": 14, "of rounding": 12})
+    for n, k in GPU if ON_GPU else CPU:
+        w, x = inputs(n, k)
+        gptq(w[:, :256], hessian(x[:, :256]), FMT)  # compiles
+        h, found = hessian(x), list[tuple[mx.array, mx.array, mx.array]]()
+        damped = h + 0.01 * mx.diagonal(h).mean() * mx.eye(k)
+        row = {
+            "hessian s": seconds(lambda x=x: hessian(x)),
+            "inverse s": seconds(
+                lambda a=damped, k=k: linalg.solve_triangular(linalg.cholesky(a), mx.eye(k))
+            ),
+            "gptq s": seconds(lambda w=w, h=h, out=found: out.append(gptq(w, h, FMT)) or out),
+        }
+        share = loss(w, h, found[0]) / loss(w, h, mx.quantize(w, *FMT))
+        assert share < 0.9, f"GPTQ loses {share} of what rounding does"
+        more = {"mlx-lm loop s": k * column(w, h), "of rounding": share}
+        table.add(**{"N x K": f"{n} x {k}"}, **row, **more)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--host", action="store_true", help="the kernel on the CPU")
+    parser = arguments(__doc__)
     parser.add_argument("--model", action="store_true", help="a 7B model, extrapolated")
     parser.add_argument("--samples", type=int, default=128, help="sequences of it")
     parser.add_argument("--length", type=int, default=2048, help="tokens of each")
-    add_output(parser)
     args = parser.parse_args()
-    print_facts()
-    if args.model:
-        write_output(args, "gptq_model", [whole_model(args.samples, args.length)])
-        return
-    on_cpu = args.host or backend() in ("host", "reference")
-    table = Table(
-        {"N x K": 14, "path": 6, "hessian s": 10, "inverse s": 10, "gptq s": 10}
-        | {"mlx-lm loop s": 14, "of rounding": 12}
-    )
-    table.print_header()
-    for n, k in CPU if on_cpu else GPU:
-        w, x = inputs(n, k)
-        for path in ("reference", "host") if args.host else ("auto",):
-            with use_backend(path):
-                gptq(w[:, :256], hessian(x[:, :256]), FMT)  # compiles
-                h = hessian(x)
-                of_hessian = seconds(lambda x=x: hessian(x))
-                damped = h + 0.01 * mx.diagonal(h).mean() * mx.eye(k)
-                inverse = seconds(
-                    lambda a=damped, k=k: linalg.solve_triangular(linalg.cholesky(a), mx.eye(k))
-                )
-                found: list[tuple[mx.array, mx.array, mx.array]] = []
-                whole = seconds(
-                    lambda w=w, h=h, found=found: found.append(gptq(w, h, FMT)) or found
-                )
-                share = loss(w, h, found[0]) / loss(w, h, mx.quantize(w, *FMT))
-            assert share < 0.9, f"GPTQ loses {share} of what rounding does"
-            table.add(
-                **{"N x K": f"{n} x {k}", "path": path, "hessian s": of_hessian},
-                **{"inverse s": inverse, "gptq s": whole},
-                **{"mlx-lm loop s": k * column(w, h), "of rounding": share},
-            )
-    write_output(args, "gptq", [table])
+    with output(args, "gptq_model" if args.model else "gptq"):
+        whole_model(args.samples, args.length) if args.model else matrices()
 
 
 if __name__ == "__main__":

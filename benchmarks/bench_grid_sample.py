@@ -8,14 +8,14 @@ the peak above inputs and results.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
-from common import Sample, Table, arrays, measure, output
-from harness import arguments, case
+from common import Table, arguments, output
+from harness import GPU as ON_GPU
+from harness import Run, Task, case, either, measure, on, paths, peak, tasks
 
 from mlx_qlayers.ops.grid_sample import affine_grid, grid_sample
 from mlx_qlayers.options import Sampling
@@ -74,6 +74,7 @@ class Case:
         kind = str(self.dtype).removeprefix("mlx.core.")
         return f"{size} {kind} {self.mode} {self.grid}"
 
+    @lru_cache(1)  # noqa: B019
     def inputs(self) -> tuple[mx.array, mx.array, mx.array]:
         """x, grid and cotangent."""
         batch, *_, channels = self.shape
@@ -118,16 +119,6 @@ CPU = [
 ]
 
 
-def peak(run: Callable[[], Any]) -> float:
-    """Megabytes alive at the worst moment besides what was there before and the results."""
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    results = run()
-    mx.eval(results)
-    return (mx.get_peak_memory() - before - sum(a.nbytes for a in arrays(results))) / 1e6
-
-
 def copy_bandwidth(gpu: bool) -> float:
     """Bytes a second, reads and writes, of an operator that copies."""
     source = mx.random.normal((1 << (28 if gpu else 24),))
@@ -135,24 +126,34 @@ def copy_bandwidth(gpu: bool) -> float:
 
 
 def main() -> None:
-    parser, gpu = arguments(__doc__.splitlines()[0])
+    parser = arguments(__doc__, repeats=5)
+    parser.add_argument("--paths", nargs="*", default=(), help="backends; by default this one's")
     args = parser.parse_args()
-    table, copy = Table(COLUMNS), copy_bandwidth(gpu)
-    print(f"copy {copy / 1e9:.0f} GB/s\n")
-    table.print_header()
 
-    def more(shape: Case, task: int, path: str, run: Any, taken: Sample) -> dict[str, Any]:
-        rate = shape.bytes_moved()[task] / taken.median
-        return {"GB/s": rate / 1e9, "of copy": f"{rate / copy:.0%}", "MB": peak(run)}
+    def stock(task: Task) -> dict[str, Run]:
+        return {
+            "operators": either(task, partial(operators, mode=task.shape.mode), task.shape.inputs())
+        }
+
+    def ours(task: Task) -> dict[str, Run]:
+        run = either(task, partial(grid_sample, mode=task.shape.mode), task.shape.inputs())
+        return {path: on(path, run) for path in paths(*args.paths)}
+
+    def more(task: Task, times: Any, path: str, run: Run) -> dict[str, Any]:
+        rate = task.shape.bytes_moved()[task.gradients] / times[path].median * 1e3
+        used = {"GB/s": rate / 1e9, "of copy": f"{rate / copy:.0%}"}
+        return used | {"MB": peak(run, results=False)}
 
     with output(args, "grid_sample"):
+        copy = copy_bandwidth(ON_GPU)
+        print(f"copy {copy / 1e9:.0f} GB/s\n")
         case(
-            lambda shape: partial(operators, mode=shape.mode),
-            lambda shape: partial(grid_sample, mode=shape.mode),
-            GPU if gpu else CPU,
-            table=table,
-            args=args,
-            tolerance=lambda shape: 1e-4 if shape.dtype == mx.float32 else 2e-2,
+            stock,
+            ours,
+            tasks(GPU if ON_GPU else CPU),
+            table=Table(COLUMNS),
+            repeats=args.repeats,
+            tolerance=lambda task: 1e-4 if task.shape.dtype == mx.float32 else 2e-2,
             more=more,
         )
 

@@ -6,13 +6,13 @@ verified first, beside the product of 4 bits and a dense one; then prompts of a 
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 
 import mlx.core as mx
 import numpy as np
-from common import Sample, Table, add_output, measure, output, print_facts
+from common import Sample, Table, arguments, output
 from decoding_model import QWEN2_7B, build, prefill
+from harness import Run, case
 
 from mlx_qlayers import convert_model, quantized_matmul, revert_model
 from mlx_qlayers.ops.int8_matmul import int8_matmul
@@ -20,10 +20,17 @@ from mlx_qlayers.ops.int8_matmul import int8_matmul
 ROWS = 2048
 SHAPES = ((3584, 3584), (512, 3584), (18944, 3584), (3584, 18944))
 PROMPTS = (512, 2048)
+Shape = tuple[int, int]
 
 
-def verify(m: int, n: int, k: int) -> float:
-    """The largest error against exact integers, over the largest result."""
+def error(shape: Shape) -> float:
+    """The largest error against exact integers, over the largest result, in some small sizes."""
+    found = [_error(m, n, k) for m, n, k in ((3, 41, 64), (130, 300, 272), (257, 513, shape[1]))]
+    assert max(found) < 0.01, f"{shape}: off by {found}"
+    return max(found)
+
+
+def _error(m: int, n: int, k: int) -> float:
     rng = np.random.default_rng(m)
     x = mx.array(rng.normal(size=(m, k)).astype(np.float32)).astype(mx.bfloat16)
     w = mx.array(rng.integers(-127, 128, (n, k)).astype(np.int8))
@@ -35,25 +42,26 @@ def verify(m: int, n: int, k: int) -> float:
     return float(np.abs(np.array(y.astype(mx.float32)) - truth).max() / np.abs(truth).max())
 
 
-def products(table: Table) -> None:
-    """Time single products."""
-    for m, n, k in ((3, 41, 64), (130, 300, 272), (257, 513, 3584)):
-        error = verify(m, n, k)
-        assert error < 0.01, f"{m} x {n} x {k} is off by {error:.1e}"
-    for n, k in SHAPES:
-        mx.random.seed(n)
-        x = mx.random.normal((ROWS, k)).astype(mx.bfloat16)
-        w = mx.random.randint(-127, 128, (n, k)).astype(mx.int8)
-        dense = mx.random.normal((n, k)).astype(mx.bfloat16)
-        packed, scales = mx.quantize(dense), mx.ones((n,))
-        mx.eval(x, w, dense, packed)
-        paths = {
-            "int8 ms": partial(int8_matmul, x, w, scales),
-            "4 bits ms": partial(quantized_matmul, x, *packed),
-            "dense ms": partial(mx.matmul, x, dense.T),
-        }
-        times = {name: time.scaled(1e3) for name, time in measure(paths, repeats=7).items()}
-        table.add(task=f"{n} x {k}, {ROWS} rows", **times)
+def others(shape: Shape) -> dict[str, Run]:
+    """The product of 4 bits, and a dense one."""
+    mx.random.seed(shape[0])
+    x = mx.random.normal((ROWS, shape[1])).astype(mx.bfloat16)
+    dense = mx.random.normal(shape).astype(mx.bfloat16)
+    packed = mx.quantize(dense)
+    mx.eval(x, dense, packed)
+    return {
+        "4 bits ms": partial(quantized_matmul, x, *packed),
+        "dense ms": partial(mx.matmul, x, dense.T),
+    }
+
+
+def ours(shape: Shape) -> dict[str, Run]:
+    """The product of integers."""
+    x = mx.random.normal((ROWS, shape[1])).astype(mx.bfloat16)
+    w = mx.random.randint(-127, 128, shape).astype(mx.int8)
+    scales = mx.ones((shape[0],))
+    mx.eval(x, w, scales)
+    return {"int8 ms": partial(int8_matmul, x, w, scales)}
 
 
 def prompts(table: Table) -> None:
@@ -73,15 +81,21 @@ def prompts(table: Table) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__, repeats=7)
     parser.add_argument("--no-model", action="store_true", help="products only")
-    add_output(parser)
     args = parser.parse_args()
-    print_facts()
-    table = Table({"task": 28} | dict.fromkeys(("int8 ms", "4 bits ms", "dense ms"), 14))
-    table.print_header()
+    names = dict.fromkeys(("int8 ms", "4 bits ms", "dense ms"), 14)
+    table = Table({"task": 28} | names | {"ratio": 6, "error": 8})
     with output(args, "int8"):
-        products(table)
+        case(
+            others,
+            ours,
+            SHAPES,
+            table=table,
+            repeats=args.repeats,
+            check=error,
+            row=lambda shape: {"task": f"{shape[0]} x {shape[1]}, {ROWS} rows"},
+        )
         if not args.no_model:
             prompts(table)
 

@@ -1,25 +1,24 @@
 """Factorisations and triangular solves beside stock MLX, and PyTorch where it is installed.
 
     python benchmarks/bench_linalg.py           # the sizes of models on a GPU, small ones on a CPU
-    python benchmarks/bench_linalg.py --host    # kernel against MLX's LAPACK, which a CPU goes by
-    python benchmarks/bench_linalg.py --tasks qr --sizes 3584 --without-stock --repeats 3
+    python benchmarks/bench_linalg.py --without-stock --repeats 15
 
-Every result is compared with float64 before it is timed: the column error is the backward error in
-units of n eps ||A||. Stock MLX has these on the CPU only, and is left out where it takes seconds.
+The column error is the backward error of the first matrix in float64, in units of n eps ||A||,
+held to a bound before anything is timed. Stock MLX has these on the CPU only.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from common import Table, add_output, measure, print_facts, write_output
+from common import Table, arguments, output
+from harness import GPU as ON_GPU
+from harness import Run, case
 
-from mlx_qlayers import backend, linalg, use_backend
+from mlx_qlayers import linalg
 
 try:
     import torch
@@ -33,150 +32,110 @@ CPU = [(1, 256), (1, 1024), (512, 64), (64, 256)]
 STOCK_LIMIT = 2**23
 
 
-class Task(NamedTuple):
-    """One computation: by us, by stock MLX, by PyTorch, and the error of a result."""
+class Kind(NamedTuple):
+    """One computation: by us, by stock MLX, by PyTorch; the difference that a result leaves."""
 
-    name: str
     ours: Callable[[mx.array], Any]
     stock: Callable[[mx.array], Any]
     torch: Callable[[Any], Any]
-    error: Callable[[np.ndarray, Any], np.ndarray]
+    rest: Callable[..., np.ndarray]
     most: int
 
 
-def definite(batch: int, n: int) -> mx.array:
-    """Symmetric positive definite matrices."""
-    half = mx.random.normal((batch, n, 2 * n), key=mx.random.key(n)) / n**0.5
-    a = half @ half.swapaxes(1, 2) + 0.01 * mx.eye(n)
-    mx.eval(a)
-    return a
-
-
-def of_factor(a: np.ndarray, factor: Any) -> np.ndarray:
-    return factor @ factor.swapaxes(-1, -2) - a
-
-
-def of_solution(a: np.ndarray, x: Any) -> np.ndarray:
-    return np.tril(a) @ x - a
-
-
-def of_qr(a: np.ndarray, found: Any) -> np.ndarray:
-    q, r = found
-    return q @ r - a
-
-
-def lower(a: Any) -> Any:
-    return torch.linalg.solve_triangular(a.tril(), a, upper=False)
-
-
-TASKS = [
-    Task(
-        "cholesky",
+KINDS = {
+    "cholesky": Kind(
         lambda a: linalg.cholesky(a, check=False),
         lambda a: mx.linalg.cholesky(a, stream=mx.cpu),
         lambda a: torch.linalg.cholesky_ex(a).L,
-        of_factor,
+        lambda a, factor: factor @ factor.T - a,
         8192,
     ),
-    Task(
-        "solve_triangular",
+    "solve_triangular": Kind(
         lambda a: linalg.solve_triangular(a, a),
         lambda a: mx.linalg.solve_triangular(a, a, stream=mx.cpu),
-        lower,
-        of_solution,
+        lambda a: torch.linalg.solve_triangular(a.tril(), a, upper=False),
+        lambda a, x: np.tril(a) @ x - a,
         3584,
     ),
-    Task(
-        "qr",
+    "qr": Kind(
         linalg.qr,
         lambda a: mx.linalg.qr(a, stream=mx.cpu),
         lambda a: torch.linalg.qr(a),
-        of_qr,
+        lambda a, q, r: q @ r - a,
         3584,
     ),
-]
+}
 
 
-def backward_error(task: Task, a: mx.array, result: Any) -> float:
-    """Of the first matrix, in units of n eps ||A||; the Frobenius norm is quick."""
-    found = result if isinstance(result, tuple) else (result,)
-    wide = [np.array(x[0], np.float64) for x in found]
-    truth = np.array(a[0], np.float64)
-    difference = task.error(truth, wide[0] if len(wide) == 1 else wide)
-    return float(np.linalg.norm(difference) / (np.linalg.norm(truth) * len(truth) * EPS))
+class Case(NamedTuple):
+    """So many matrices of one size, to compute something with."""
 
+    kind: str
+    batch: int
+    n: int
 
-def torch_seconds(function: Callable[[Any], Any], a: mx.array, repeats: int) -> float:
-    """The median of PyTorch on the same GPU, calls queued as those of MLX are."""
-    given = torch.tensor(np.array(a), device="cuda" if torch.cuda.is_available() else "cpu")
+    def matrices(self) -> mx.array:
+        """Symmetric positive definite ones."""
+        half = mx.random.normal((self.batch, self.n, 2 * self.n), key=mx.random.key(self.n))
+        half = half / self.n**0.5
+        a = half @ half.swapaxes(1, 2) + 0.01 * mx.eye(self.n)
+        mx.eval(a)
+        return a
 
-    def synchronize() -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+    def contenders(self, with_stock: bool) -> dict[str, Run]:
+        """Those that are not ours."""
+        kind, a, found = KINDS[self.kind], self.matrices(), {}
+        # Beside a GPU MLX's solve ends the process now and then: two of its CPU threads move an
+        # array that is read twice (MLX 0.32.4). The others get an array that lies on the host.
+        safe = not ON_GPU or self.kind != "solve_triangular"
+        if with_stock and safe and a.size <= STOCK_LIMIT and self.n <= 1024:
+            on_host = mx.array(np.array(a))
+            found["stock ms"] = lambda: kind.stock(on_host)
+        if torch is not None:
+            given = torch.tensor(np.array(a), device="cuda" if ON_GPU else "cpu")
+            found["torch ms"] = lambda: kind.torch(given)
+        return found
 
-    function(given)
-    times = []
-    for _ in range(repeats):
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(3):
-            function(given)
-        synchronize()
-        times.append((time.perf_counter() - start) / 3)
-    return float(np.median(times))
-
-
-def compare(tasks: list[Task], cases: list[tuple[int, int]], repeats: int, stock: bool) -> Table:
-    table = Table(
-        {"task": 18, "batch x n": 12, "ms": 14, "stock ms": 14, "torch ms": 10}
-        | {"x stock": 8, "x torch": 8, "error": 8}
-    )
-    table.print_header()
-    for task in tasks:
-        for batch, n in cases:
-            if n > task.most:
-                continue
-            a = definite(batch, n)
-            result = task.ours(a)
-            mx.eval(result)
-            error = backward_error(task, a, result)
-            assert error <= 1 or task.name == "solve_triangular", f"{task.name}: error {error}"
-            contenders = {"ms": lambda task=task, a=a: task.ours(a)}
-            # Beside a GPU MLX's solve ends the process now and then: two of its CPU threads move an
-            # array that is read twice (MLX 0.32.4). The others get an array that lies on the host.
-            safe = mx.default_device().type == mx.cpu or task.name != "solve_triangular"
-            if stock and safe and batch * n * n <= STOCK_LIMIT and n <= 1024:
-                on_host = mx.array(np.array(a))
-                contenders["stock ms"] = lambda task=task, a=on_host: task.stock(a)
-            times = measure(contenders, repeats=repeats)
-            row: dict[str, Any] = {key: time.scaled(1e3) for key, time in times.items()}
-            if "stock ms" in times:
-                row["x stock"] = times["stock ms"].median / times["ms"].median
-            if torch is not None:
-                seconds = torch_seconds(task.torch, a, repeats)
-                row |= {"torch ms": 1e3 * seconds, "x torch": seconds / times["ms"].median}
-            table.add(**{"task": task.name, "batch x n": f"{batch} x {n}", "error": error}, **row)
-    return table
+    def error(self) -> float:
+        """Of our result for the first matrix; the Frobenius norm is quick."""
+        a = self.matrices()
+        result = KINDS[self.kind].ours(a)
+        found = result if isinstance(result, tuple) else (result,)
+        wide = [np.array(x[0], np.float64) for x in found]
+        truth = np.array(a[0], np.float64)
+        rest = np.linalg.norm(KINDS[self.kind].rest(truth, *wide))
+        error = float(rest / (np.linalg.norm(truth) * self.n * EPS))
+        assert error <= 1 or self.kind == "solve_triangular", f"{self}: error {error}"
+        return error
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--host", action="store_true", help="the kernels on the CPU")
-    parser.add_argument("--tasks", nargs="*", default=[task.name for task in TASKS])
-    parser.add_argument("--sizes", type=int, nargs="*", help="only these")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser = arguments(__doc__, repeats=5)
     parser.add_argument("--without-stock", action="store_true", help="MLX takes seconds")
-    add_output(parser)
     args = parser.parse_args()
-    print_facts()
-    on_cpu = args.host or backend() in ("host", "reference")
-    with use_backend("host" if args.host else "auto"):
-        cases = [
-            case for case in (CPU if on_cpu else GPU) if not args.sizes or case[1] in args.sizes
-        ]
-        tasks = [task for task in TASKS if task.name in args.tasks]
-        table = compare(tasks, cases, args.repeats, not args.without_stock)
-    write_output(args, "linalg", [table])
+    sizes = GPU if ON_GPU else CPU
+    cases = [Case(name, *size) for name in KINDS for size in sizes if size[1] <= KINDS[name].most]
+
+    def ours(shape: Case) -> dict[str, Run]:
+        a = shape.matrices()
+        return {"ms": lambda: KINDS[shape.kind].ours(a)}
+
+    def more(shape: Case, times: Any) -> dict[str, float]:
+        others = [name for name in times if name != "ms"]
+        return {f"x {n.split()[0]}": times[n].median / times["ms"].median for n in others}
+
+    columns = {"task": 18, "batch x n": 12, "ms": 14, "stock ms": 14, "torch ms": 10}
+    with output(args, "linalg"):
+        case(
+            lambda shape: shape.contenders(not args.without_stock),
+            ours,
+            cases,
+            table=Table(columns | {"x stock": 8, "x torch": 8, "error": 8}),
+            repeats=args.repeats,
+            check=Case.error,
+            row=lambda shape: {"task": shape.kind, "batch x n": f"{shape.batch} x {shape.n}"},
+            more=more,
+        )
 
 
 if __name__ == "__main__":

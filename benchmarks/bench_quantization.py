@@ -14,7 +14,6 @@ for 4 bits in groups of 64, which cost it nothing. SmolLM2-135M comes as a GGUF 
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -23,7 +22,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from common import Table, add_output, output, print_facts
+from common import Table, arguments, output
 from mlx_lm.quant.gptq import gptq_quantize
 from mlx_lm.utils import dequantize_model
 
@@ -71,7 +70,7 @@ def smollm2() -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--model", default=str(shipped_model()), help="a path, or smollm2")
     parser.add_argument("--text", type=Path, help="whose last 5 %% are predicted")
     parser.add_argument("--bits", type=int, nargs="*", default=[3, 4])
@@ -81,9 +80,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="that are predicted")
     parser.add_argument("--methods", nargs="*", help="of the four; all by default")
     parser.add_argument("--float32", action="store_true", help="quantize a model of float32")
-    add_output(parser)
     args = parser.parse_args()
-    print_facts()
     if args.text:
         whole = args.text.read_text(encoding="utf-8")
         train, test = whole[: len(whole) * 9 // 10], whole[len(whole) * 19 // 20 :]
@@ -106,7 +103,6 @@ def main() -> None:
         {"method": 16, "bits": 5, "perplexity": 11, "+-": 7, "rise": 9, "rise +-": 9}
         | {"of rtn": 7, "KL": 9, "seconds": 8, "cpu s": 7}
     )
-    table.print_header()
     calibration = Calibration(args.samples, args.length)
     with output(args, "quantization"):
         (p,) = perplexities([base], held_out)

@@ -1,28 +1,24 @@
-"""The cost of the runtime: Python time of a launch, and the bytes of each source.
+"""The cost of the runtime: Python time of a launch.
 
-Run ``python benchmarks/bench_runtime.py``. MLX hashes a kernel's whole source at every launch, and
-a decoding step is hundreds of launches, so both are kept small. Without a GPU a function that does
-nothing stands in for MLX's: the difference between the two columns is the runtime's own time.
+Run ``python benchmarks/bench_runtime.py``. Without a GPU a function that does nothing stands in for
+MLX's: the difference between the two columns is the runtime's own time. Times are the process's, so
+that others on the machine count little.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import pkgutil
 import tempfile
 import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
+from time import process_time
 from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
-from common import Sample, Table, add_output, print_facts, write_output
+from common import Sample, Table, arguments, output
 
-import mlx_qlayers.metal
 from mlx_qlayers.runtime.backend import backend, use_backend
 from mlx_qlayers.runtime.kernel import Kernel
 
@@ -43,40 +39,22 @@ template <typename T, int BITS, int GROUP, int ROWS, bool BIAS, bool EDGE>
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_output(parser)
-    args = parser.parse_args()
-    print_facts()
-    write_output(args, "runtime", [launches(), sources()])
+    with output(arguments(__doc__).parse_args(), "runtime"):
+        launches()
 
 
-def launches() -> Table:
+def launches() -> None:
     """The Python time of a launch beside that of MLX's own function."""
     with somewhere() as where, tempfile.TemporaryDirectory() as folder:
         print(f"Python time of a launch in microseconds; MLX's function: {where}")
         table = Table({"kernel": 30, "MLX alone": 14, "runtime": 14, "more": 8, "target": 8})
-        table.print_header()
         for name, call in {
             "1 input, 1 template value": exp_call(mx.zeros((32, 32))),
             "7 inputs, 6 template values": many_call(Path(folder)),
         }.items():
             bare, ours = python_time(bare_call(call)), python_time(call)
-            more = ours.median - bare.median
-            table.add(
-                **{"kernel": name, "MLX alone": bare, "runtime": ours, "more": more}, target=15
-            )
-    return table
-
-
-def sources() -> Table:
-    """How much of each kernel's file is sent."""
-    print("\nSource in bytes")
-    table = Table({"kernel": 30, "header": 14, "body": 14, "total": 8})
-    table.print_header()
-    for name, kernel in kernels().items():
-        header, body = len(kernel.program.header), len(kernel.program.source)
-        table.add(kernel=name, header=header, body=body, total=header + body)
-    return table
+            row = {"MLX alone": bare, "runtime": ours, "more": ours.median - bare.median}
+            table.add(kernel=name, **row, target=15)
 
 
 def exp_call(x: mx.array) -> Call:
@@ -109,9 +87,9 @@ def many_call(folder: Path) -> Call:
 
 def python_time(call: Call, calls: int = 2000, repeats: int = 15) -> Sample:
     """Microseconds until a call returns; nothing is evaluated."""
-    return Sample.of(t / calls for t in timeit.repeat(call, number=calls, repeat=repeats)).scaled(
-        1e6
-    )
+    return Sample.of(
+        t / calls for t in timeit.repeat(call, timer=process_time, number=calls, repeat=repeats)
+    ).scaled(1e6)
 
 
 @contextmanager
@@ -149,28 +127,6 @@ def bare_call(call: Call) -> Call:
     with patch.object(mx.fast, name, make):
         call()
     return seen[0]
-
-
-def kernels() -> dict[str, Kernel]:
-    """Every kernel declared in a module of ``mlx_qlayers.metal``, by name."""
-    found = []
-    for module in pkgutil.walk_packages(mlx_qlayers.metal.__path__, "mlx_qlayers.metal."):
-        for value in vars(importlib.import_module(module.name)).values():
-            if isinstance(value, Kernel):
-                found.append(value)
-            elif getattr(value, "__annotations__", {}).get("return") == "Kernel":
-                found += declared(value)
-    return {kernel.name: kernel for kernel in sorted(found, key=lambda kernel: kernel.name)}
-
-
-# Of a function that declares a kernel with the inputs that a call has: the fewest, and the most.
-ENDS = {"bool": (False, True), "int": (1, 3), "tuple[str, ...]": ((), ())}
-
-
-def declared(declare: Callable[..., Kernel]) -> list[Kernel]:
-    """The kernels that such a function declares for both ends of each of its parameters."""
-    kinds = [kind for name, kind in declare.__annotations__.items() if name != "return"]
-    return [declare(*values) for values in product(*(dict.fromkeys(ENDS[k]) for k in kinds))]
 
 
 if __name__ == "__main__":

@@ -28,13 +28,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from bench_startup import run, tell
-from common import Table, add_output, output, print_facts
+from common import Table, arguments, output, positive
 from decoding_model import QWEN2_7B, TINY, build
 from mlx_lm.generate import BatchGenerator
 from verified_model import verify
 
 from mlx_qlayers import convert_model
-from mlx_qlayers.commands.arguments import positive
 
 REQUESTS, STEPS_APART = 48, 5
 PROMPTS, TOKENS = (16, 600), (32, 160)
@@ -97,13 +96,12 @@ def serve(shape: dict[str, int], stock: bool, names: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("--tiny", action="store_true", help="a model that any machine can run")
     parser.add_argument("--no-stock", action="store_true", help="the converted model alone")
     parser.add_argument("--limit", type=positive, default=170, help="seconds of a process")
     parser.add_argument("--serve", choices=("stock", "converted"), help=argparse.SUPPRESS)
     parser.add_argument("--names", nargs="*", default=(), help=argparse.SUPPRESS)
-    add_output(parser)
     args = parser.parse_args()
     if args.serve:
         serve(dict(TINY if args.tiny else QWEN2_7B), args.serve == "stock", args.names)
@@ -114,9 +112,7 @@ def main() -> None:
 
 def measure_all(args: argparse.Namespace) -> None:
     """Every process in turn; results are printed as they come."""
-    print_facts()
     table = Table({"process": 20, "what": 36, "found": 10, "unit": 9})
-    table.print_header()
     command = [sys.executable, __file__, *["--tiny"] * args.tiny, "--serve"]
     for who in ("converted",) if args.no_stock else ("converted", "stock"):
         with TemporaryDirectory() as folder:

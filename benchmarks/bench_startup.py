@@ -29,11 +29,10 @@ from typing import Any
 from unittest import mock
 
 import mlx.core as mx
-from common import Table, add_output, output, print_facts
+from common import Table, arguments, output, positive
 from decoding_model import QWEN2_7B, TINY, build, decode, prefill
 
 from mlx_qlayers import convert, convert_model, explain
-from mlx_qlayers.commands.arguments import positive
 from mlx_qlayers.measurements import entries
 from mlx_qlayers.runtime import cuda_ahead
 from mlx_qlayers.runtime.backend import advance_epoch
@@ -157,7 +156,7 @@ def speed(model: Any, batch: int, tokens: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("--tiny", action="store_true", help="a model that any machine can run")
     parser.add_argument("--tokens", type=positive, default=64, help="to decode at a time")
     parser.add_argument("--layers", type=positive, default=4, help="of the first two processes")
@@ -166,7 +165,6 @@ def main() -> None:
     parser.add_argument("--total", type=positive, default=95, help="seconds of all processes")
     parser.add_argument("--begun", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--part", choices=("start-up", "calibrated"), help=argparse.SUPPRESS)
-    add_output(parser)
     args = parser.parse_args()
     shape = dict(TINY if args.tiny else QWEN2_7B)
     if args.part == "start-up":
@@ -180,9 +178,7 @@ def main() -> None:
 
 def measure_all(args: argparse.Namespace) -> None:
     """Every process in turn; results are printed as they come."""
-    print_facts()
     table = Table({"process": 20, "what": 36, "found": 10, "unit": 9})
-    table.print_header()
     parts = (
         ("first process", "start-up", args.limit),
         ("second process", "start-up", args.limit),

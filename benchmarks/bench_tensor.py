@@ -7,12 +7,13 @@ must have; ``auto`` is ``quantized_matmul``. They are for the M5; the bar here i
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import mlx.core as mx
-from common import Table, add_output, measure, output, print_facts
+from common import Table, arguments, output
+from harness import Run, case, chain
 
 from mlx_qlayers import backend, quantized_matmul
 from mlx_qlayers.formats import Format
@@ -29,85 +30,104 @@ SHAPES = ((3584, 3584), (512, 3584), (18944, 3584), (3584, 18944))
 ROWS = (64, 512, 2048)
 STEPS = 10
 
-Step = Callable[[mx.array], list[mx.array]]
+Way = Callable[[mx.array], list[mx.array]]
 
 
-def traced(run: Callable[..., list[mx.array]]) -> Callable[..., list[mx.array]]:
-    """A compiled function, but on the host backend, which cannot be traced."""
-    return run if backend() == "host" else mx.compile(run)
+class Product(NamedTuple):
+    """Rows times a matrix of 4 bits."""
+
+    rows: int
+    n: int
+    k: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.n} x {self.k}"
+
+    def ways(self) -> tuple[mx.array, dict[str, Way]]:
+        """The first rows, and the kernels."""
+        x = mx.random.normal((self.rows, self.k)).astype(mx.bfloat16)
+        w = mx.random.normal((self.n, self.k)).astype(mx.bfloat16) * self.k**-0.5
+        packed = mx.quantize(w, *FMT)
+        mx.eval(x, packed)
+        call = MatmulCall(Spec.of(x), PackedMatrix(*map(Spec.of, packed)), True, FMT)
+        tiles = qmm(call, qmm_config(backend(), *self, x.dtype, FMT, True))
+        config = tensor_config(self.rows, self.k, x.dtype, FMT, True, device=backend())
+        tensor = qmm_tensor(call, config)
+        return x, {
+            "tiles us": lambda x: [tiles(x, *packed, None)],
+            "auto us": lambda x: [quantized_matmul(x, *packed)],
+            "tensor us": lambda x: [tensor(x, *packed, None)],
+        }
 
 
-def add(table: Table, task: str, x: mx.array, ways: Mapping[str, Step]) -> None:
-    """Compare the results with those of tiles, and time compiled chains of each way."""
-    truth = ways["tiles us"](x)
-    error = max(
-        (mx.abs(mine - theirs).max() / mx.abs(theirs).max()).item()
-        for mine, theirs in zip(ways["tensor us"](x), truth, strict=True)
-    )
-    assert error < 0.03, f"{task}: off by {error}"
+class Attention(NamedTuple):
+    """Causal attention of 28 heads with 4 heads of keys, or the gradients of q, k and v."""
+
+    task: str
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.length}"
+
+    def ways(self) -> tuple[mx.array, dict[str, Way]]:
+        """The queries or the cotangent, and the kernels."""
+        q, k, v, d_out = (
+            mx.random.normal((1, heads, self.length, 128)).astype(mx.bfloat16)
+            for heads in (28, 4, 4, 28)
+        )
+        key = Spec.of(k)
+        at = Launcher(AttentionCall(Spec.of(q), (key,), (key,), Scores(128**-0.5, True)))
+        tiles, tensor = attention_forward(at), attention_tensor(at)
+        outputs = tiles(q, k, v, None, None)
+        mx.eval(d_out, outputs)
+        if self.task == "attention":
+            return q, {
+                "tiles us": lambda q: tiles(q, k, v, None, None)[:1],
+                "tensor us": lambda q: tensor(q, k, v, None, None)[:1],
+            }
+        back = {
+            name: attention_backward(at, name == "tensor us")[0]
+            for name in ("tiles us", "tensor us")
+        }
+        return d_out, {
+            name: lambda d, run=run: run([q, k, v, None, None], [d, None], outputs)[:3]
+            for name, run in back.items()
+        }
+
+
+@lru_cache(1)
+def chains(shape: Product | Attention) -> dict[str, Run]:
+    """Compiled chains of each way."""
+    x, ways = shape.ways()
     inputs = [x * (1 + i / 64) for i in range(STEPS)]
     mx.eval(inputs)
-    chains = {
-        name: partial(traced(lambda xs, way=way: [y for x in xs for y in way(x)]), inputs)
-        for name, way in ways.items()
+    return {
+        name: chain(lambda _, each, way=way: way(each), x, inputs) for name, way in ways.items()
     }
-    times = {name: t.scaled(1e6 / STEPS) for name, t in measure(chains, repeats=7).items()}
-    ratio = times["tensor us"].median / times["tiles us"].median
-    table.add(task=task, **times, ratio=ratio, error=error)
-
-
-def product(table: Table, rows: int, n: int, k: int) -> None:
-    """Products with a matrix of 4 bits."""
-    x = mx.random.normal((rows, k)).astype(mx.bfloat16)
-    packed = mx.quantize(mx.random.normal((n, k)).astype(mx.bfloat16) * k**-0.5, *FMT)
-    mx.eval(x, packed)
-    call = MatmulCall(Spec.of(x), PackedMatrix(*map(Spec.of, packed)), True, FMT)
-    tiles = qmm_config(backend(), rows, n, k, x.dtype, FMT, True)
-    config = tensor_config(rows, k, x.dtype, FMT, True, device=backend())
-    launches = {"tensor us": qmm_tensor(call, config), "tiles us": qmm(call, tiles)}
-    ways: dict[str, Step] = {
-        name: lambda x, launch=launch: [launch(x, *packed, None)]
-        for name, launch in launches.items()
-    }
-    ways["auto us"] = lambda x: [quantized_matmul(x, *packed)]
-    add(table, f"{rows} x {n} x {k}", x, ways)
-
-
-def attention(table: Table, length: int) -> None:
-    """Causal attention of 28 heads with 4 heads of keys, and the gradients of q, k and v."""
-    q, k, v, d_out = (
-        mx.random.normal((1, heads, length, 128)).astype(mx.bfloat16) for heads in (28, 4, 4, 28)
-    )
-    key = Spec.of(k)
-    at = Launcher(AttentionCall(Spec.of(q), (key,), (key,), Scores(128**-0.5, True)))
-    launches = {"tensor us": attention_tensor(at), "tiles us": attention_forward(at)}
-    outputs = launches["tiles us"](q, k, v, None, None)
-    mx.eval(d_out, outputs)
-    forward: dict[str, Step] = {
-        name: lambda q, run=run: run(q, k, v, None, None)[:1] for name, run in launches.items()
-    }
-    backward: dict[str, Step] = {}
-    for name in launches:
-        run = attention_backward(at, name == "tensor us")[0]
-        backward[name] = lambda d, run=run: run([q, k, v, None, None], [d, None], outputs)[:3]
-    add(table, f"attention {length}", q, forward)
-    add(table, f"gradients {length}", d_out, backward)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    add_output(parser)
-    args = parser.parse_args()
-    print_facts()
+    args = arguments(__doc__, repeats=7).parse_args()
     times = dict.fromkeys(("tensor us", "tiles us", "auto us"), 14)
-    table = Table({"task": 20} | times | {"ratio": 6, "error": 8})
-    table.print_header()
+    shapes: list[Product | Attention] = [Product(m, *shape) for m in ROWS for shape in SHAPES]
+    shapes += [Attention(task, n) for n in ROWS[1:] for task in ("attention", "gradients")]
+
+    def more(shape: Any, found: Any) -> dict[str, float]:
+        return {"ratio": found["tensor us"].median / found["tiles us"].median}
+
     with output(args, "tensor"):
-        for rows in ROWS:
-            for n, k in SHAPES:
-                product(table, rows, n, k)
-        for length in ROWS[1:]:
-            attention(table, length)
+        case(
+            lambda shape: {n: run for n, run in chains(shape).items() if n != "tensor us"},
+            lambda shape: {"tensor us": chains(shape)["tensor us"]},
+            shapes,
+            table=Table({"task": 20} | times | {"ratio": 6, "error": 8}),
+            repeats=args.repeats,
+            tolerance=lambda shape: 0.03,
+            row=lambda shape: {"task": str(shape)},
+            unit="us",
+            calls=lambda shape: STEPS,
+            more=more,
+        )
 
 
 if __name__ == "__main__":

@@ -19,15 +19,16 @@ import copy
 import os
 import random
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from common import Sample, Table, add_output, output, print_facts, turns
+from common import Sample, Table, arguments, output, positive
+from harness import in_turns
 
 from mlx_qlayers import backend, convert_model
-from mlx_qlayers.commands.arguments import positive
 from mlx_qlayers.dispatch.measurements import untuned
 from mlx_qlayers.formats import Format
 from mlx_qlayers.measurements.entries import device_name
@@ -58,7 +59,6 @@ def tuned(model: Any, args: argparse.Namespace) -> None:
     start, gains = time.monotonic(), []
     columns = {"heuristic": 12, "tuned": 12, "gain": 6, "tried": 5, "stock": 12, "path": 11}
     table = Table({"problem": 60, **columns, "warm": 12, "warm heuristic": 14})
-    table.print_header()
     shown = partial(_shown, start) if args.verbose else lambda record, gain: None
     for found in tune_all(targets, beam=args.beam, budget_s=args.budget, progress=shown):
         times = found.times.get("kernel", found.untuned)
@@ -99,19 +99,14 @@ def decoded(stock: Any, model: Any, tokens: int, repeats: int) -> None:
 
     again = copy.deepcopy(stock)
     convert_model(again, verify=False)
-    times: dict[str, list[float]] = {"stock": [], "before": [], "after": []}
-    for i, name in enumerate(turns(times, repeats + 1)):
-        if name == "after":
-            seconds = decode(again, [PROMPT], tokens)
-        else:
-            with untuned():
-                seconds = decode(stock if name == "stock" else model, [PROMPT], tokens)
-        print(f"    {name}: {tokens / seconds:.1f} tokens/s", flush=True)
-        if i >= len(times):  # in the first round kernels are built
-            times[name].append(seconds)
+
+    def run(each: tuple[Any, Any]) -> float:
+        with each[1]():
+            return decode(each[0], [PROMPT], tokens)
+
+    kinds = {"stock": (stock, untuned), "before": (model, untuned)}
     table = Table({"layers": 20, "tokens/s": 16})
-    table.print_header()
-    for name, values in times.items():
+    for name, values in in_turns(kinds | {"after": (again, nullcontext)}, repeats, run).items():
         table.add(layers=name, **{"tokens/s": Sample.of(values).per(tokens)})
     print()
 
@@ -135,7 +130,6 @@ def exhaustive(limit: float, beam: int) -> None:
     print(f"measured {[len(trials) for trials in found]} of {len(configs)}; microseconds")
     columns = {"heuristic": 12, "best": 12, "beam": 12, "heuristic/best": 14, "beam/best": 9}
     table = Table({"problem": 60, "all": 5, **columns, "tried": 5, "launches": 8})
-    table.print_header()
     for evaluator, trials in zip(evaluators, found, strict=True):
         _compared(table, evaluator, trials, beam)
 
@@ -187,23 +181,18 @@ def _compared(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__, repeats=5)
     parser.add_argument("--tune", action="store_true", help="tune a model's shapes")
     parser.add_argument("--decode", action="store_true", help="decode before and after")
     parser.add_argument("--budget", type=positive, default=120, help="seconds to tune")
     parser.add_argument("--prompt-tokens", type=int, default=512, help="of the prefill; 0 for none")
     parser.add_argument("--beam", type=positive, default=4, help="configurations to follow")
     parser.add_argument("--tokens", type=positive, default=64, help="to decode at a time")
-    parser.add_argument("--repeats", type=positive, default=5, help="measurements of decoding")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try it out")
     parser.add_argument("--exhaustive", type=float, metavar="S", help="seconds to measure all")
     parser.add_argument("--verbose", action="store_true", help="print a line for each trial")
     parser.add_argument("--ship", type=Path, metavar="FOLDER", help="add what was found there")
-    add_output(parser)
     args = parser.parse_args()
-    print_facts()
     if not args.decode:  # which graphs make faster; MLX reads this when it first uses a GPU
         os.environ.update(IN_ORDER)
     with output(args, "tuning"):

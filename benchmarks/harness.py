@@ -1,119 +1,161 @@
-"""One comparison of a stock function with ours, for a list of shapes: verified, then timed.
+"""Every comparison of stock functions with ours: verified, timed in turns, and put into a table.
 
-Contenders are pairs of functions: forward, and forward with all gradients.
+A measurement verifies before it times. Its contenders take turns, in an order that is reversed
+in every other round, so that a machine that warms up or is shared favours nobody.
 """
 
 from __future__ import annotations
 
-import argparse
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
-from common import Sample, Table, add_output, measure, print_facts
+from common import Sample, Table, turns
+from mlx.utils import tree_flatten
 
-from mlx_qlayers.runtime.backend import BackendError, use_backend
+from mlx_qlayers.runtime.backend import BackendError, backend, use_backend
 
-Run = Callable[[], list[mx.array]]
-Function = Callable[..., mx.array]
+Run = Callable[[], Any]
+Ways = Mapping[str, Run]
 TASKS = "forward", "with gradients"
 
 
+class Task(NamedTuple):
+    """A shape, and whether gradients are computed too."""
+
+    shape: Any
+    gradients: bool
+
+    def __str__(self) -> str:
+        return f"{self.shape}, {TASKS[self.gradients]}"
+
+
+def tasks(shapes: Iterable[Any]) -> list[Task]:
+    """Each shape forward, and with all gradients."""
+    return [Task(shape, gradients) for shape in shapes for gradients in (False, True)]
+
+
 def case(
-    stock: Callable[[Any], Function],
-    ours: Callable[[Any], Function],
+    stock: Callable[[Any], Ways],
+    ours: Callable[[Any], Ways],
     shapes: Iterable[Any],
     *,
     table: Table,
-    args: argparse.Namespace,
-    tolerance: Callable[[Any], float],
+    repeats: int,
+    tolerance: Callable[[Any], float] | None = None,
+    check: Callable[[Any], float] | None = None,
     wrong: float = 0.0,
-    more: Callable[[Any, int, str, Run | None, Sample], dict[str, Any]] = lambda *_: {},
-    others: Callable[[Any, int], dict[str, Sample]] = lambda *_: {},
+    row: Callable[[Any], Mapping[str, Any]] | None = None,
+    unit: str = "ms",
+    calls: Callable[[Any], int] = lambda shape: 1,
+    more: Callable[..., Mapping[str, Any]] = lambda *_: {},
 ) -> None:
-    """Compare on the inputs of each shape, and add a row for every path and task.
+    """Verify what is ours, time all contenders in turns, and add them to a table, shape by shape.
 
     Args:
-        stock: the stock operators' function of a shape.
-        ours: our function of a shape, which runs on every backend of ``args.paths``.
-        shapes: each has ``inputs()``, the last of which is the cotangent, and a name.
-        table: of columns task, path, ms, ratio and those of ``more``.
-        args: of :func:`arguments`.
-        tolerance: of the errors, as a part of the largest number.
-        wrong: the share of numbers that may be off by more.
-        more: further columns of a shape, task, path, function and time.
-        others: times of contenders that are no MLX functions.
+        stock: of a shape, functions without arguments by name; ratios are to the first.
+        ours: the same; their results are verified.
+        shapes: whatever these functions take.
+        table: where rows are added.
+        repeats: measurements of each.
+        tolerance: of a shape: how far results may be from the first contender's, as a part of the
+            largest number. Or
+        check: of a shape, the error of ours against something better; raises where it is too large.
+        wrong: the share of numbers that may be off by more than the tolerance.
+        row: of a shape, the columns that name it: then it has one row, a column for each contender
+            and the ratio of the best of stock to the best of ours. Else each contender has a row.
+        unit: of the times: ``"ms"`` or ``"us"``.
+        calls: the operations in one call of a contender.
+        more: further columns, of a shape and all times; where each contender has a row, also of
+            its name and function.
     """
+    scale = {"ms": 1e3, "us": 1e6}[unit]
     for shape in shapes:
-        inputs = shape.inputs()
-        runs = {"operators": _tasks(stock(shape), inputs)}
-        for path in args.paths:
-            forced = [_on_backend(path, run) for run in _tasks(ours(shape), inputs)]
-            runs["reference" if path == "reference" else path] = forced
-        for task, name in enumerate(TASKS):
-            now = {path: both[task] for path, both in runs.items()}
-            first = verified(now, tolerance(shape), wrong)
-            times = measure(now, repeats=args.repeats) | others(shape, task)
-            for path, taken in times.items():
-                table.add(
-                    task=f"{shape}, {name}" if path == "operators" else "",
-                    path=path,
-                    ms=taken.scaled(1e3),
-                    ratio=f"{times['operators'].median / taken.median:.2f}x",
-                    **({"first s": first[path]} if path in first else {}),
-                    **more(shape, task, path, now.get(path), taken),
-                )
+        theirs, mine = stock(shape), ours(shape)
+        ways = {**theirs, **mine}
+        if check is not None:
+            error = check(shape)
+        else:
+            assert theirs and tolerance is not None, "nothing to compare with"
+            right = next(iter(theirs.values()))()
+            error = verified(str(shape), mine, right, tolerance(shape), wrong)
+        found = measure(ways, repeats=repeats)
+        times = {name: time.scaled(scale / calls(shape)) for name, time in found.items()}
+        if row is not None:
+            best = [min((times[n].median for n in each), default=0.0) for each in (theirs, mine)]
+            ratio = {"ratio": best[0] / best[1]} if all(best) else {}
+            table.add(**{**row(shape), **times, **ratio, "error": error, **more(shape, times)})
+            continue
+        first = next(iter(times.values())).median
+        for name, taken in times.items():
+            found = {"task": str(shape), "path": name, unit: taken}
+            found["ratio"] = f"{first / taken.median:.2f}x"
+            table.add(**found, **more(shape, times, name, ways[name]))
 
 
-def arguments(description: str) -> tuple[argparse.ArgumentParser, bool]:
-    """The options that all have, and whether a GPU computes."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--repeats", type=int, default=5)
-    gpu = mx.default_device() == mx.Device(mx.gpu)
-    usual = list(filter(_can_run, ["metal", "cuda"] if gpu else ["reference", "host"]))
-    help = f"of ops, metal, cuda and host; by default {' and '.join(usual)}"
-    parser.add_argument("--paths", nargs="*", default=usual, help=help)
-    add_output(parser)
-    print_facts()
-    return parser, gpu
+def verified(label: str, runs: Ways, truth: Any, tolerance: float, wrong: float = 0.0) -> float:
+    """The largest error of what functions give, over the largest number; it is held to a bound."""
+    expected, worst = [a.astype(mx.float32) for a in arrays(truth)], 0.0
+    for name, run in runs.items():
+        for mine, right in zip(arrays(run()), expected, strict=True):
+            error = mx.abs(mine.astype(mx.float32) - right) / mx.abs(right).max()
+            worst = max(worst, error.max().item())
+            share = 1 - (error <= tolerance).astype(mx.float32).mean().item()
+            assert share <= wrong, f"{label}: {name}: {share:.1%} differ, by up to {worst:.2e}"
+    return worst
 
 
-def verified(runs: Mapping[str, Run], tolerance: float, wrong: float = 0.0) -> dict[str, float]:
-    """Seconds of each first call, with compilation; all must agree with the operators.
-
-    Args:
-        runs: by path; the operators first.
-        tolerance: of errors, as a part of the largest number.
-        wrong: the share of numbers that may be off by more.
-    """
-    first, expected = {}, None
-    for path, run in runs.items():
-        start = time.perf_counter()
-        found = run()
-        mx.eval(found)
-        first[path] = time.perf_counter() - start
-        print(f"{path}: {first[path]:.1f} s until its first result", file=sys.stderr, flush=True)
-        expected = expected or [a.astype(mx.float32) for a in found]
-        for mine, theirs in zip(found, expected, strict=True):
-            error = mx.abs(mine.astype(mx.float32) - theirs) / mx.abs(theirs).max()
-            share = (error > tolerance).mean().item()
-            assert share <= wrong, f"{path}: {share:.1%} differ, by up to {error.max().item()}"
-    return first
-
-
-def _tasks(function: Callable[..., mx.array], inputs: Sequence[mx.array]) -> list[Run]:
+def with_gradients(function: Callable[..., mx.array], inputs: Sequence[mx.array]) -> Run:
+    """A call, and the gradients of all inputs but the last, which is the cotangent."""
     *primals, cotangent = inputs
 
-    def with_gradients() -> list[mx.array]:
-        outputs, gradients = mx.vjp(lambda *args: [function(*args)], primals, [cotangent])
+    def run() -> list[mx.array]:
+        outputs, gradients = mx.vjp(lambda *given: [function(*given)], primals, [cotangent])
         return [*outputs, *gradients]
 
-    return [lambda: [function(*primals)], with_gradients]
+    return run
 
 
-def _can_run(name: str) -> bool:
+def either(task: Task, function: Callable[..., mx.array], inputs: Sequence[mx.array]) -> Run:
+    """What a task asks for of a function."""
+    return with_gradients(function, inputs) if task.gradients else lambda: [function(*inputs[:-1])]
+
+
+def on(path: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with a backend forced."""
+
+    def forced(*given: Any) -> Any:
+        with use_backend(path):
+            return run(*given)
+
+    return forced
+
+
+def chain(
+    function: Callable[[mx.array, Any], Any],
+    x: mx.array,
+    given: Sequence[Any],
+    compiled: bool = True,
+) -> Run:
+    """Calls with x and each of these, traced once where the backend can be traced."""
+
+    def run(x: mx.array) -> list[Any]:
+        return [function(x, each) for each in given]
+
+    traced = mx.compile(run) if compiled and backend() != "host" else run
+    return lambda: traced(x)
+
+
+def paths(*asked: str) -> list[str]:
+    """The backends to compare: those asked for, or on a GPU its own and else both of a CPU."""
+    return list(asked) or list(filter(can_run, ["metal", "cuda"] if GPU else ["reference", "host"]))
+
+
+def can_run(name: str) -> bool:
+    """Whether a backend runs here."""
     try:
         with use_backend(name):
             return True
@@ -121,9 +163,88 @@ def _can_run(name: str) -> bool:
         return False
 
 
-def _on_backend(name: str, run: Run) -> Run:
-    def forced() -> list[mx.array]:
-        with use_backend(name):
-            return run()
+GPU = mx.default_device() == mx.Device(mx.gpu)
 
-    return forced
+
+def measure(contenders: Ways, *, repeats: int = 10, least: float = 0.02) -> dict[str, Sample]:
+    """Time functions against each other.
+
+    What a function returns is evaluated. A fast one is called several times a measurement, one
+    call queued behind the other as in a running model, so that each measurement takes at least
+    ``least`` seconds and neither the clock nor the wait for the device matters. One that takes
+    more than a second is measured twice. Functions of PyTorch are waited for as well.
+
+    Args:
+        contenders: the functions by name.
+        repeats: measurements of each.
+        least: the shortest measurement in seconds.
+
+    Returns:
+        Seconds a call by name.
+    """
+    paces = {name: _seconds(function, 1) for name, function in contenders.items()}
+    paces = {n: p if p > SLOW else min(p, _seconds(contenders[n], 1)) for n, p in paces.items()}
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for name in turns(contenders, repeats):
+        if len(times[name]) < 2 or paces[name] <= SLOW:
+            calls = max(1, round(least / paces[name]))
+            times[name].append(_seconds(contenders[name], calls))
+    return {name: Sample.of(values) for name, values in times.items()}
+
+
+# Seconds of a call from which it is measured twice only.
+SLOW = 1.0
+
+
+def in_turns(
+    contenders: Mapping[str, Any], repeats: int, run: Callable[[Any], Any]
+) -> dict[str, list[Any]]:
+    """What a function of each contender gives, measured in turns after one run that is left out."""
+    for each in contenders.values():
+        run(each)
+    found: dict[str, list[Any]] = {name: [] for name in contenders}
+    for name in turns(contenders, repeats):
+        found[name].append(run(contenders[name]))
+    return found
+
+
+def seconds(run: Run) -> float:
+    """Of one call, evaluated, with nothing in flight before it."""
+    _wait()
+    return _seconds(run, 1)
+
+
+def _seconds(function: Run, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls - 1):
+        mx.async_eval(*arrays(function()))
+    mx.eval(*arrays(function()))
+    _wait()
+    return (time.perf_counter() - start) / calls
+
+
+def _wait() -> None:
+    mx.synchronize()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def arrays(result: Any) -> list[mx.array]:
+    """The arrays of whatever a function returned."""
+    flat: Any = tree_flatten(result)
+    return [array for _, array in flat if isinstance(array, mx.array)]
+
+
+def peak(run: Run, results: bool = True) -> float:
+    """Megabytes alive at the worst moment besides what was there before, and maybe the results."""
+    gc.collect()
+    mx.synchronize()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    found = arrays(run())
+    mx.eval(found)
+    mx.synchronize()
+    own = 0 if results else sum(a.nbytes for a in found)
+    return (mx.get_peak_memory() - before - own) / 1e6

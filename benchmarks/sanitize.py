@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from common import Table, add_output, output, print_facts
+from common import Table, arguments, output
 
 from mlx_qlayers.commands.doctor_checks import families
 from mlx_qlayers.commands.doctor_run import Outcome, outcomes
@@ -38,9 +38,8 @@ _OURS = "custom_kernel"
 
 def main() -> int:
     """Start the tools, add up what they say; 1 if there is a complaint."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("families", nargs="*", help="of kernels; all by default")
-    add_output(parser)
     parser.add_argument("--processes", type=int, default=4, help="for each tool")
     parser.add_argument("--tools", nargs="+", default=TOOLS, choices=TOOLS)
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -51,9 +50,7 @@ def main() -> int:
         start, step = map(int, options.part.split("/"))
         print(json.dumps(run_cases(chosen[start::step], options.backend)))
         return 0
-    print_facts()
     clean, table = True, Table({"tool": 10} | dict.fromkeys(COUNTS, 9))
-    table.print_header()
     with output(options, "sanitize"), tempfile.TemporaryDirectory() as folder:
         for report in under_sanitizer(chosen, options.tools, options.processes, Path(folder)):
             clean = clean and report.clean

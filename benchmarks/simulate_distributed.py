@@ -12,13 +12,12 @@ sharded models are predicted from those of the whole one.
 
 from __future__ import annotations
 
-import argparse
 import csv
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench_distributed import LLAMA_70B
-from common import Table
+from common import Table, arguments, output
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,6 @@ def plan() -> None:
     table = Table(
         {"model": 22, "link": 21, "ranks": 5, "GB a rank": 9, "tensor": 8, "pipeline": 8, "pays": 4}
     )
-    table.print_header()
     for device, links in LINKS.items():
         rate, memory = DEVICES[device]
         for shape in (LLAMA, EXPERTS):
@@ -172,7 +170,7 @@ def check(path: Path) -> dict[str, float]:
         for row in rows
         if row["what"].startswith("sum")
     }
-    found = {}
+    found, table = {}, Table({"task": 28, "measured ms": 12, "simulated ms": 12})
     for row in rows:
         what, ranks = row["what"], int(row["ranks"])
         if not what.startswith("decode") or row["layers"] != "converted":
@@ -183,11 +181,10 @@ def check(path: Path) -> dict[str, float]:
             rate = token(shape, 1, 1.0, LINKS["H200"][0], "tensor", batch) / seconds
             continue
         link = Link("measured", sums[batch], float("inf"))
-        found[what] = token(shape, ranks, rate, link, "tensor", batch) / seconds
-        print(
-            f"{what}, {ranks} ranks: measured {seconds * 1e3:.2f} ms a token, "
-            f"simulated {found[what] * seconds * 1e3:.2f} ms"
-        )
+        simulated = token(shape, ranks, rate, link, "tensor", batch)
+        found[what] = simulated / seconds
+        figures = {"measured ms": seconds * 1e3, "simulated ms": simulated * 1e3}
+        table.add(task=f"{what}, {ranks} ranks", **figures)
     return found
 
 
@@ -195,13 +192,11 @@ HOWS = ("tensor", "pipeline")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("--check", type=Path, metavar="CSV", help="of bench_distributed.py")
     args = parser.parse_args()
-    if args.check:
-        check(args.check)
-    else:
-        plan()
+    with output(args, f"distributed_{'check' if args.check else 'plan'}"):
+        check(args.check) if args.check else plan()
 
 
 if __name__ == "__main__":

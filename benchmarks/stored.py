@@ -45,6 +45,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "quantization": ("gptq/*", "linalg/*"),
     "quantized": ("quantized_matmul/*",),
     "quantized_few": PRODUCTS,
+    "runtime": (),
     "tensor": ("attention/tensor*", "quantized_matmul/qmm*", *TILES),
 }
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import simulate_distributed  # noqa: E402
-from common import Sample, Table, add_output, measure, output, significant, turns  # noqa: E402
+from common import Sample, Table, arguments, output, significant, turns  # noqa: E402
+from harness import Task, case, either, measure, tasks  # noqa: E402
 from stored import Results  # noqa: E402
 
 
@@ -55,7 +58,6 @@ def test_numbers_are_short() -> None:
 
 def test_table_keeps_rows(capsys: pytest.CaptureFixture[str]) -> None:
     table = Table({"name": 5, "ms": 10})
-    table.print_header()
     table.add(name="a", ms=Sample(1.0, 0.5, 1.5, 3), dtype="float32")
     assert capsys.readouterr().out.splitlines() == [
         "name           ms",
@@ -67,9 +69,7 @@ def test_table_keeps_rows(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rows_are_in_the_file_as_soon_as_they_are_known(tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser()
-    add_output(parser)
-    args = parser.parse_args(["--csv", str(tmp_path / "out.csv")])
+    args = arguments("A benchmark.").parse_args(["--csv", str(tmp_path / "out.csv")])
 
     def names() -> list[str]:
         lines = [line for line in (tmp_path / "out.csv").open() if not line.startswith("#")]
@@ -85,6 +85,60 @@ def test_rows_are_in_the_file_as_soon_as_they_are_known(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     first.add(name="d")
     assert names() == ["a", "c", "b"]
+
+
+def double(x: mx.array) -> mx.array:
+    return 2 * x
+
+
+def compare(ours: Callable[[mx.array], mx.array], table: Table, **options: Any) -> None:
+    """A stock function and one of ours, with the gradients of x."""
+    inputs = [mx.array([1.0, 4.0]), mx.array([1.0, 3.0])]
+
+    def way(name: str, function: Callable[[mx.array], mx.array]) -> Callable[[Any], Any]:
+        return lambda task: {name: either(task, function, inputs)}
+
+    shapes = tasks(["two"])
+    case(way("stock", double), way("ours", ours), shapes, table=table, repeats=2, **options)
+
+
+def test_a_case_is_a_row_of_each_contender_or_one_of_all() -> None:
+    long, wide = Table({"task": 24, "ms": 9}), Table({"gradients": 9, "ratio": 9})
+    compare(lambda x: x + x, long, tolerance=lambda task: 0.0)
+    assert [(row["task"], row["path"]) for row in long.rows] == [
+        (f"two, {what}", path)
+        for what in ("forward", "with gradients")
+        for path in ("stock", "ours")
+    ]
+    assert all(row["ms"].median > 0 and row["ms"].count == 2 for row in long.rows)
+
+    def row(task: Task) -> dict[str, Any]:
+        return {"gradients": task.gradients}
+
+    compare(double, wide, tolerance=lambda task: 0.0, row=row, unit="us", calls=lambda task: 4)
+    assert [row["gradients"] for row in wide.rows] == [False, True]
+    for row in wide.rows:
+        assert row["ratio"] == pytest.approx(row["stock"].median / row["ours"].median)
+        assert row["error"] == 0
+
+
+@pytest.mark.parametrize("share, fails", [(0.0, True), (0.5, False)])
+def test_a_case_that_is_wrong_is_not_timed(share: float, fails: bool) -> None:
+    """The gradient is wrong, in one of two numbers, and the value as it should be."""
+    table, weights = Table({"task": 24}), mx.array([0.0, 0.3])
+
+    def wrong(x: mx.array) -> mx.array:
+        return 2 * x + weights * (x - mx.stop_gradient(x))
+
+    def run() -> None:
+        compare(wrong, table, tolerance=lambda task: 0.01, wrong=share)
+
+    if fails:
+        with pytest.raises(AssertionError, match="with gradients: ours: 50"):
+            run()
+    else:
+        run()
+    assert len(table.rows) == (2 if fails else 4)
 
 
 def run(benchmark: str, *options: str) -> str:

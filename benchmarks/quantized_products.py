@@ -1,0 +1,167 @@
+"""Products with quantized matrices: their inputs, their errors, and the kernels that MLX compiles.
+
+On CUDA MLX compiles its own products of several rows where they are first met, which takes up to
+half a minute each, and keeps them on disk. Processes do that side by side while ours are checked.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_qlayers import backend
+from mlx_qlayers.formats import Format
+
+Packed = tuple[mx.array, mx.array, mx.array | None]
+Product = Callable[[mx.array, Packed], mx.array]
+
+# Copies of a matrix hold so many elements, which no cache does.
+_ROTATED_ELEMENTS = 1 << 28
+# Rows of x and columns of the matrix, as it is multiplied, that are held against float64.
+_CHECKED_ROWS, _CHECKED_COLUMNS = 16, 128
+
+
+class Case(NamedTuple):
+    """One product.
+
+    Attributes:
+        shape: rows and columns of the packed matrix, unpacked.
+        rows: of x.
+        transpose: False for the gradient of x, which multiplies with the same matrix as it is.
+        fmt: of the matrix.
+        dtype: of x, and of the numbers of an affine matrix.
+    """
+
+    shape: tuple[int, int]
+    rows: int
+    transpose: bool = True
+    fmt: Format = Format(64, 4)
+    dtype: mx.Dtype = mx.bfloat16
+
+    @property
+    def name(self) -> str:
+        """The matrix, and whether its gradient is meant."""
+        return f"{'' if self.transpose else 'gradient '}{self.shape[0]} x {self.shape[1]}"
+
+    @property
+    def kind(self) -> str:
+        """The dtype's name."""
+        return str(self.dtype).removeprefix("mlx.core.")
+
+    @property
+    def of_stock(self) -> Case:
+        """A small product that takes the same kernel of MLX."""
+        rows = min(64, 1 << (self.rows - 1).bit_length())
+        return self._replace(shape=(512, 512), rows=rows)
+
+    def x(self) -> mx.array:
+        """The rows."""
+        return _x(self.rows, self.shape[1 if self.transpose else 0], self.dtype)
+
+    def copies(self) -> list[Packed]:
+        """Matrices."""
+        return _copies(self.shape, self.fmt, self.dtype)
+
+
+@cache
+def _x(rows: int, columns: int, dtype: mx.Dtype) -> mx.array:
+    x = mx.random.normal((rows, columns), key=mx.random.key(rows)).astype(dtype)
+    mx.eval(x)
+    return x
+
+
+@cache
+def _copies(shape: tuple[int, int], fmt: Format, dtype: mx.Dtype) -> list[Packed]:
+    """Random matrices of about unit products, as many as no cache holds."""
+    n, k = shape
+    mx.random.seed(n)
+    copies: list[Packed] = []
+    for _ in range(max(2, min(16, _ROTATED_ELEMENTS // (n * k)))):
+        w = mx.random.randint(0, 2**32 - 1, (n, k * fmt.bits // 32), mx.uint32)
+        groups = (n, k // fmt.group_size)
+        if fmt.mode != "affine":
+            # Exponents around 2^-6, in NVFP4 numbers around 2^-4; no codes that are not numbers.
+            low, high = (16, 32) if fmt.mode == "nvfp4" else (119, 123)
+            w = w & 0xBFBFBFBF if fmt.bits == 8 else w
+            copies.append((w, mx.random.randint(low, high, groups, mx.uint8), None))
+            continue
+        scales = (mx.random.uniform(0.5, 1, groups) * 2**-fmt.bits * k**-0.5).astype(dtype)
+        copies.append((w, scales, -(2 ** (fmt.bits - 1)) * scales))
+    mx.eval(copies)
+    return copies
+
+
+def compile_stock(cases: Iterable[Case]) -> dict[Case, Future[None]]:
+    """Let MLX compile what these take, each in a process, the first ones first."""
+    pool = ThreadPoolExecutor(os.cpu_count())
+    return {case: pool.submit(_run_stock, case) for case in dict.fromkeys(cases)}
+
+
+def _run_stock(case: Case) -> None:
+    if backend() != "cuda":
+        return
+    (n, k), (group, bits, mode) = case.shape, case.fmt
+    affine = mode == "affine"
+    code = f"""
+import mlx.core as mx
+x, w = mx.zeros(({case.rows}, {k}), mx.{case.kind}), mx.zeros(({n}, {k * bits // 32}), mx.uint32)
+scales = mx.zeros(({n}, {k // group}), mx.{case.kind if affine else "uint8"})
+biases = scales if {affine} else None
+mx.eval(mx.quantized_matmul(x, w, scales, biases, {case.transpose}, {group}, {bits}, "{mode}"))
+"""
+    # Where MLX has no such product it says so again when it is timed.
+    subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+
+
+def error(case: Case, ways: Iterable[Product]) -> float:
+    """The largest error of some ways against float64, over the largest number.
+
+    Of rows and columns from all over the result. They are held against what two roundings to the
+    dtype and twice the error of float32 sums allow.
+    """
+    x, packed = case.x(), case.copies()[0]
+    step, rows = _Step(case), slice(None, None, max(1, case.rows // _CHECKED_ROWS))
+    with mx.stream(mx.cpu):  # on CUDA there is no operator for one bit
+        w, *numbers = (a if a is None else step.of_matrix(a) for a in packed)
+        if case.fmt.mode == "affine":
+            numbers = [a.astype(mx.float32) for a in numbers if a is not None]
+        matrix = np.array(mx.dequantize(w, *numbers, *case.fmt, dtype=mx.float32))
+        left = np.array(x[rows].astype(mx.float32))
+    matrix = matrix.T if case.transpose else matrix
+    truth = left.astype(np.float64) @ matrix.astype(np.float64)
+    largest = np.abs(truth).max()
+    allowed = 2 * mx.finfo(case.dtype).eps
+    if case.dtype == mx.float32:  # as far as sums of one term after the other may be away
+        sums = np.cumsum(left[:2, :, None] * matrix, axis=1, dtype=np.float32)[:, -1]
+        allowed += 2 * np.abs(sums - truth[:2]).max() / largest
+    found = []
+    for way in ways:
+        y = np.array(step.of_result(way(x, packed)[rows]).astype(mx.float32))
+        found.append(float(np.abs(y - truth).max() / largest))
+        assert found[-1] <= allowed, f"{case}: {found[-1]:.2e}, not {allowed:.2e}"
+    return max(found)
+
+
+class _Step:
+    """Every so many columns of a product; whole groups of them where they lie in groups."""
+
+    def __init__(self, case: Case) -> None:
+        (n, k), self.transpose = case.shape, case.transpose
+        self.lines = n if case.transpose else k // case.fmt.group_size
+        wide = 1 if case.transpose else case.fmt.group_size
+        step = max(1, self.lines * wide // _CHECKED_COLUMNS)
+        self.slice = slice(step // 2, None, step)
+
+    def of_matrix(self, a: mx.array) -> mx.array:
+        return a[self.slice] if self.transpose else self.of_result(a)
+
+    def of_result(self, a: mx.array) -> mx.array:
+        return a.reshape(len(a), self.lines, -1)[:, self.slice].reshape(len(a), -1)
