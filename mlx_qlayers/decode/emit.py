@@ -97,8 +97,8 @@ class Program:
         calls = [self._folded(node, self._call(node, weights)) for node in graph.nodes()]
         self.outputs = {name: self._of[node] for name, node in graph.outputs.items()}
         self.calls = self._scheduled([call for call in calls if call is not None])
-        names = {n for node in graph.nodes() for s in node.outputs for n in names_in(s.shape)}
-        self._rows = itemgetter(*(filter(_is_rows, names) if binds else ()), "batch")
+        shapes = [each.shape for node in graph.nodes() for each in node.outputs] if binds else []
+        self._rows = itemgetter(*filter(_is_rows, names_in((*shapes,))), "batch")
         self._bound: dict[Any, _Bound] = {}
         self._resolved = resolver([arg for *_, arg in self.dynamic])
         mx.async_eval([a for a in self.start if isinstance(a, mx.array)])
@@ -134,9 +134,9 @@ class Program:
             target = slice(at, at + len(node.outputs))
         if not isinstance(function, Dispatched):
             return _Call(function, [*given, *more], target)
-        names = {n for s in node.src if s for each in s.outputs for n in names_in(each.shape)}
-        known = all(n in self.values or _is_rows(n) for n in names)
         call = partial(_dispatched, function, len(node.outputs))
+        shapes = (each.shape for s in node.src if s for each in s.outputs) if self.binds else ()
+        known = all(n in self.values or _is_rows(n) for n in names_in((*shapes,)))
         return _Call(call, given, target, function if known and self.binds else None)
 
     def _folded(self, node: Node, call: _Call | None) -> _Call | None:

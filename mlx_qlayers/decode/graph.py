@@ -63,6 +63,18 @@ def names_in(value: Any) -> frozenset[str]:
     return frozenset()
 
 
+def product(sizes: Iterable[Any]) -> Any:
+    """The product of numbers, of which one may be a size."""
+    total: Any = 1
+    for each in sizes:
+        size, by = (each, total) if isinstance(each, Size) else (total, each)
+        if isinstance(size, Size):
+            total = Size(size.const * by, tuple((name, n * by) for name, n in size.terms))
+        else:
+            total = size * by
+    return total
+
+
 class Spec(NamedTuple):
     """Shape and dtype of an array, with sizes in the shape."""
 
@@ -136,6 +148,11 @@ class Graph:
     """A step: what comes out, by name. What goes in are the ``Input`` nodes."""
 
     outputs: dict[str, Node]
+
+    @cached_property
+    def variants(self) -> dict[Any, Graph]:
+        """What rules that depend on the batch size made of it."""
+        return {}
 
     def nodes(self) -> list[Node]:
         """All nodes, each behind those that it takes."""

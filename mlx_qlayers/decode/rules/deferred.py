@@ -7,18 +7,29 @@ depends on how many rows there are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import prod
+from collections.abc import Mapping, Set
 
 import mlx.core as mx
 
 from ...ops.fused_products import defers_norm
 from ...runtime.spec import Spec as ArraySpec
-from ..graph import Graph, Node, Spec, resolved
+from ..graph import Graph, Node, Spec, product, resolved
 
 
 def deferred(graph: Graph, values: Mapping[str, int]) -> Graph:
-    """The graph for a batch size with norms deferred, where that is faster."""
+    """The graph for a batch size with norms deferred, where that is faster.
+
+    Batch sizes for which it is faster in the same places have one graph.
+    """
+    sums = {found[0].outputs[0] for node in graph.nodes() if (found := _norm_of(node))}
+    specs = {spec: ArraySpec(resolved(spec.shape, values), spec.dtype) for spec in sums}
+    faster = frozenset(spec for spec, array in specs.items() if defers_norm(array))
+    if faster not in graph.variants:
+        graph.variants[faster] = _deferred(graph, faster)
+    return graph.variants[faster]
+
+
+def _deferred(graph: Graph, faster: Set[Spec]) -> Graph:
     sums: dict[Node, Node] = {}
     places: dict[Node, Node] = {}
     for node in graph.nodes():
@@ -26,7 +37,7 @@ def deferred(graph: Graph, values: Mapping[str, int]) -> Graph:
         if found is None:
             continue
         total, weight, eps = found
-        whole = sums.get(total) or _giving(total, weight, values)
+        whole = sums.get(total) or _giving(total, weight, faster)
         if whole is None or whole.src[4] is not weight:
             continue
         sums[total], places[total] = whole, whole.item(0)
@@ -65,16 +76,16 @@ def _norm_of(node: Node) -> tuple[Node, Node, float] | None:
     return (x, weight, eps) if x and weight and eps is not None else None
 
 
-def _giving(total: Node, weight: Node, values: Mapping[str, int]) -> Node | None:
+def _giving(total: Node, weight: Node, faster: Set[Spec]) -> Node | None:
     """A product with a residual that gives what the norm behind it needs."""
     if total.op != "Products" or len(total.outputs) > 1 or len(total.src) != 9:
         return None
     *ahead, following = total.src[:5]
-    shape = resolved(total.shape, values)
     if ahead[3] is None or following is not None or total.arg[4] is not None:
         return None
-    if weight.dtype != total.dtype or not defers_norm(ArraySpec(shape, total.dtype)):
+    if weight.dtype != total.dtype or total.outputs[0] not in faster:
         return None
-    tiles = Spec((prod(shape[:-1]), -(-shape[-1] // 16)), mx.float32)
+    *rows, width = total.shape
+    tiles = Spec((product(rows), -(-width // 16)), mx.float32)
     outputs = (*total.outputs * 2, tiles)
     return Node("Products", (*ahead, weight, *total.src[5:]), total.arg, outputs)
