@@ -197,6 +197,24 @@ class Graph:
         return taken
 
 
+def less(size: Any, by: Any) -> Any:
+    """A number that may be a size, less another."""
+    return size._replace(const=size.const - by) if isinstance(size, Size) else size - by
+
+
+def first_rows(node: Node) -> tuple[Node, Any]:
+    """Of what an array is the first rows, along the third axis, and how many; or it and None."""
+    if node.op == "Slice" and node.src[0] is not None and len(node.shape) == 4:
+        (start, stop, step), whole = node.arg, node.src[0]
+        if (
+            not any(start)
+            and {*step} == {1}
+            and stop == (*whole.shape[:2], stop[2], whole.shape[3])
+        ):
+            return whole, stop[2]
+    return node, None
+
+
 def under(node: Node) -> Node:
     """What is broadcast; any other node itself."""
     return node.src[0] if node.op == "Broadcast" and node.src[0] is not None else node

@@ -36,17 +36,6 @@ def _attention(node: Node, values: Mapping[str, int]) -> Dispatched:
     return Dispatched(ATTENTION, (tuple(parts) or (0, 0), scale, rule, None, None, False))
 
 
-def _position(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
-    (entries, more), shape, dtype = node.arg, node.shape, node.dtype
-
-    def position(at: mx.array) -> mx.array:
-        entry = at[entries[0] : entries[-1] + 1]
-        entry = (entry.sum() if len(entries) > 1 else entry).reshape(shape).astype(dtype)
-        return entry + more if more else entry
-
-    return position
-
-
 def _entry(at: mx.array, i: int) -> mx.array:
     """One of the positions, as a view: to gather it would be a launch."""
     return at[i : i + 1].reshape(())
@@ -88,7 +77,6 @@ OPERATIONS: dict[str, Maker] = {
     "GatedDelta": mixtures.delta,
     "Gelu": lambda node, values: nn.gelu,
     "GeluApprox": lambda node, values: nn.gelu_approx,
-    "Position": _position,
     "Heads": mixtures.heads,
     "Latent": lambda node, values: Dispatched(LATENT_ATTENTION, node.arg),
     "Products": lambda node, values: Dispatched(FUSED_PRODUCTS, node.arg),

@@ -8,11 +8,11 @@ for each head; its arguments are group size, bits and mode.
 from __future__ import annotations
 
 from math import isclose
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
-from ..graph import Node, P, Rule, Size, Spec, fits, number_of, under
+from ..graph import Node, P, Rule, Spec, first_rows, fits, less, number_of, under
 from ..primitives import MODES
 from .products import is_weight
 
@@ -30,26 +30,10 @@ def _heads(root: Node) -> Node | None:
     return root.like("Heads", x, *matrices, arg=(size, bits, MODES[mode])) if fit else None
 
 
-class _Rows(NamedTuple):
-    """Rows of a cache: those that count, all, and which is the last that counts."""
-
-    counted: Node
-    buffer: Node
-    last: Any
-
-
-def _rows(node: Node) -> _Rows | None:
-    """All rows of a buffer, or those up to the one behind a number."""
-    buffer, count = node, node.shape[2]
-    if node.op == "Slice" and node.src[0] is not None:
-        start, stop, step = node.arg
-        buffer, others = node.src[0], (*node.shape[:2], node.shape[3])
-        if any(start) or {*step} != {1} or (*buffer.shape[:2], buffer.shape[3]) != others:
-            return None
-        count = stop[2]
-    if isinstance(count, Size):
-        return _Rows(node, buffer, count._replace(const=count.const - 1))
-    return _Rows(node, buffer, count - 1)
+def _rows(node: Node) -> tuple[Node, Any]:
+    """The whole buffer, and the last row that counts."""
+    buffer, count = first_rows(node)
+    return buffer, less(node.shape[2] if count is None else count, 1)
 
 
 def _latent(root: Node) -> Node | None:
@@ -61,19 +45,22 @@ def _latent(root: Node) -> Node | None:
         return None
     if len(found["p"].shape) != 4:
         return None
-    factor, keys, beside = number_of(under(found["factor"])), _rows(c), _rows(found["p"])
-    if keys is None or beside is None or keys.last != beside.last or factor is None:
+    factor, (keys, last), (beside, other) = (
+        number_of(under(found["factor"])),
+        *map(_rows, (c, found["p"])),
+    )
+    if last != other or factor is None:
         return None
     if not isclose(factor, scale, rel_tol=1e-6) or found["turned"].arg[0][-2:] != (3, 2):
         return None
     r, shown = found["r"], found.get("shown")
-    rows = [each.buffer if shown is None else each.counted for each in (keys, beside)]
-    last = Node("Numbers", (), (keys.last,), (Spec((), mx.int32),))
+    rows = [keys, beside] if shown is None else [c, found["p"]]
+    at = Node("Numbers", (), (last,), (Spec((), mx.int32),))
     dtypes = {each.dtype for each in (q, r, *rows)}
     fit = r.shape[:3] == q.shape[:3] and len(dtypes) == 1
     if shown is not None and (shown.dtype != mx.bool_ or len(shown.shape) != 4):
         return None
-    return root.like("Latent", q, r, *rows, last, shown, arg=(scale,)) if fit else None
+    return root.like("Latent", q, r, *rows, at, shown, arg=(scale,)) if fit else None
 
 
 LATENT: list[Rule] = [

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..capture import Unsupported
-from ..graph import Graph, Node, Size, Spec
+from ..graph import Graph, Node, Size, Spec, less
 from .canonical import ELEMENTWISE
-from .padding import Padding, from_0, is_position, less
+from .padding import Padding, from_0, is_position
 from .steps import Tails
 
 _RESHAPES = ("ExpandDims", "Flatten", "Reshape", "Squeeze", "Unflatten")

@@ -144,7 +144,3 @@ class Padding:
 
 def from_0(shape: tuple[Any, ...]) -> tuple[Any, ...]:
     return (0,) * len(shape), shape, (1,) * len(shape)
-
-
-def less(size: Any, by: Any) -> Any:
-    return size._replace(const=size.const - by) if isinstance(size, Size) else size - by

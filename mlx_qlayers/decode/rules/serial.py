@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ...metal.attention.decode import MAX_QUERIES
 from ...options import Rotation
-from ..graph import Graph, Node, Pattern, Rule, Size, Spec, rewrite
+from ..graph import Graph, Node, Pattern, Rule, Size, Spec, first_rows, rewrite
 from .masks import seen_through
 from .rotary import finite
 from .steps import VIEWS, of_packed
@@ -93,13 +93,10 @@ def _is_causal(mask: Node, length: int, count: Size) -> bool:
 
 def _update(rows: Node | None) -> tuple[Node | None, Node | None]:
     """Of the first rows of a cache that was written into, the whole, and what was written."""
-    if rows is None or rows.op != "Slice" or rows.src[0] is None:
+    update, count = first_rows(rows) if rows is not None else (None, None)
+    if update is None or update.op != "SliceUpdate" or not isinstance(count, Size):
         return None, None
-    update, (start, stop, step) = rows.src[0], rows.arg
-    whole = [*stop[:2], update.shape[2], *stop[3:]] == [*update.shape]
-    if update.op != "SliceUpdate" or not whole or {*start} != {0} or {*step} != {1}:
-        return None, None
-    return (update, update.src[1]) if isinstance(stop[2], Size) else (None, None)
+    return update, update.src[1]
 
 
 def _turned(q: Node | None, k: Node | None) -> dict[Node, Node]:

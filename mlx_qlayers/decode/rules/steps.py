@@ -20,7 +20,20 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ...options import Rotation, row_words
-from ..graph import Graph, Node, P, Pattern, Rule, Size, Spec, fits, number_of, rewrite, under
+from ..graph import (
+    Graph,
+    Node,
+    P,
+    Pattern,
+    Rule,
+    Size,
+    Spec,
+    first_rows,
+    fits,
+    number_of,
+    rewrite,
+    under,
+)
 from .masks import shown
 from .rotary import finite
 
@@ -150,13 +163,7 @@ def written(nodes: Sequence[Node | None], name: str, tails: Tails) -> Written | 
 
 def _part(node: Node | None, tails: Tails) -> tuple[int, Size, int, str, Node, Node] | None:
     """Of an array of a cache its number, row, and ring; its name, what it was, and what is new."""
-    counted = None
-    if node is not None and node.op == "Slice" and node.src[0] is not None:
-        (start, stop, step), whole = node.arg, node.src[0]
-        counted = stop[2]
-        if any(start) or {*step} != {1} or stop != (*whole.shape[:2], counted, whole.shape[3]):
-            return None
-        node = whole
+    node, counted = first_rows(node) if node is not None else (None, None)
     while node is not None and node.op == "Depends":
         node = node.src[0]
     if node is None or node.op != "SliceUpdate":
@@ -351,14 +358,14 @@ def by_steps(graph: Graph, tails: Tails) -> Graph:
                 outputs.pop(buffer.arg[0], None)
         place = _input(f"at.{tails.first(keys.number)}", (8,))
         if not keys.size:
-            at[keys.row.terms[0][0]] = place, (0, 1)
+            at[keys.row.terms[0][0]] = place, ((0, 1), (1, 1))
         if tails.keys[keys.number][0] not in BATCHES:
-            at[tails.names[f"{keys.number}.offset"]] = place, (2,)
+            at[tails.names[f"{keys.number}.offset"]] = place, ((2, 1),)
     positions: list[Rule] = [(Pattern(("Numbers", "Arange")), lambda root: _position(root, at))]
     return rewrite(Graph(outputs).replaced(places), [*VIEWS, *positions])
 
 
-def _position(root: Node, at: Mapping[str, tuple[Node, tuple[int, ...]]]) -> Node | None:
+def _position(root: Node, at: Mapping[str, tuple[Node, Any]]) -> Node | None:
     """A position as one of those that attention takes, or as the sum of two."""
     size = root.arg[0]
     if not isinstance(size, Size) or root.shape not in ((), (1,)):
@@ -367,4 +374,4 @@ def _position(root: Node, at: Mapping[str, tuple[Node, tuple[int, ...]]]) -> Nod
     if more or count != 1 or name not in at:
         return None
     place, entries = at[name]
-    return Node("Position", (place,), (entries, int(size.const)), root.outputs)
+    return Node("At", (place,), ((int(size.const), entries),), root.outputs)
