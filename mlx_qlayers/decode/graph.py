@@ -234,6 +234,7 @@ class Pattern:
         src: patterns of its sources; None for any.
         name: what rules know it by; a name found twice is the same node.
         arg: what its arguments are, or a function that says whether they fit; None for any.
+        number: whether it is a constant, which rules get as a number.
         once: whether no other node may take it.
         more: whether it may have further sources than ``src``.
     """
@@ -243,16 +244,22 @@ class Pattern:
     src: tuple[Pattern, ...] | None = None
     name: str = ""
     arg: tuple[Any, ...] | Callable[..., bool] | None = None
+    number: bool = False
     once: bool = False
     more: bool = False
 
     def match(
-        self, node: Node | None, found: dict[str, Node], uses: Mapping[Node, int]
-    ) -> Iterator[dict[str, Node]]:
+        self, node: Node | None, found: dict[str, Any], uses: Mapping[Node, int]
+    ) -> Iterator[dict[str, Any]]:
         """What the names stand for, in each way in which the node fits."""
         for way in self.ways:
             yield from way.match(node, found, uses)
         if node is None or self.ways or (self.ops and node.op not in self.ops):
+            return
+        if self.number:
+            value = number_of(under(node))
+            if value is not None and found.get(self.name, value) == value:
+                yield found | {self.name: value}
             return
         if self.name and found.get(self.name, node) is not node:
             return
@@ -274,9 +281,9 @@ class Pattern:
 def _all(
     patterns: Sequence[Pattern],
     nodes: Sequence[Node | None],
-    found: dict[str, Node],
+    found: dict[str, Any],
     uses: Mapping[Node, int],
-) -> Iterator[dict[str, Node]]:
+) -> Iterator[dict[str, Any]]:
     if not patterns:
         yield found
         return
@@ -284,7 +291,7 @@ def _all(
         yield from _all(patterns[1:], nodes[1:], each, uses)
 
 
-def fits(pattern: Pattern, node: Node | None) -> dict[str, Node] | None:
+def fits(pattern: Pattern, node: Node | None) -> dict[str, Any] | None:
     """What the names of a pattern stand for, in the first way in which a node fits."""
     return next(pattern.match(node, {}, {}), None)
 
@@ -302,6 +309,7 @@ def P(text: str, **known: Pattern) -> Pattern:
     ``~Sin(x)``           with that operation or without it
     ``+Sin(x)``           no other node takes it
     ``y @ Sin(x)``        by a name
+    ``-x``                a constant, also one that is broadcast: the number, by that name
     ====================  ====================================================================
     """
     return _read(ast.parse(text, mode="eval").body, known)
@@ -322,6 +330,8 @@ def _read(text: ast.AST, known: Mapping[str, Pattern]) -> Pattern:
         case ast.UnaryOp(op=ast.Invert(), operand=inner):
             whole = _read(inner, known)
             return Pattern(ways=(whole, *(whole.src or ())))
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Name(id=name)):
+            return Pattern(name=name, number=True)
         case ast.UnaryOp(operand=inner):
             return replace(_read(inner, known), once=True)
         case ast.Subscript(value=inner, slice=arguments):

@@ -6,11 +6,10 @@ sinks or None. Its arguments are the scale and whether the mask is causal.
 
 from __future__ import annotations
 
-from ..graph import Node, P, Pattern, Rule, number_of
+from ..graph import Node, P, Pattern, Rule
 
 _SCORES = P(
-    "Matmul(~Unflatten(Multiply(q, ~Broadcast(scale))),"
-    " ~Broadcast(turned @ Transpose(~ExpandDims(k))))"
+    "Matmul(~Unflatten(Multiply(q, -scale)), ~Broadcast(turned @ Transpose(~ExpandDims(k))))"
 )
 _MASKED = P("Select(mask, scores, least) | Add(scores, mask) | scores", scores=_SCORES)
 
@@ -28,10 +27,10 @@ _SHARES = P(
 
 
 def _attention(
-    q: Node, k: Node, v: Node, scale: Node, turned: Node, root: Node, **found: Node
+    q: Node, k: Node, v: Node, scale: float, turned: Node, root: Node, **found: Node
 ) -> Node | None:
-    factor, last = number_of(scale), len(turned.shape) - 1
-    if factor is None or turned.arg[0][-2:] != (last, last - 1) or len(q.shape) != 4:
+    last = len(turned.shape) - 1
+    if turned.arg[0][-2:] != (last, last - 1) or len(q.shape) != 4:
         return None
     if q.shape[1] != root.shape[1] or len(root.shape) != 4 or len(k.shape) != 4:
         return None
@@ -46,7 +45,7 @@ def _attention(
         sinks = sinks.src[0] if known else None
     if ("sinks" in found) != (sinks is not None) or (sinks and sinks.shape != (q.shape[1],)):
         return None
-    return root.like("Attention", q, k, v, mask, sinks, arg=(factor, False))
+    return root.like("Attention", q, k, v, mask, sinks, arg=(scale, False))
 
 
 def _of_heads(mask: Node) -> Node | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..graph import Node, P, Pattern, Rule, number_of, under
+from ..graph import Node, P, Pattern, Rule, under
 
 ELEMENTWISE = (
     *("Add", "Subtract", "Multiply", "Divide", "Power", "Maximum", "Minimum", "Select"),
@@ -39,27 +39,21 @@ def _embedding(tokens: Node, table: Node, root: Node) -> Node | None:
     return root.like("Embedding", tokens, *table.src, arg=(size, bits, mode))
 
 
-def _is_mean(sum: Node, part: Node) -> bool:
+def _is_mean(sum: Node, part: float) -> bool:
     (source,), (_, axes) = sum.src, sum.arg
     assert source is not None
-    last, one = len(source.shape) - 1, number_of(under(part))
-    return axes == (last,) and one is not None and abs(one * source.shape[-1] - 1) < 1e-4
+    return axes == (len(source.shape) - 1,) and abs(part * source.shape[-1] - 1) < 1e-4
 
 
-def _rms(x: Node, sum: Node, part: Node, eps: Node, root: Node) -> Node | None:
-    epsilon = number_of(under(eps))
-    if not _is_mean(sum, part) or epsilon is None:
-        return None
-    return root.like("RMSNorm", x, None, arg=(epsilon,))
+def _rms(x: Node, sum: Node, part: float, eps: float, root: Node) -> Node | None:
+    return root.like("RMSNorm", x, None, arg=(eps,)) if _is_mean(sum, part) else None
 
 
 def _layer(
-    x: Node, sum: Node, part: Node, mean: Node, share: Node, eps: Node, root: Node
+    x: Node, sum: Node, part: float, mean: Node, share: float, eps: float, root: Node, **_: Node
 ) -> Node | None:
-    epsilon = number_of(under(eps))
-    if not _is_mean(sum, part) or not _is_mean(mean, share) or epsilon is None:
-        return None
-    return root.like("LayerNorm", x, None, None, arg=(epsilon,))
+    fit = _is_mean(sum, part) and _is_mean(mean, share)
+    return root.like("LayerNorm", x, None, None, arg=(eps,)) if fit else None
 
 
 def _in_dtype(norm: Node, x: Node, root: Node) -> Node | None:
@@ -100,13 +94,10 @@ UNBROADCAST: list[Rule] = [
     (P("Squeeze(Gather(table @ Unpacked, tokens))"), _embedding),
 ]
 # One through the root of a mean of squares.
-_ROOT = "~Broadcast(Sqrt[True](Add(Multiply(sum @ Reduce[2, _](Square({})), part), eps)))"
-_CENTRED = P("c @ Subtract(x, ~Broadcast(Multiply(mean @ Reduce(x), share)))")
+_ROOT = "~Broadcast(Sqrt[True](Add(Multiply(sum @ Reduce[2, _](Square({})), -part), -eps)))"
+_CENTRED = P("c @ Subtract(x, ~Broadcast(Multiply(mean @ Reduce(x), -share)))")
 FAST: list[Rule] = [
-    (
-        P("Multiply(centred, root)", centred=_CENTRED, root=P(_ROOT.format("c"))),
-        lambda c, **found: _layer(**found),
-    ),
+    (P("Multiply(centred, root)", centred=_CENTRED, root=P(_ROOT.format("c"))), _layer),
     (P("Multiply(x, root)", root=P(_ROOT.format("x"))), _rms),
     (P("AsType(norm @ (RMSNorm | LayerNorm)(AsType(x), ...))"), _in_dtype),
     (P("Multiply(norm @ +(RMSNorm | LayerNorm), weight)"), _weighted),

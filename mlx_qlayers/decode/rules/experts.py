@@ -12,7 +12,7 @@ from __future__ import annotations
 from math import inf
 
 from ...options import Clipped
-from ..graph import Node, P, Pattern, Rule, Spec, fits, number_of, under
+from ..graph import Node, P, Pattern, Rule, Spec, fits
 from ..primitives import MODES
 from .canonical import CANCELLED, ELEMENTWISE, as_it_is
 from .products import GATES, is_weight
@@ -22,7 +22,7 @@ _UNARY = ("Silu", "Gelu", "GeluApprox", "Sigmoid", "Tanh", "Square", "Sqrt", "As
 _EVERY = P("~Broadcast(~Reshape(Arange[0, _, 1]()))")
 _IN_ORDER = P("Squeeze(Gather(flat, order @ ArgSort(flat)))", flat=P("Flatten(experts)"))
 _AGAIN = P("Gather(Choices(y, order), ArgSort(order))")
-_OF_ORDER = P("FloorDivide(order, ~Broadcast(each))")
+_OF_ORDER = P("FloorDivide(order, -each)")
 _SORTED = P("Squeeze(Gather(Flatten(ExpandDims(rows)), at))", at=_OF_ORDER)
 _ROWS = P("ExpandDims(rows) | sorted | Choices(rows) | Choices(rows, order)", sorted=_SORTED)
 
@@ -45,7 +45,7 @@ def _experts(root: Node) -> Node | None:
     if found is None or experts is None or w is None or not affine or fits(_EVERY, left) is None:
         return None
     rows, width = found["rows"], w.shape[1]
-    each = number_of(found["each"]) if "each" in found else experts.shape[-1]
+    each = found.get("each", experts.shape[-1])
     alike = rows.shape[:-1] in (experts.shape, experts.shape[:-1])
     whole = root.shape[-2] == 1 and ("order" in found or root.shape[:-2] == experts.shape)
     if len(w.shape) != 3 or not is_weight(w) or not alike or each != experts.shape[-1]:
@@ -71,10 +71,10 @@ def _biased(y: Node, choices: Node, bias: Node, right: Node, root: Node) -> Node
 
 
 _GATE, _UP = (P(f"{n}_choices @ Choices({n} @ Experts, ...)") for n in ("gate", "up"))
-_LIMITED = P("Minimum(gate, limit) | gate", gate=_GATE)
-_CLIPPED = P("Minimum(Maximum(up, least), most) | up", up=_UP)
-_SHIFTED = P("Add(up, shift) | up", up=_CLIPPED)
-_SWISH = P("Multiply(g, Sigmoid(Multiply(g, alpha)))")
+_LIMITED = P("Minimum(gate, -limit) | gate", gate=_GATE)
+_CLIPPED = P("Minimum(Maximum(up, -least), -most) | up", up=_UP)
+_SHIFTED = P("Add(up, -shift) | up", up=_CLIPPED)
+_SWISH = P("Multiply(g, Sigmoid(Multiply(g, -alpha)))")
 # By the names of patterns, what a number is where there is none.
 _NUMBERS = {"limit": inf, "alpha": 1.0, "shift": 0.0, "most": inf, "least": -inf}
 
@@ -88,11 +88,10 @@ def _gated(first: Node, second: Node, root: Node) -> Node | None:
     if gates is None or ups is None:
         return None
     found = gates | ups | swish
-    numbers = [number_of(under(found[n])) if n in found else _NUMBERS[n] for n in _NUMBERS]
-    *clip, most, least = numbers
+    *clip, most, least = (found.get(name, number) for name, number in _NUMBERS.items())
     gate, up = found["gate"], found["up"]
     plain = len(gate.src) == len(up.src) == 7 and gate.arg == up.arg and gate.arg[3] is None
-    if not plain or gate.src[:3] != up.src[:3] or gate.outputs != up.outputs or None in numbers:
+    if not plain or gate.src[:3] != up.src[:3] or gate.outputs != up.outputs:
         return None
     clipped = clip != [inf, 1.0, 0.0]
     if most != clip[0] or least != -most or (clipped and name != "silu"):

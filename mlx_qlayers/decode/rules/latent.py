@@ -12,11 +12,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..graph import Node, P, Rule, Spec, first_rows, fits, less, number_of, under
+from ..graph import Node, P, Rule, Spec, first_rows, fits, less, under
 from ..primitives import MODES
 from .products import is_weight
 
-_BESIDE = P("Matmul(Multiply(r, factor), ~Broadcast(turned @ Transpose(p)))")
+_BESIDE = P("Matmul(Multiply(r, -factor), ~Broadcast(turned @ Transpose(p)))")
 _MASK = P("Select(shown, beside, _) | beside", beside=_BESIDE)
 
 
@@ -46,10 +46,10 @@ def _latent(root: Node) -> Node | None:
     if len(found["p"].shape) != 4:
         return None
     factor, (keys, last), (beside, other) = (
-        number_of(under(found["factor"])),
+        found["factor"],
         *map(_rows, (c, found["p"])),
     )
-    if last != other or factor is None:
+    if last != other:
         return None
     if not isclose(factor, scale, rel_tol=1e-6) or found["turned"].arg[0][-2:] != (3, 2):
         return None

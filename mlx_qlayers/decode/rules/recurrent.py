@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from ..graph import Graph, Node, P, Rule, Spec, fits, number_of, rewrite, under
+from ..graph import Graph, Node, P, Rule, Spec, fits, rewrite
 from .canonical import CANCELLED
 
 # Vectors of heads as rows or columns of a state, and the sum of products over its columns.
@@ -108,15 +108,15 @@ def _normed(root: Node) -> Node | None:
     if of_q.shape != of_k.shape:
         of_q, of_k = q, k
     norms, one, other = None, fits(_NORMED, of_q), fits(_NORMED, of_k)
-    if one and other and one["norm"].arg == other["norm"].arg:
-        factors = [number_of(under(each["factor"])) for each in (one, other)]
-        if None not in factors and one["norm"].src[1:] == other["norm"].src[1:] == (None,):
-            norms, of_q, of_k = (one["norm"].arg[0], *factors), one["x"], other["x"]
+    of = [(each["norm"].arg, *each["norm"].src[1:]) for each in (one, other) if each]
+    if one and other and of[0] == of[1] and of[0][1:] == (None,):
+        norms = one["norm"].arg[0], one["factor"], other["factor"]
+        of_q, of_k = one["x"], other["x"]
     src = of_q, of_k, *root.src[2:]
     return None if src == root.src else Node(root.op, src, (norms,), root.outputs)
 
 
-_NORMED = P("Multiply(norm @ RMSNorm(x, ...), factor)")
+_NORMED = P("Multiply(norm @ RMSNorm(x, ...), -factor)")
 _REPEATED = P("(Reshape | Flatten)(Broadcast(ExpandDims[(3,),](x)))")
 
 

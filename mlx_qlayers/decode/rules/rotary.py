@@ -12,7 +12,7 @@ from ..graph import Node, P, Rule, Spec, Value, number_of, under
 
 _MOST = Value(mx.array(1e30))
 
-_POSITIONS = P("Multiply(Add(range @ Arange(), ~Broadcast(~AsType(offset))), ~Broadcast(scale))")
+_POSITIONS = P("Multiply(Add(range @ Arange(), ~Broadcast(~AsType(offset))), -scale)")
 _THETA = P("theta @ Multiply(~Broadcast(ExpandDims(at)), ~Broadcast(rate))", at=_POSITIONS)
 _ANGLES = {
     "cos": P("~Broadcast(~(c @ AsType(Cos(theta))))", theta=_THETA),
@@ -29,18 +29,17 @@ def _rope(
     x1: Node,
     x2: Node,
     offset: Node,
-    scale: Node,
+    scale: float,
     rate: Node,
     root: Node,
     rest: Node | None = None,
     **_: Node,
 ) -> Node | None:
     half = x1.shape[-1]
-    factor = number_of(scale)
     begins = [part.arg[0][-1] for part in (x1, x2)]
     step = x1.arg[2][-1]
     traditional = step == 2 and begins == [0, 1]
-    if factor is None or not (traditional or (step == 1 and begins == [0, half])):
+    if not (traditional or (step == 1 and begins == [0, half])):
         return None
     dims, frequencies = 2 * half, _frequencies(rate)
     if frequencies is None:
@@ -51,7 +50,7 @@ def _rope(
     if offset.op == "ExpandDims":
         offset = offset.src[0]  # type: ignore[assignment]
     src = (x, offset) if freqs is None else (x, offset, freqs)
-    return Node("RoPE", src, (dims, traditional, base, factor, True), x.outputs)
+    return Node("RoPE", src, (dims, traditional, base, scale, True), x.outputs)
 
 
 def _frequencies(rate: Node) -> tuple[float, Node | None] | None:

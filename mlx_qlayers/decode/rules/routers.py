@@ -13,18 +13,18 @@ from typing import Any
 from ...options import Router
 from ..graph import Graph, Node, P, fits, number_of
 
-_MORE = P("Add(sum, epsilon) | sum", sum=P("sum @ Reduce[2, _](of)"))
-_SHARE = P("Divide(part, ~Broadcast(Maximum(more, floor) | more))", more=_MORE)
+_MORE = P("Add(sum, -epsilon) | sum", sum=P("sum @ Reduce[2, _](of)"))
+_SHARE = P("Divide(part, ~Broadcast(Maximum(more, -floor) | more))", more=_MORE)
 _TOP = P("Slice(sorted @ ArgPartition(ranked))")
 _OF_EXPERT = P("Squeeze(Gather(factors, at))")
 _TWO = P("Slice(Partition(inside))")
-_PUT = P("(Flatten | Reshape)(ScatterAxis(inside, ~Broadcast(at), ~Broadcast(fill)))")
+_PUT = P("(Flatten | Reshape)(ScatterAxis(inside, ~Broadcast(at), -fill))")
 _ROOT = P("Sqrt(LogAddExp(logits, zero))")
 # Of each choice of a sparse mixer: a softmax without what is too far below what was chosen.
 _LOW = P("Divide(Subtract(top, logits), Maximum(Abs(logits), top))")
-_BAND = P("Select(Greater(low, ~Broadcast(epsilon)), lowest, left)", low=_LOW)
+_BAND = P("Select(Greater(low, -epsilon), -lowest, left)", low=_LOW)
 _MIXED = P("GatherAxis(~AsType(Softmax(~AsType(band))), at)", band=_BAND)
-_LEFT = P("ScatterAxis(left, at, ~Broadcast(lowest))")
+_LEFT = P("ScatterAxis(left, at, -lowest)")
 
 
 def plain(node: Node | None, *views: str) -> Node:
@@ -57,7 +57,7 @@ def _mixed(experts: Node, shares: Node) -> Node | None:
         if found is None or at is None or found["at"] is not at:
             return None
         left, logits = found["left"], found["logits"]
-        epsilon, lowest = (number_of(plain(found[name])) for name in ("epsilon", "lowest"))
+        epsilon, lowest = found["epsilon"], found["lowest"]
         largest = (
             at.like("ArgReduce", left, arg=(1, axis)),
             at.like("Reduce", left, arg=(5, (axis,))),
@@ -138,9 +138,8 @@ def _shares(shares: Node, experts: Node) -> tuple[Node, dict[str, Any], Node | N
             last = found["sum"].arg[1] == (len(node.shape) - 1,)
             if plain(found["of"]) is not plain(found["part"]) or not last:
                 return None
+            options |= {name: found[name] for name in ("epsilon", "floor") if name in found}
             options["normed"] = True
-            for name in {"epsilon", "floor"} & found.keys():
-                options[name] = number_of(plain(found[name]))
             node = plain(found["part"])
         elif node.op == "Multiply":
             one, other = map(plain, node.src)
@@ -159,8 +158,7 @@ def _shares(shares: Node, experts: Node) -> tuple[Node, dict[str, Any], Node | N
             return None
     source, at = node.src
     whole = node.arg == (len(node.shape) - 1,) and at is experts and source is not None
-    good = all(v is not None for v in options.values())
-    return (source, options, factors) if whole and good and source else None
+    return (source, options, factors) if whole and source else None
 
 
 def _groups(numbers: Node) -> tuple[Node, dict[str, Any]]:
@@ -172,10 +170,9 @@ def _groups(numbers: Node) -> tuple[Node, dict[str, Any]]:
         return numbers, {}
     if 0 in found["at"].shape:  # none is left out
         return before, {}
-    best, fill = _lowest(found["at"], inside), number_of(plain(found["fill"]))
-    if best is None or fill is None:
+    if (best := _lowest(found["at"], inside)) is None:
         return numbers, {}
-    return before, {"groups": inside.shape[-2], "fill": fill, **best}
+    return before, {"groups": inside.shape[-2], "fill": found["fill"], **best}
 
 
 def _lowest(at: Node, inside: Node) -> dict[str, Any] | None:

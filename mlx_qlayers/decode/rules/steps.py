@@ -30,9 +30,7 @@ from ..graph import (
     Spec,
     first_rows,
     fits,
-    number_of,
     rewrite,
-    under,
 )
 from .masks import shown
 from .rotary import finite
@@ -204,7 +202,7 @@ def _packed(name: str) -> str:
     return ", ".join(f"~Broadcast(~ExpandDims({name}{i}))" for i in range(3))
 
 
-_Q = "~Reshape(Multiply(q, scale))"
+_Q = "~Reshape(Multiply(q, -scale))"
 _SCORES = P(f"QuantizedMatmul[_, _, _, True]({_Q}, {_packed('k')})")
 _WEIGHTS = P("Softmax(Select(mask, scores, _) | scores)", scores=_SCORES)
 _PACKED = P(f"QuantizedMatmul[_, _, _, False](weights, {_packed('v')})", weights=_WEIGHTS)
@@ -223,15 +221,10 @@ def attended(node: Node) -> Attended | None:
 def of_packed(node: Node) -> Attended | None:
     """What a node is, if it is attention to packed keys and values, as mlx-lm spells it out."""
     found = fits(_PACKED, node) if node.op == "QuantizedMatmul" else None
-    if found is None:
-        return None
-    q, scale = found["q"], number_of(under(found["scale"]))
-    if scale is None:
-        q, scale = found["scale"], number_of(under(found["q"]))
-    if scale is None or len(q.shape) != 4:
+    if found is None or len(found["q"].shape) != 4:
         return None
     keys, values = (tuple(found[f"{name}{i}"] for i in range(3)) for name in "kv")
-    return Attended(q, keys, values, found.get("mask"), None, scale)
+    return Attended(found["q"], keys, values, found.get("mask"), None, found["scale"])
 
 
 def _is_at(offset: Node | None, number: int, tails: Tails) -> bool:
@@ -259,6 +252,9 @@ def _behind(node: Node, op: str) -> tuple[Node, Node | None]:
     return (node, None) if source is None else (source, found)
 
 
+_SCALED = P("Multiply(x, -scale)")
+
+
 class _Turned(NamedTuple):
     """Queries and keys as rows, and what attention does to both of them before they meet."""
 
@@ -274,11 +270,9 @@ class _Turned(NamedTuple):
 def _turned(q: Node, k: Node, at: Callable[[Node | None], bool]) -> _Turned:
     """Queries and keys before the rotary embedding and norms that attention does as well."""
     scale = 1.0
-    if q.op == "Multiply":  # by a number, which may as well be part of the scale
-        number = next((n for s in q.src if s and (n := number_of(under(s))) is not None), None)
-        inner = next((s for s in q.src if s and s.shape == q.shape and s.op != "Broadcast"), None)
-        if number is not None and inner is not None:
-            scale, q = number, inner
+    found = fits(_SCALED, q)  # by a number, which may as well be part of the scale
+    if found is not None and found["x"].shape == q.shape:
+        scale, q = found["scale"], found["x"]
     given = _Turned(_rows(q), _rows(k), scale)
     (q, one), (k, other) = _behind(q, "RoPE"), _behind(k, "RoPE")
     if one is not None and other is not None:
