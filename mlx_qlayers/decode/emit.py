@@ -34,37 +34,31 @@ _KEPT = 8
 
 
 class _Call(NamedTuple):
-    """A call of a function with registers, whose result goes into another or, in turn, several."""
-
-    function: Callable[..., Any]
-    given: list[int]
-    target: int | slice
-    binds: Dispatched | None = None
-    free: tuple[int, ...] = ()
-
-
-class Instruction(NamedTuple):
-    """A call.
+    """A call of a function with registers.
 
     Attributes:
         function: what is called.
-        given: takes its arrays out of the registers.
+        taken: takes its arrays out of the registers.
         more: what a launch takes behind them, all in a list; None for what takes arrays one by one.
-        target: the register or registers of the result.
-        free: those that nobody needs any more.
+        target: the register of the result, or those of several.
+        free: registers that nobody needs any more.
+        given: those of its arrays.
+        binds: what may be bound to a launch.
     """
 
     function: Callable[..., Any]
-    given: Callable[[Sequence[Any]], Sequence[Any]]
+    taken: Callable[[Sequence[Any]], Sequence[Any]]
     more: Sequence[Any] | None
     target: int | slice
     free: tuple[int, ...]
+    given: list[int]
+    binds: Dispatched | None = None
 
 
 class _Bound(NamedTuple):
-    """Instructions, and what those count that are bound to a launch."""
+    """Calls, and what those count that are bound to a launch."""
 
-    instructions: list[Instruction]
+    calls: list[_Call]
     rows: list[Row]
 
 
@@ -116,7 +110,7 @@ class Program:
             # The buffer itself changes.
             self._of[node] = given[0]
             rows = self._argument(slices, node.arg[1:])
-            return _Call(operator.setitem, [given[0], *rows, given[1]], self._register())
+            return _made(operator.setitem, [given[0], *rows, given[1]], self._register())
         target: int | slice
         target = at = self._of[node] = self._register(count=len(node.outputs))
         if node.op == "Input":
@@ -133,11 +127,11 @@ class Program:
         if len(node.outputs) > 1 or (isinstance(function, Dispatched) and function.listed):
             target = slice(at, at + len(node.outputs))
         if not isinstance(function, Dispatched):
-            return _Call(function, [*given, *more], target)
+            return _made(function, [*given, *more], target)
         call = partial(_dispatched, function, len(node.outputs))
         shapes = (each.shape for s in node.src if s for each in s.outputs) if self.binds else ()
         known = all(n in self.values or _is_rows(n) for n in names_in((*shapes,)))
-        return _Call(call, given, target, function if known and self.binds else None)
+        return _made(call, given, target, function if known and self.binds else None)
 
     def _folded(self, node: Node, call: _Call | None) -> _Call | None:
         """A call; None if it has nothing but arrays of the model, and was made now."""
@@ -199,33 +193,38 @@ class Program:
         for register, name in self.inputs:
             registers[register] = arrays[name]
         values = {**self.values, **positions}
-        for (targets, more, _), arg in zip(self.dynamic, self._resolved(values), strict=True):
-            for register, value in zip(targets, more(arg), strict=True):
+        for (targets, arguments, _), arg in zip(self.dynamic, self._resolved(values), strict=True):
+            for register, value in zip(targets, arguments(arg), strict=True):
                 registers[register] = value
         rows = self._rows(values)
-        instructions, counted = self._bound.get(rows) or self._instructions(rows)
+        calls, counted = self._bound.get(rows) or self._calls(rows)
         count(tuple(counted))
-        for function, taken, behind, target, free in instructions:
-            if behind is None:
+        for function, taken, more, target, free, _, _ in calls:
+            if more is None:
                 registers[target] = function(*taken(registers))
             else:
-                registers[target] = function([*taken(registers), *behind])
+                registers[target] = function([*taken(registers), *more])
             for each in free:
                 registers[each] = None
         if len(registers) != len(self.start):
             raise Unsupported("an operation gives another number of arrays than its node")
         return {name: registers[i] for name, i in self.outputs.items()}
 
-    def _instructions(self, rows: Any) -> _Bound:
+    def _calls(self, rows: Any) -> _Bound:
         """The calls where caches have so many rows, which are bound as they are made."""
         if len(self._bound) >= _KEPT:
             self._bound.clear()
         found = self._bound[rows] = _Bound([], [])
-        for at, (function, given, target, binds, free) in enumerate(self.calls):
-            if binds is not None:
-                function = partial(_bind, found, at, self.calls[at])
-            found.instructions.append(Instruction(function, _getter(given), None, target, free))
+        for at, call in enumerate(self.calls):
+            bind = call.function if call.binds is None else partial(_bind, found, at, call)
+            found.calls.append(call._replace(function=bind))
         return found
+
+
+def _made(
+    function: Any, given: list[int], target: int | slice, binds: Dispatched | None = None
+) -> _Call:
+    return _Call(function, _getter(given), None, target, (), given, binds)
 
 
 def _bind(found: _Bound, at: int, call: _Call, *arrays: Any) -> Any:
@@ -239,11 +238,12 @@ def _bind(found: _Bound, at: int, call: _Call, *arrays: Any) -> Any:
         return made[: call.target.stop - call.target.start]
     if known is not None:
         run, rows = known
-        given, more = call.given, None  # type: list[int], Sequence[Any] | None
-        if isinstance(run, Launching):
-            given, more, run = [given[i] for i in run.places], [*run.more], run.launch
         found.rows.extend(rows)
-        found.instructions[at] = Instruction(run, _getter(given), more, call.target, call.free)
+        call = call._replace(function=run)
+        if isinstance(run, Launching):
+            taken = _getter([call.given[i] for i in run.places])
+            call = call._replace(function=run.launch, taken=taken, more=[*run.more])
+        found.calls[at] = call
     return made
 
 
