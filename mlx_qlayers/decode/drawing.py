@@ -13,7 +13,7 @@ from .captured import captured, check
 from .effects import Effects
 from .graph import Graph, Node, number_of
 from .rules import fused
-from .rules.steps import Tails
+from .rules.attention_step import TracedCaches
 from .snapshot import Snapshot
 from .twin import leaves, twin
 
@@ -49,7 +49,7 @@ def graphs(model: Any) -> tuple[Graph, Graph]:
         classes.restore()
     if changed:
         raise Unsupported(changed)
-    return step.graph, fused(step.graph, Tails([each.key for each in some], step.names))
+    return step.graph, fused(step.graph, TracedCaches([each.key for each in some], step.names))
 
 
 def lines(graph: Graph, layer: int | None = None) -> Iterator[str]:

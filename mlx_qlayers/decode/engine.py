@@ -14,21 +14,21 @@ from ..runtime.backend import Mode, backend, current, epoch
 from ..runtime.explain import note
 from ..runtime.threads import here
 from ..runtime.transformed import is_transformed
+from .append_buffers import released
+from .append_form import AppendForm
 from .caches import REACH, Facts, arrays_of, facts, more_steps
 from .capture import Differs, Unsupported, stopping_line
 from .captured import MAX_BATCH, Step, captured, check, step_of
 from .effects import Effects
 from .emit import Program
-from .forms import Form, Padded, Progress
+from .forms import Form, PaddedForm, Progress
 from .rules import fused
+from .rules.attention_step import TracedCaches
 from .rules.padded import padded
-from .rules.steps import Tails
 from .snapshot import Snapshot
-from .tailed import Tailed
-from .tails import released
 from .twin import arrays_of as arrays_in
 from .twin import leaves
-from .weights import windows_of
+from .weights import views_of
 
 # Tokens of a sequence at most: for more, the products are those of a prompt.
 MAX_LENGTH = 16
@@ -203,8 +203,8 @@ class Steps:
                 continue
             logits, now = step.run(tokens, own, state)
             steps = [(most - at[name]) // length for name, (_, most) in found.limits.items()]
-            if not isinstance(step, Tailed):
-                fills, pairs = isinstance(step, Padded), zip(some, own, strict=True)
+            if not isinstance(step, AppendForm):
+                fills, pairs = isinstance(step, PaddedForm), zip(some, own, strict=True)
                 steps += [more_steps(each, c, length, fills) for each, c in pairs]
             asked = tokens.shape, tokens.dtype, where() or _place()
             self.progress[own[0]] = now._replace(asked=asked, left=min([*steps, now.left]))
@@ -219,7 +219,7 @@ class Steps:
 
     def _forms(self, found: Step, batch: int, some: Sequence[Facts]) -> Iterator[Form]:
         """What runs a step with such caches, the fastest first: the next where one cannot."""
-        place, caches = where(), Tails([each.key for each in some], found.captured.names)
+        place, caches = where(), TracedCaches([each.key for each in some], found.captured.names)
         for make in (self._tailed, self._padded) if place else ():
             key: Any = (make.__name__, batch, current.get(), place)
             if key not in found.programs:
@@ -237,21 +237,21 @@ class Steps:
             found.programs[key] = Form(found.captured, found.graph, batch, binds=on_cpu)
         yield found.programs[key]
 
-    def _tailed(self, found: Step, batch: int, caches: Tails) -> Form:
+    def _tailed(self, found: Step, batch: int, caches: TracedCaches) -> Form:
         if "tailed" not in found.forms:
             found.forms["tailed"] = fused(found.captured.graph, caches)
-        return Tailed(found.captured, found.forms["tailed"], batch, caches, self._views())
+        return AppendForm(found.captured, found.forms["tailed"], batch, caches, self._views())
 
-    def _padded(self, found: Step, batch: int, caches: Tails) -> Form:
+    def _padded(self, found: Step, batch: int, caches: TracedCaches) -> Form:
         if "padded" not in found.forms:
             found.forms["padded"] = padded(found.graph, caches)
-        return Padded(found.captured, found.forms["padded"], batch, self._views())
+        return PaddedForm(found.captured, found.forms["padded"], batch, self._views())
 
     def _views(self) -> list[View]:
         """Where arrays of the model lie."""
         if self.weights is None:
             model: Any = self.model()
-            self.weights = windows_of(model)
+            self.weights = views_of(model)
         return self.weights
 
     def _captured(

@@ -1,8 +1,8 @@
-"""What runs a captured step for one batch size, and what the next step goes on with.
+"""Forms of a captured step for one batch size: each runs it and puts the caches back.
 
-A :class:`Form` runs the calls of a step one by one, as on a CPU. A :class:`Padded` form is one
-compiled function whatever depends on positions, a :class:`~.tailed.Tailed` form one that leaves
-the buffers of caches as they are.
+A :class:`Form` runs the calls of a step one by one, as on a CPU. A :class:`PaddedForm` is one
+compiled function, whatever depends on positions. An :class:`~.append_form.AppendForm` is one as
+well, and leaves the buffers of caches as they are.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Form:
         return held_by(own, self.lists)
 
 
-class Padded(Form):
+class PaddedForm(Form):
     """A captured step whose positions are an array: caches keep their own buffers.
 
     A step writes its rows into the buffers where that array says, so that one graph serves as long

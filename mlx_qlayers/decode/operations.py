@@ -42,16 +42,16 @@ def _entry(at: mx.array, i: int) -> mx.array:
 
 
 def _shown(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
-    """Which rows of a cache and its tail tokens see."""
+    """Which rows of a cache and its append buffer tokens see."""
     window, keep, size, padded = node.arg
 
-    def shown(at: mx.array, buffer: mx.array, tail: mx.array) -> Any:
-        row = mx.arange(buffer.shape[2] + tail.shape[2])
+    def shown(at: mx.array, buffer: mx.array, appended: mx.array) -> Any:
+        row = mx.arange(buffer.shape[2] + appended.shape[2])
         mx.eval(row)  # a constant of a compiled step
         start, held, last = (_entry(at, i) for i in (0, 1, at.size - 1))
         # How many tokens came since that of a row.
         age = held + start - row
-        if size:  # rows of the tail overwrite those of a ring in turn
+        if size:  # rows of the append buffer overwrite those of a ring in turn
             order = (row - last + held) % (size - keep)
             age = mx.where(row < start, size - keep - order + held, age)
         behind = ((age < window - keep) | (row < keep))[None, None, None] if window else None

@@ -1,8 +1,8 @@
-"""The arrays of linear layers side by side, so that a launch takes one instead of three to twelve.
+"""The arrays of linear layers in one buffer, so that a launch takes one array instead of 3 to 12.
 
-What a launch takes costs the host as much as what it gives, see :mod:`~..runtime.arena`. So the
-arrays of all linear layers that a module holds are put into one. They stay the objects that they
-are, of the same numbers, wherever somebody has them: what they lie in is all that changes.
+Each input of a launch costs the host as much as an output, see :mod:`~..runtime.arena`. So the
+arrays of all linear layers of a module become views of one buffer. They stay the same objects with
+the same numbers; only their memory changes.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def arrange(model: nn.Module) -> None:
     """
     if not device_of().launches_views:
         return
-    there = {id(each.y): each for each in windows_of(model)}
+    there = {id(each.y): each for each in views_of(model)}
     for part in model.modules():  # which has some twice if they are shared
         arrays = _arrays(part)
         if any(id(a) not in there for a in arrays):
             there |= {id(each.y): each for each in side_by_side(arrays)}
             # What they lay in before is of no size that anybody asks for.
             mx.clear_cache()
-    if id(model) not in _windows:
-        weakref.finalize(model, _windows.pop, id(model), None).atexit = False
-    _windows[id(model)] = [*there.values()]
+    if id(model) not in _views:
+        weakref.finalize(model, _views.pop, id(model), None).atexit = False
+    _views[id(model)] = [*there.values()]
 
 
 @contextmanager
@@ -52,13 +52,13 @@ def traced(given: Sequence[mx.array], weights: Sequence[View]) -> Iterator[None]
         yield
 
 
-def windows_of(model: nn.Module) -> list[View]:
-    """Where the arrays lie that a model still has, as they were."""
+def views_of(model: nn.Module) -> list[View]:
+    """The buffer views of the arrays that a model still has."""
     there = {id(a) for part in model.modules() for a in part.values()}
-    windows = [each for each in _windows.get(id(model), ()) if id(each.y) in there]
+    windows = [each for each in _views.get(id(model), ()) if id(each.y) in there]
     windows = still_there(windows)
-    if id(model) in _windows:
-        _windows[id(model)] = windows
+    if id(model) in _views:
+        _views[id(model)] = windows
     return windows
 
 
@@ -70,4 +70,4 @@ def _arrays(part: nn.Module) -> list[mx.array]:
 
 
 # By the identity of models, which are dicts and cannot be keys.
-_windows: dict[int, list[View]] = {}
+_views: dict[int, list[View]] = {}

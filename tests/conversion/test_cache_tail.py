@@ -27,7 +27,7 @@ from mlx_lm.models.cache import (
 from numerics import assert_same_model, assert_same_states
 
 from mlx_qlayers import use_backend
-from mlx_qlayers.decode import engine, tailed, tails
+from mlx_qlayers.decode import append_buffers, append_form, engine
 from mlx_qlayers.ops.attention_step import Rotation, attention_step
 from mlx_qlayers.runtime.backend import Mode, mode
 from mlx_qlayers.runtime.host import checks
@@ -39,7 +39,7 @@ TOKENS = mx.random.randint(0, VOCABULARY, (3, 40), key=mx.random.key(1))
 @pytest.fixture
 def tail(gpu_path, monkeypatch):
     """Attention is by kernel on a CPU too, with a tail of four tokens."""
-    monkeypatch.setattr(tails, "_ROWS", 4)
+    monkeypatch.setattr(append_buffers, "_ROWS", 4)
 
 
 def begun(model: nn.Module, kind: str = "own", batch: int = 1, prompt: int = 5) -> list:
@@ -89,7 +89,7 @@ def test_a_tail_is_short_where_sequences_are_many() -> None:
     """Bytes that a token writes, of a layer of a 7B model, as the checked build counts them."""
     written = {}
     for batch in (1, 8):
-        for rows in (256, tails.tail_rows((batch, 4), 1024)):
+        for rows in (256, append_buffers.append_rows((batch, 4), 1024)):
             q, k = (mx.zeros((batch, 1, heads * 128), mx.bfloat16) for heads in (28, 4))
             cache, tail = (mx.zeros((batch, 4, n, 128), mx.bfloat16) for n in (16, rows))
             at = mx.array([16, rows // 2, *[16 + rows // 2] * 8])
@@ -162,7 +162,7 @@ def test_trimmed_in_the_midst_of_a_tail(cut, kind, tail):
 @pytest.mark.parametrize("rows", [4, 256])
 def test_prompts_and_cuts_between_tokens(rows, tail, monkeypatch):
     """As in speculative decoding: mlx-lm writes a prompt's keys into the arrays of a cache."""
-    monkeypatch.setattr(tails, "_ROWS", rows)
+    monkeypatch.setattr(append_buffers, "_ROWS", rows)
 
     def run(model):
         cache = begun(model)
@@ -274,7 +274,8 @@ def test_interrupted_anywhere_all_layers_hold_the_token_or_none(tail, gpu_path):
     cache = begun(model)
     stepped(model, cache, range(5, 6))
     files, left, lines = (
-        {each.__file__ for each in (engine, tailed, tails)} | {sys.modules[__name__].__file__},
+        {each.__file__ for each in (engine, append_form, append_buffers)}
+        | {sys.modules[__name__].__file__},
         0,
         0,
     )
@@ -331,9 +332,9 @@ def test_nobody_computes_what_a_cache_shows(tail):
     cache = begun(model)
     stepped(model, cache, range(5, 7))
     now = engine._steps[id(model)].progress[cache[0]].state
-    (tail,) = now.tails
+    (tail,) = now.append_buffers
     mx.eval(stepped(model, cache, range(7, 8)))
-    (other,) = engine._steps[id(model)].progress[cache[0]].state.tails
+    (other,) = engine._steps[id(model)].progress[cache[0]].state.append_buffers
     assert all(a is b for a, b in zip(other.buffers, tail.buffers, strict=True))
     graph = io.StringIO()
     mx.export_to_dot(graph, *(c.keys for c in cache), *(c.values for c in cache))
@@ -353,10 +354,10 @@ def test_tails_start_where_buffers_have_room():
             for c in cache:
                 c.keys, c.values = (mx.ones((1, 2, rows, 32)) for _ in range(2))
                 c.offset = length
-            tail = tails.tail_of(cache)
+            tail = append_buffers.append_buffer_of(cache)
             assert (tail.start, tail.held) == (start, length - start)
-            assert tail.tails[0].shape[2] == min(256, rows)
-            assert tail.start <= length < tail.start + tail.tails[0].shape[2]
+            assert tail.arrays[0].shape[2] == min(256, rows)
+            assert tail.start <= length < tail.start + tail.arrays[0].shape[2]
 
 
 def test_a_long_cache_grows_by_a_quarter(graphs):

@@ -70,7 +70,7 @@ def test_a_full_ring_is_read_beside_a_tail(name: str, keep: int, graphs: list[ob
             if i == 30:
                 mx.eval(cache[0].state)
             for each in engine._steps.values():
-                rings = [t for last in each.progress.values() for t in last.state.tails]
+                rings = [t for last in each.progress.values() for t in last.state.append_buffers]
                 buffers += [rings[0].buffers[0]] if rings and each.model() is model else []
         results.append(mx.concatenate(parts, axis=1))
     assert_same_states(*reversed(results), bits=None, what=name)

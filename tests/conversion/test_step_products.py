@@ -325,12 +325,12 @@ def test_launches_that_share_arrays(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert mx.array_equal(shared, plain)
     for one, other in zip(ours, theirs, strict=True):
         tails = [vars(each)["keys"][0] for each in (one, other)]
-        assert [len(each.buffers) // len(each.tails) for each in tails] == [2, 1]
+        assert [len(each.buffers) // len(each.arrays) for each in tails] == [2, 1]
         assert mx.array_equal(one.keys, other.keys) and mx.array_equal(one.values, other.values)
     (plan,) = (p for p in engine._steps.values() if p.model() is again)
     assert plan.weights is not None
     assert {id(each) for each in weights} <= {id(each.y) for each in plan.weights}
     wholes = {id(each.whole) for each in plan.weights}
     convert_model(again)
-    assert {id(each.whole) for each in step_weights.windows_of(again)} == wholes
+    assert {id(each.whole) for each in step_weights.views_of(again)} == wholes
     assert not engine.stopped(again)

@@ -13,7 +13,7 @@ from mlx_lm.models import qwen2
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_qlayers import convert_model
-from mlx_qlayers.decode import engine, tails
+from mlx_qlayers.decode import append_buffers, engine
 from mlx_qlayers.metal.attention.step_record import AttentionStepRecord
 from mlx_qlayers.runtime import metal as metal_backend
 from mlx_qlayers.runtime import use_backend
@@ -83,11 +83,11 @@ def test_bytes_of_a_token_of_a_layer_as_wide_as_7b(metal, tmp_path):
             moved += sum(s.size * s.dtype.size for s in (*launch.inputs, *outputs))
         # What the tail holds is not read in the buffers. A merge reads and writes these.
         (last,) = engine._steps[id(model)].progress.values()
-        (tail,) = last.state.tails
-        parts = [a for buffer in tail.buffers for a in tails.arrays_of(buffer)]
-        held, whole = (sum(a.nbytes for a in given) for given in (tail.tails, parts))
+        (tail,) = last.state.append_buffers
+        parts = [a for buffer in tail.buffers for a in append_buffers.arrays_of(buffer)]
+        held, whole = (sum(a.nbytes for a in given) for given in (tail.arrays, parts))
         necessary = sum(a.nbytes for _, a in tree_flatten(model.parameters())) + whole
-        extra = moved - held + 2 * whole / tails._ROWS - necessary
+        extra = moved - held + 2 * whole / append_buffers._ROWS - necessary
         assert 0 < extra <= 0.01 * necessary
         # In one launch, as on CUDA, splits write and read half precision and two floats a row.
         parts = launches[1].output_shapes[0]

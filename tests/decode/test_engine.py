@@ -19,7 +19,7 @@ from stepping import ByGraph
 
 from mlx_qlayers import use_backend
 from mlx_qlayers.decode import captured, engine
-from mlx_qlayers.decode.tailed import Tailed
+from mlx_qlayers.decode.append_form import AppendForm
 from mlx_qlayers.runtime.tracing import trace
 
 # One of each kind of block: norms on both sides, experts, states, latent keys, sinks, rings.
@@ -108,9 +108,9 @@ def test_one_capture_for_batches_that_grow_and_shrink(monkeypatch: pytest.Monkey
 
 def test_merged_sequences_of_any_lengths_take_one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a server sequences come and go at other lengths each time."""
-    traces, run = [], Tailed._run
+    traces, run = [], AppendForm._run
     monkeypatch.setattr(engine, "where", lambda: "a GPU")
-    monkeypatch.setattr(Tailed, "_run", lambda *a: traces.append(a[0].program.batch) or run(*a))
+    monkeypatch.setattr(AppendForm, "_run", lambda *a: traces.append(a[0].program.batch) or run(*a))
     model, token = qwen(), mx.array([[5]])
     with use_backend("reference"):
         for lengths in ((3, 9), (40, 11), (2, 250), (7, 100)):
@@ -326,6 +326,6 @@ def test_logits_by_tails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 assert_same_model(each, want, bits=bits, what=f"{name}, {kind}, step {number}")
             found = chain(*engine._steps[id(model)].steps.values())
             forms = {type(form) for step in found for form in step.programs.values()}
-            assert stepped.steps == 3 and forms == {Tailed}
+            assert stepped.steps == 3 and forms == {AppendForm}
     finally:
         mx.enable_compile()

@@ -27,7 +27,7 @@ from stepping import (
 )
 
 from mlx_qlayers.decode import engine
-from mlx_qlayers.decode.forms import Padded
+from mlx_qlayers.decode.forms import PaddedForm
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_logits(name: str, kind: str, batch: int) -> None:
     for number, (want, each) in enumerate(zip(*found, strict=True)):
         bits = BITS if kind == "quantized" else None
         assert_same_model(each, want, bits=bits, what=f"{name}, {kind}, step {number}")
-    assert stepped.steps == 3 and forms(model) == {Padded}, engine.stopped(model)
+    assert stepped.steps == 3 and forms(model) == {PaddedForm}, engine.stopped(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,7 +81,7 @@ def test_caches_that_go_round_and_are_looked_at(kind: str) -> None:
     for count in (1, 8, 14):
         assert_same(ours(count), theirs(count), kind, ours.at)
         assert_same(state(ours.cache), state(theirs.cache), kind, ours.at)
-    assert engine.stopped(model) is None and forms(model) == {Padded}
+    assert engine.stopped(model) is None and forms(model) == {PaddedForm}
 
 
 def test_rings_that_begin_anew_at_other_times() -> None:
@@ -93,7 +93,7 @@ def test_rings_that_begin_anew_at_other_times() -> None:
         rows = [run(TOKENS[:1, i : i + 1], cache=cache) for i in range(20, 60)]
         made.append([mx.concatenate(rows, axis=1), state(cache)])
     assert_same(made[1], made[0], "rings", "behind all")
-    assert run.steps == 40 and forms(model) == {Padded}
+    assert run.steps == 40 and forms(model) == {PaddedForm}
 
 
 @pytest.mark.parametrize("kind", ["plain", "bits", "batch", "kept", "batch of rings"])
@@ -118,7 +118,7 @@ def test_several_tokens(kind: str) -> None:
     assert_same(made[1], made[0], kind, "behind all")
     # A mask of mlx-lm's for a batch depends on where the rows of a ring lie.
     assert len(rows) - taken == (kind == "batch of rings"), engine.stopped(model)
-    assert is_ring or forms(model) == {Padded}
+    assert is_ring or forms(model) == {PaddedForm}
 
 
 def test_compiled_steps_across_the_end_of_a_buffer() -> None:
@@ -137,4 +137,4 @@ def test_compiled_steps_across_the_end_of_a_buffer() -> None:
             place = lies
         made.append([mx.concatenate(rows, axis=1), state(cache)])
     assert_same(made[1], made[0], "plain", "behind all")
-    assert moved == [0, 6] and forms(model) == {Padded}
+    assert moved == [0, 6] and forms(model) == {PaddedForm}

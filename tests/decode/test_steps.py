@@ -17,7 +17,7 @@ from mlx_qlayers.decode import engine
 from mlx_qlayers.decode.caches import facts
 from mlx_qlayers.decode.captured import captured
 from mlx_qlayers.decode.rules import fused
-from mlx_qlayers.decode.rules.steps import Tails
+from mlx_qlayers.decode.rules.attention_step import TracedCaches
 from mlx_qlayers.runtime.tracing import trace
 
 PROMPT = mx.array([[5, 17, 3, 60, 2, 9, 44, 1, 2]])
@@ -60,5 +60,5 @@ def test_rings_that_count_alike_share_a_mask() -> None:
     model(PROMPT, cache=cache)
     some = [facts(c, 1) for c in cache]
     step, *_ = captured(model, cache, some, 1, 1)
-    ops = [n.op for n in fused(step.graph, Tails([f.key for f in some], step.names)).nodes()]
+    ops = [n.op for n in fused(step.graph, TracedCaches([f.key for f in some], step.names)).nodes()]
     assert ops.count("AttentionStep") == 4 and ops.count("Shown") == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..graph import Graph, rewrite
 from .activations import ACTIVATIONS
 from .attention import ATTENTION
+from .attention_step import TracedCaches, with_append_buffers
 from .canonical import FAST, UNBROADCAST
 from .experts import COMBINED, EXPERTS, LIFTED, RESIDUAL
 from .latent import LATENT
@@ -12,7 +13,6 @@ from .products import products
 from .recurrent import RECURRENT, gated_deltas
 from .rotary import ROTARY
 from .routers import routed
-from .steps import Tails, by_steps
 
 PASSES = (
     [*UNBROADCAST, *ROTARY, *FAST, *ACTIVATIONS, *ATTENTION, *RECURRENT, *EXPERTS],
@@ -21,17 +21,16 @@ PASSES = (
 )
 
 
-def fused(graph: Graph, by_tails: Tails | None = None) -> Graph:
+def fused(graph: Graph, caches: TracedCaches | None = None) -> Graph:
     """The graph after all rules.
 
     Args:
         graph: as it was captured.
-        by_tails: the model's caches, if attention takes the tokens that came since their buffers
-            were written as arrays of their own, so that positions are arrays.
+        caches: the model's caches, if attention is to take append buffers.
     """
     for rules in PASSES:
         graph = rewrite(graph, rules)
     graph = gated_deltas(routed(graph))
-    if by_tails is not None:
-        graph = by_steps(graph, by_tails)
+    if caches is not None:
+        graph = with_append_buffers(graph, caches)
     return rewrite(products(graph), RESIDUAL)

@@ -16,9 +16,9 @@ import mlx.core as mx
 
 from ..capture import Unsupported
 from ..graph import Graph, Node, Size, Spec, less
+from .attention_step import TracedCaches
 from .canonical import ELEMENTWISE
 from .padding import Padding, from_0, is_position
-from .steps import Tails
 
 _RESHAPES = ("ExpandDims", "Flatten", "Reshape", "Squeeze", "Unflatten")
 # Whose last axis is one row's.
@@ -280,7 +280,7 @@ class PaddedGraph(NamedTuple):
     positions: list[str]
 
 
-def padded(graph: Graph, caches: Tails) -> PaddedGraph:
+def padded(graph: Graph, caches: TracedCaches) -> PaddedGraph:
     """The graph with positions as an array.
 
     Raises:

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..capture import Unsupported
 from ..graph import Node, Size, Spec, Value, names_in
-from .steps import Tails
+from .attention_step import TracedCaches
 
 # The input that has all positions, in the order of their names in a graph.
 POSITIONS = "positions"
@@ -38,7 +38,7 @@ class Padding:
         rows: of caches by their numbers.
     """
 
-    def __init__(self, caches: Tails) -> None:
+    def __init__(self, caches: TracedCaches) -> None:
         self.new: dict[Node, Node] = {}
         self.made: dict[Any, Node] = {}
         self.names: list[str] = []

@@ -13,9 +13,9 @@ import mlx.core as mx
 from ...metal.attention.decode import MAX_QUERIES
 from ...options import Rotation
 from ..graph import Graph, Node, Pattern, Rule, Size, Spec, first_rows, rewrite
+from .attention_step import VIEWS, of_packed
 from .masks import seen_through
 from .rotary import finite
-from .steps import VIEWS, of_packed
 
 
 def serial(graph: Graph) -> Graph:

@@ -1,14 +1,14 @@
 """Attention of one token a sequence to a cache: what :func:`attention_step` takes.
 
-It reads the cache's buffers and a tail of rows that came since, and gives the tail with the token
-in it. So positions are an array, and a graph serves all of them. Rotary embeddings and the RMS
-norms of heads go into it, and heads are rows again behind it.
+It reads the cache's buffers and its append buffer, and gives the append buffer with the token in
+it. So positions are an array, and one graph serves all of them. Rotary embeddings and the RMS norms
+of heads become part of it, and its result has heads side by side.
 
-An ``AttentionStep`` node takes queries, keys and values as rows, the buffers, the tails, positions,
-frequencies, mask, sinks, the weights of both norms, and tickets. Its inputs beside those of the
-model's code are ``tail.NUMBER.keys``, ``tail.NUMBER.values``, ``at.NUMBER``, where the number is
-that of the first cache that counts alike, and ``tickets.NUMBER`` of each attention in turn; its
-tails are outputs by those names.
+An ``AttentionStep`` node takes queries, keys and values as rows, the buffers, the append buffers,
+positions, frequencies, mask, sinks, the weights of both norms, and split-K semaphores. It adds
+inputs to those of the model's code: ``append.NUMBER.keys`` and ``append.NUMBER.values`` of a cache,
+``at.NUMBER`` of the first cache that counts alike, and ``semaphores.NUMBER`` of each attention in
+turn. The new append buffers are outputs by the same names.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ VIEWS: list[Rule] = [
 ]
 
 
-# Caches whose attention takes a tail, and the counts that say where a token is written and what
-# position it has; that of a batch is an array.
+# Caches that may have an append buffer, and which counts are the row and the position of a token;
+# the position of a batch is an array.
 COUNTERS = {
     "KVCache": ("offset", "offset"),
     "QuantizedKVCache": ("offset", "offset"),
@@ -84,12 +84,12 @@ COUNTERS = {
 BATCHES = ("BatchKVCache", "BatchRotatingKVCache")
 
 
-class Tails(NamedTuple):
-    """What rules know of a model's caches.
+class TracedCaches(NamedTuple):
+    """What rules know of the caches that a step was captured with.
 
     Attributes:
-        keys: by their numbers what a capture is for: class, case, attributes.
-        names: what counts of caches are called in a graph, by the number and the attribute.
+        keys: class, case and attributes of each cache, as in :class:`~..caches.Facts`.
+        names: the names of counts in the graph, by ``NUMBER.ATTRIBUTE``.
     """
 
     keys: Sequence[tuple[Any, ...]]
@@ -134,13 +134,13 @@ class Written(NamedTuple):
     size: int
 
 
-def written(nodes: Sequence[Node | None], name: str, tails: Tails) -> Written | None:
+def written(nodes: Sequence[Node | None], name: str, caches: TracedCaches) -> Written | None:
     """What keys or values of attention are, if a token was written into a cache."""
-    parts = [_part(node, tails) for node in nodes]
+    parts = [_part(node, caches) for node in nodes]
     first = parts[0]
     if first is None or any(each is None or each[0] != first[0] for each in parts):
         return None
-    (number, row, size, *_), settings = first, dict(tails.keys[first[0]][2:])
+    (number, row, size, *_), settings = first, dict(caches.keys[first[0]][2:])
     names, buffers, new = zip(*(each[3:] for each in parts if each is not None), strict=True)
     packed = "bits" in settings
     if list(names) != ([f"{name}.{i}" for i in range(3)] if packed else [name]):
@@ -159,7 +159,7 @@ def written(nodes: Sequence[Node | None], name: str, tails: Tails) -> Written | 
     return Written(number, buffers, rows, row, size) if rows.shape[2] == 1 else None
 
 
-def _part(node: Node | None, tails: Tails) -> tuple[int, Size, int, str, Node, Node] | None:
+def _part(node: Node | None, caches: TracedCaches) -> tuple[int, Size, int, str, Node, Node] | None:
     """Of an array of a cache its number, row, and ring; its name, what it was, and what is new."""
     node, counted = first_rows(node) if node is not None else (None, None)
     while node is not None and node.op == "Depends":
@@ -170,10 +170,10 @@ def _part(node: Node | None, tails: Tails) -> tuple[int, Size, int, str, Node, N
     if buffer is None or new is None or buffer.op != "Input":
         return None
     where, number, name = buffer.arg[0].split(".", 2)
-    kind, case, *attributes = tails.keys[int(number)] if where == "cache" else ("", "")
+    kind, case, *attributes = caches.keys[int(number)] if where == "cache" else ("", "")
     if kind not in COUNTERS or case == "empty":
         return None
-    row, position = (tails.counter(int(number), each) for each in COUNTERS[kind])
+    row, position = (caches.counter(int(number), each) for each in COUNTERS[kind])
     stop, settings = position._replace(const=1), dict(attributes)
     if case == "begins":
         row = Size(settings["keep"], ())
@@ -227,15 +227,15 @@ def of_packed(node: Node) -> Attended | None:
     return Attended(found["q"], keys, values, found.get("mask"), None, found["scale"])
 
 
-def _is_at(offset: Node | None, number: int, tails: Tails) -> bool:
+def _is_at(offset: Node | None, number: int, caches: TracedCaches) -> bool:
     """Whether it is the position of a cache's token."""
     if offset is None:
         return False
-    if tails.keys[number][0] not in BATCHES:
-        return offset.op == "Numbers" and offset.arg == (tails.counter(number, "offset"),)
+    if caches.keys[number][0] not in BATCHES:
+        return offset.op == "Numbers" and offset.arg == (caches.counter(number, "offset"),)
     name = offset.arg[0] if offset.op == "Input" else ""
     # Those of caches that count alike are the same: whoever runs the graph sees to it.
-    return name.endswith(".offset") and tails.is_of(name, number)
+    return name.endswith(".offset") and caches.is_of(name, number)
 
 
 def _rows(node: Node) -> Node:
@@ -296,22 +296,27 @@ def _input(name: str, shape: tuple[Any, ...], dtype: mx.Dtype = mx.int32) -> Nod
 
 
 def _step(
-    a: Attended, keys: Written, values: Written, tails: Tails, count: int, sizes: dict[int, Any]
+    a: Attended,
+    keys: Written,
+    values: Written,
+    caches: TracedCaches,
+    count: int,
+    sizes: dict[int, Any],
 ) -> Node | None:
     """The node that takes the place of attention; None if nobody knows what its mask shows."""
-    number, settings = keys.number, dict(tails.keys[keys.number][2:])
-    shows = shown(a.mask, keys.row, keys.size, lambda name: tails.is_of(name, number))
+    number, settings = keys.number, dict(caches.keys[keys.number][2:])
+    shows = shown(a.mask, keys.row, keys.size, lambda name: caches.is_of(name, number))
     if shows is None or {a.q.dtype, keys.new.dtype, values.new.dtype} != {keys.buffers[-1].dtype}:
         return None
-    given = _turned(a.q, keys.new, lambda offset: _is_at(offset, number, tails))
-    (batch, kv_heads, *_), rows = keys.buffers[0].shape, Size(0, (("tail", 1),))
+    given = _turned(a.q, keys.new, lambda offset: _is_at(offset, number, caches))
+    (batch, kv_heads, *_), rows = keys.buffers[0].shape, Size(0, (("append", 1),))
     specs = []
     for each in (keys, values):
         width = row_words(each.buffers) if len(each.buffers) > 1 else each.new.shape[3]
         specs.append(Spec((batch, kv_heads, rows, width), each.buffers[0].dtype))
-    names = f"tail.{number}.keys", f"tail.{number}.values"
-    of_tail = [_input(name, *spec) for name, spec in zip(names, specs, strict=True)]
-    at, mask, keep = _input(f"at.{tails.first(number)}", (8,)), None, settings.get("keep", 0)
+    names = f"append.{number}.keys", f"append.{number}.values"
+    appended = [_input(name, *spec) for name, spec in zip(names, specs, strict=True)]
+    at, mask, keep = _input(f"at.{caches.first(number)}", (8,)), None, settings.get("keep", 0)
     window = min([each for each in (shows.window, keys.size) if each], default=0)
     if keep and shows.window and shows.window < settings["max_size"]:
         return None
@@ -319,11 +324,11 @@ def _step(
         hidden = Spec((batch if shows.padded else 1, 1, 1, rows), mx.bool_)
         settled = window, keep, keys.size, shows.padded
         # Caches that count alike have as many rows, so one mask does for all of them.
-        like = sizes.setdefault(tails.first(number), (keys.buffers[0], of_tail[0]))
+        like = sizes.setdefault(caches.first(number), (keys.buffers[0], appended[0]))
         mask = Node("Shown", (at, *like), settled, (hidden,))
     src = (
-        *(given.q, given.k, _rows(values.new), *keys.buffers, *values.buffers, *of_tail, at),
-        *(given.freqs, mask, a.sinks, *given.norms, _input(f"tickets.{count}", (8,))),
+        *(given.q, given.k, _rows(values.new), *keys.buffers, *values.buffers, *appended, at),
+        *(given.freqs, mask, a.sinks, *given.norms, _input(f"semaphores.{count}", (8,))),
     )
     out = Spec((batch, 1, a.q.shape[1] * values.new.shape[3]), a.q.dtype)
     parts = len(keys.buffers), len(values.buffers)
@@ -331,30 +336,30 @@ def _step(
     return Node("AttentionStep", src, arg, (out, *specs))
 
 
-def by_steps(graph: Graph, tails: Tails) -> Graph:
-    """The graph with attention to caches by tails, where a token is all that comes."""
+def with_append_buffers(graph: Graph, caches: TracedCaches) -> Graph:
+    """The graph with attention to append buffers, where each sequence has one new token."""
     places, outputs, at = dict[Node, Node](), dict(graph.outputs), dict[str, Any]()
     sizes: dict[int, Any] = {}
     for node in graph.nodes():
         a = attended(node)
         if a is None:
             continue
-        keys, values = written(a.keys, "keys", tails), written(a.values, "values", tails)
+        keys, values = written(a.keys, "keys", caches), written(a.values, "values", caches)
         if keys is None or values is None or keys.number != values.number:
             continue
-        if (step := _step(a, keys, values, tails, len(places), sizes)) is None:
+        if (step := _step(a, keys, values, caches, len(places), sizes)) is None:
             continue
         places[node] = Node("Reshape", (step.item(0),), (node.shape,), node.outputs)
         for number, (name, each) in enumerate((("keys", keys), ("values", values)), 1):
-            # Of several attentions to a cache each makes the same tail.
-            outputs.setdefault(f"tail.{each.number}.{name}", step.item(number))
+            # Of several attentions to a cache each makes the same append buffer.
+            outputs.setdefault(f"append.{each.number}.{name}", step.item(number))
             for buffer in each.buffers:
                 outputs.pop(buffer.arg[0], None)
-        place = _input(f"at.{tails.first(keys.number)}", (8,))
+        place = _input(f"at.{caches.first(keys.number)}", (8,))
         if not keys.size:
             at[keys.row.terms[0][0]] = place, ((0, 1), (1, 1))
-        if tails.keys[keys.number][0] not in BATCHES:
-            at[tails.names[f"{keys.number}.offset"]] = place, ((2, 1),)
+        if caches.keys[keys.number][0] not in BATCHES:
+            at[caches.names[f"{keys.number}.offset"]] = place, ((2, 1),)
     positions: list[Rule] = [(Pattern(("Numbers", "Arange")), lambda root: _position(root, at))]
     return rewrite(Graph(outputs).replaced(places), [*VIEWS, *positions])
 

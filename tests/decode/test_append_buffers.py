@@ -20,14 +20,14 @@ from small_qwen import qwen
 from stepping import KINDS, TOKENS, Stepped, assert_same, state
 
 from mlx_qlayers import use_backend
-from mlx_qlayers.decode import caches, engine, tailed, tails
+from mlx_qlayers.decode import append_buffers, append_form, caches, engine
 
 
 @pytest.fixture(autouse=True)
 def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Steps by tails of four tokens, of which MLX compiles nothing."""
     monkeypatch.setattr(engine, "where", lambda: "a GPU")
-    monkeypatch.setattr(tails, "_ROWS", 4)
+    monkeypatch.setattr(append_buffers, "_ROWS", 4)
     mx.disable_compile()
     with use_backend("reference"):
         yield
@@ -43,7 +43,9 @@ def test_every_token_is_by_tails_while_caches_grow_and_go_round(kind: str) -> No
         assert_same(ours(count), theirs(count), kind, ours.at)
         assert engine.stopped(model) is None
         held = [vars(c)["keys"] for c in ours.cache]
-        assert all(isinstance(each[0], tails.Tail) for each in held), "a cache has no tail"
+        assert all(isinstance(each[0], append_buffers.AppendBuffer) for each in held), (
+            "a cache has no tail"
+        )
         assert_same(state(copy.deepcopy(ours.cache)), state(theirs.cache), kind, ours.at)
     assert_same(state(ours.cache), state(theirs.cache), kind, "behind all")
 
@@ -172,7 +174,7 @@ def _of_rows(part: Any, rows: int) -> Any:
 def test_interrupted_anywhere_all_layers_hold_the_token_or_none(kind: str) -> None:
     """An exception at every line that runs, as Ctrl-C raises it."""
     model = qwen()
-    files = {each.__file__ for each in (engine, tailed, tails, caches)}
+    files = {each.__file__ for each in (engine, append_form, append_buffers, caches)}
     want = Stepped(model, kind, False)(12)
     lines, interrupted, left = 0, True, 0
 

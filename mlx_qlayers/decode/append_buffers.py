@@ -1,11 +1,11 @@
-"""Keys and values that came since the buffers of caches were written, beside them.
+"""Append buffers: the keys and values of the last tokens, beside the buffers of the caches.
 
-A kernel cannot write into the buffers of a cache, and to copy them for each token takes longer the
-more they hold. So a token's keys and values go to a small tail, beside which the buffers are only
-read; those of a quantized cache in rows of :func:`~.ops.attention_step.packed_rows`. The tail of a
-ring that goes round holds what overwrites its oldest rows. Whoever asks a cache for its keys or
-values meanwhile gets arrays that MLX computes out of both as soon as somebody evaluates them. They
-may be written into, as ``update_and_fetch`` does: a cache of which they were taken begins anew.
+A kernel cannot write into the buffers of a cache, and copying them for each token takes longer the
+more they hold. So each token's keys and values go into a small append buffer, and the buffers of
+the cache are only read. A quantized cache has :func:`~.ops.attention_step.packed_rows` in it. That
+of a ring which goes round holds what overwrites its oldest rows. A caller who reads the keys or
+values of a cache gets arrays that MLX computes from both once they are evaluated. He may write into
+them, as ``update_and_fetch`` does, so the cache begins with a new append buffer then.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from ..runtime.arena import are_alike, halves, joined
 from ..runtime.devices import device_of
 from .capture import Unsupported
 
-# Rows of a tail at most, as many as a cache grows by; and of all sequences and key heads together.
+# The most rows of an append buffer, as many as a cache grows by; and of all sequences and heads.
 _ROWS = 256
 _ALL_ROWS = 8 * _ROWS
 
 Buffer = Any  # an array, or three of packed rows
 
 
-class Tail(NamedTuple):
+class AppendBuffer(NamedTuple):
     """The keys and values of caches that hold as many tokens.
 
     Attributes:
         buffers: of all caches in turn (B, Hkv, S, D) and Dv, of which ``start`` rows count; or
             packed, scales and biases. Those that somebody took are None.
-        tails: (B, Hkv, R, D) and Dv: the rows behind them; or where launches share arrays
+        arrays: (B, Hkv, R, D) and Dv: the rows behind them; or where launches share arrays
             (2 B, Hkv, R, D), those of both keys and values.
         start: how many rows of the buffers count.
-        first: which row the first one of the tail takes, and the ones behind it in turn.
-        held: how many tokens are in the tail.
+        first: which row the first one of the append buffer takes, and the ones behind it in turn.
+        held: how many tokens are in the append buffer.
         left: how many more it has room for.
         keep: the row that comes behind the last one, of a ring.
     """
 
     buffers: list[Buffer]
-    tails: list[mx.array]
+    arrays: list[mx.array]
     start: int
     first: int
     held: int
@@ -55,17 +55,17 @@ class Tail(NamedTuple):
     keep: int
 
     def merged(self, number: int) -> Buffer:
-        """A buffer with the tail in it."""
-        buffer, is_joined = self.buffers[number], len(self.tails) < len(self.buffers)
-        tail = self.tails[number // 2 if is_joined else number]
-        tail = halves(tail)[number % 2] if is_joined else tail
+        """A buffer with the append buffer in it."""
+        buffer, is_joined = self.buffers[number], len(self.arrays) < len(self.buffers)
+        rows = self.arrays[number // 2 if is_joined else number]
+        rows = halves(rows)[number % 2] if is_joined else rows
         ahead = min(self.held, arrays_of(buffer)[0].shape[2] - self.first)
-        buffer = _written(buffer, tail[:, :, :ahead], self.first)
-        return _written(buffer, tail[:, :, ahead : self.held], self.keep)
+        buffer = _written(buffer, rows[:, :, :ahead], self.first)
+        return _written(buffer, rows[:, :, ahead : self.held], self.keep)
 
 
-def tail_of(caches: Sequence[Any]) -> Tail:
-    """A new tail of caches, with room for a token.
+def append_buffer_of(caches: Sequence[Any]) -> AppendBuffer:
+    """A new append buffer of caches, with room for a token.
 
     Raises:
         Unsupported: they do not hold the same tokens, or not as mlx-lm's caches do.
@@ -80,7 +80,7 @@ def tail_of(caches: Sequence[Any]) -> Tail:
         raise Unsupported("caches have different numbers of rows")
     if "left_padding" in first:
         _check_batch(caches, size if first.get("rotated") else row)
-    count = min(tail_rows((batch, heads), rows), rows - keep)
+    count = min(append_rows((batch, heads), rows), rows - keep)
     goes_round = size > 0 and length >= size - 1
     row = keep if goes_round and row == size else row
     if not keep <= row < rows or rows > (size or rows) or not (goes_round or row == length):
@@ -90,11 +90,11 @@ def tail_of(caches: Sequence[Any]) -> Tail:
     # Until a ring goes round, and says so, it is another case.
     left = [count - held, *[size - 1 - length] * (size > 0 and not goes_round)]
     left += [size - row] * (goes_round and not first.get("rotated", True))
-    tails = [_cut(each, 0 if goes_round else start, count) for each in buffers]
-    both = [*zip(tails[::2], tails[1::2], strict=True)]
+    arrays = [_cut(each, 0 if goes_round else start, count) for each in buffers]
+    both = [*zip(arrays[::2], arrays[1::2], strict=True)]
     if device_of().launches_views and all(are_alike(*each) for each in both):
-        tails = [joined(*each) for each in both]
-    return Tail(buffers, tails, start, row - held, held, min(left), keep)
+        arrays = [joined(*each) for each in both]
+    return AppendBuffer(buffers, arrays, start, row - held, held, min(left), keep)
 
 
 def _check_batch(caches: Sequence[Any], last: int) -> None:
@@ -105,11 +105,11 @@ def _check_batch(caches: Sequence[Any], last: int) -> None:
         raise Unsupported("sequences of a batch have other positions in some caches")
 
 
-def positions_of(tail: Tail, c: Any) -> mx.array:
-    """What :func:`attention_step` takes: rows that count, tokens in the tail, positions of the
-    next ones; and as the last one the row that it takes."""
-    offset, batch = vars(c)["offset"], len(arrays_of(tail.buffers[0])[0])
-    ahead, last = mx.array([tail.start, tail.held]), mx.array([tail.first + tail.held])
+def positions_of(beside: AppendBuffer, c: Any) -> mx.array:
+    """What :func:`attention_step` takes: rows that count, tokens in the append buffer, positions of
+    the next tokens, and last the row that the next token takes."""
+    offset, batch = vars(c)["offset"], len(arrays_of(beside.buffers[0])[0])
+    ahead, last = mx.array([beside.start, beside.held]), mx.array([beside.first + beside.held])
     if isinstance(offset, int):
         offset = mx.array([offset] * max(MIN_POSITIONS, batch))
     more = mx.zeros(max(0, MIN_POSITIONS - offset.size), mx.int32)
@@ -122,18 +122,18 @@ def one_token(size: int) -> mx.array:
     return mx.array([0] + [1] * (size - 1))
 
 
-def tail_rows(heads: tuple[int, ...], rows: int) -> int:
-    """How many rows the tail of a cache has, for sequences and key heads, and rows of its buffers.
+def append_rows(heads: tuple[int, ...], rows: int) -> int:
+    """The number of rows of an append buffer, for sequences and key heads, and rows of the cache.
 
-    A tail is written anew for each token, and buffers once in a tail: R + 4 / 3 * S / R rows are
-    the fewest at the root of 4 / 3 * S, while fewer launches are needed the longer it is. So it is
-    long where that costs little. A 7B model (28 layers, 4 key heads of 128 in half precision)
-    writes, as the checked build counts, 14.9 MB a token and sequence with 256 rows, 3.9 MB with 64
-    (of 8 sequences) and 2.9 MB with 48 (of 32 behind 1,024 keys). On NVIDIA GPUs they are 256,
-    with which all was measured there.
+    Each token writes the append buffer anew, and a full one is merged into the cache. So a token
+    writes R + 4 / 3 * S / R rows, which is least where R is the root of 4 / 3 * S, but a longer
+    buffer takes fewer launches. It is long where that costs little. A 7B model (28 layers, 4 key
+    heads of 128 in half precision) writes, as the checked build counts, 14.9 MB a token and
+    sequence with 256 rows, 3.9 MB with 64 (of 8 sequences) and 2.9 MB with 48 (of 32 behind 1,024
+    keys). On NVIDIA GPUs there are 256, the number with which everything was measured there.
 
     Example:
-        >>> [tail_rows((batch, 4), 1024) for batch in (1, 2, 8, 32)]
+        >>> [append_rows((batch, 4), 1024) for batch in (1, 2, 8, 32)]
         [256, 256, 64, 48]
     """
     if (device := device_of()).gpu and device.measured:
@@ -149,7 +149,7 @@ def arrays_of(buffer: Buffer) -> Sequence[mx.array]:
 
 
 def _written(buffer: Buffer, rows: mx.array, start: int) -> Buffer:
-    """A buffer with rows of a tail in it."""
+    """A buffer with rows of an append buffer in it."""
     if not rows.shape[2]:
         return buffer
     if isinstance(buffer, mx.array):
@@ -159,14 +159,14 @@ def _written(buffer: Buffer, rows: mx.array, start: int) -> Buffer:
 
 
 def _cut(buffer: Buffer, start: int, size: int) -> mx.array:
-    """Rows of a buffer as a tail has them."""
+    """Rows of a buffer as an append buffer has them."""
     parts = [array[:, :, start : start + size] for array in arrays_of(buffer)]
     return parts[0] if isinstance(buffer, mx.array) else packed_rows(parts)
 
 
 def _is_held(x: Any) -> bool:
-    """Whether it is what a cache has in the place of keys or values: a tail, and which buffer."""
-    return isinstance(x, tuple) and isinstance(x[0], Tail)
+    """Whether a cache's keys or values are an append buffer and a number of one of its buffers."""
+    return isinstance(x, tuple) and isinstance(x[0], AppendBuffer)
 
 
 def watch(caches: Sequence[Any]) -> None:
@@ -194,9 +194,9 @@ def watched_kind(kind: type) -> type:
     def alone(cache: Any) -> Any:
         own = vars(cache)
         held = {name: own[name] for name in ("keys", "values") if _is_held(own[name])}
-        own.update({name: tail.merged(number) for name, (tail, number) in held.items()})
-        for tail, number in held.values():  # nobody else has it now, so MLX writes into it
-            tail.buffers[number] = None
+        own.update({name: each.merged(number) for name, (each, number) in held.items()})
+        for each, number in held.values():  # nobody else has it now, so MLX writes into it
+            each.buffers[number] = None
         cache.__class__ = kind
         return cache
 
