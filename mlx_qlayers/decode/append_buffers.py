@@ -106,8 +106,8 @@ def _check_batch(caches: Sequence[Any], last: int) -> None:
 
 
 def positions_of(beside: AppendBuffer, c: Any) -> mx.array:
-    """What :func:`attention_step` takes: rows that count, tokens in the append buffer, positions of
-    the next tokens, and last the row that the next token takes."""
+    """The array for :func:`attention_step`: rows that count, tokens in the append buffer, positions
+    of the next tokens, and last the row that the next token takes."""
     offset, batch = vars(c)["offset"], len(arrays_of(beside.buffers[0])[0])
     ahead, last = mx.array([beside.start, beside.held]), mx.array([beside.first + beside.held])
     if isinstance(offset, int):
@@ -118,7 +118,7 @@ def positions_of(beside: AppendBuffer, c: Any) -> mx.array:
 
 @lru_cache(maxsize=64)
 def one_token(size: int) -> mx.array:
-    """What a token adds to so many positions."""
+    """The array that a token adds to so many positions."""
     return mx.array([0] + [1] * (size - 1))
 
 

@@ -41,7 +41,7 @@ _ROOM = 256
 
 
 class AppendState(NamedTuple):
-    """What a step goes on with: what its compiled function takes and gives.
+    """The arrays that a step's compiled function takes and gives.
 
     Attributes:
         append_buffers: of the groups of caches.
@@ -93,7 +93,7 @@ class AppendForm(Form):
         self.groups = [*groups.values()]
         counting = self._counted(captured, caches)
         self.counting = [counting[first] for first in groups]
-        # What goes in and out by turns, and what stays.
+        # Inputs that each step replaces, and ``fixed`` ones.
         self.at = [f"at.{first}" for first in groups]
         self.appended = [f"append.{i}.{n}" for i in chain(*self.groups) for n in _NAMES]
         self.buffers = [*_buffers(self.groups, caches.keys)]
@@ -110,7 +110,7 @@ class AppendForm(Form):
         self.compiled = mx.compile(self._run)
 
     def _counted(self, captured: Captured, caches: TracedCaches) -> dict[int, list[str]]:
-        """By the numbers of caches what a token adds one to."""
+        """The counts of each cache to which a token adds one."""
         found: dict[int, list[str]] = {number: [] for number in chain(*self.groups)}
         for (number, name), count in zip(self.counts, captured.counts.values(), strict=True):
             begun = name == "_idx" and caches.keys[number][1] == "begins"
@@ -124,7 +124,7 @@ class AppendForm(Form):
         fixed, buffers, at, arrays, states = given
         buffers = [a for some in buffers for buffer in some for a in arrays_of(buffer)]
         is_joined = len(arrays) < len(self.appended)
-        # What goes out as it came in are arrays of their own.
+        # Arrays that leave as they came in must not share a buffer.
         with traced([*fixed, *buffers, *arrays, *states], self.weights):
             apart = [y for x in arrays for y in halves(x)] if is_joined else arrays
             names = self.fixed, self.buffers, self.at, self.appended, self.states

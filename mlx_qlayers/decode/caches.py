@@ -1,4 +1,4 @@
-"""What a step is captured for, of a model's caches, and how they hold what it gave.
+"""The cases of a model's caches: for which a step is captured, and how long it holds.
 
 A cache of mlx-lm is a few arrays and counts. In a graph the arrays are inputs and outputs; a count
 that goes on with each token is a position. Room for tokens is made ahead, as the caches do it
@@ -24,7 +24,7 @@ _MANY = 256
 _RINGS = ("RotatingKVCache", "BatchRotatingKVCache")
 # Cases of rings in which a step's row is none that goes on with the tokens.
 _AT_ROWS = ("full", "begins", "moves")
-# By the class of a cache the counts that go on with each token.
+# The counts of each class of caches that go on with each token.
 _COUNTERS = {
     "KVCache": ("offset",),
     "QuantizedKVCache": ("offset",),
@@ -37,7 +37,7 @@ _COUNTERS = {
 
 
 class Facts(NamedTuple):
-    """What matters of a cache.
+    """The facts about a cache that a capture depends on.
 
     Attributes:
         key: what a capture is for: class, dtypes, settings, and which of the cache's cases it is.
@@ -95,7 +95,7 @@ def facts(c: Any, length: int) -> Facts:
 
 
 def _kinds(own: dict[str, Any], counters: Any) -> Iterator[Any]:
-    """Of attributes what a capture depends on."""
+    """The attributes that a capture depends on, without values of arrays."""
     for name, value in own.items():
         if name not in counters:
             yield name, _kind(value)
@@ -182,7 +182,7 @@ def _grown(buffer: Any, more: int, at: int) -> Any:
 def settings(
     some: Sequence[Facts], batch: int, length: int, other_batch: int, reach: int
 ) -> tuple[Setting, Setting]:
-    """What a step is captured for, and another case of the same graph.
+    """The setting that a step is captured for, and another case of the same graph.
 
     Equal positions are equal in both: MLX makes one constant of equal numbers.
     """
@@ -289,7 +289,7 @@ def places(paths: Iterable[str]) -> list[tuple[int, str, int | None]]:
 
 
 class Held(NamedTuple):
-    """What caches have, to see later whether they still do."""
+    """The attributes of caches, to compare with later."""
 
     kinds: Sequence[type]
     items: Sequence[dict[str, Any]]
@@ -303,7 +303,7 @@ class Held(NamedTuple):
 
 
 def held_by(own: Sequence[Any], lists: Iterable[tuple[int, str]]) -> Held:
-    """What caches have; of the lists among their attributes the arrays, too."""
+    """A record of the attributes of caches, and of the items of their lists."""
     items = [*map(dict, map(vars, own))]
     for number, name in lists:
         items[number][name] = items[number][name][:]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from .graph import Graph, Node, Size, Spec, Value, resolved
+from .snapshot import alike
 from .twin import arrays_of, contents, embeddings, leaves, twin
 
 
@@ -27,7 +28,7 @@ class Differs(Unsupported):
 
 
 class Setting(NamedTuple):
-    """What a run of a model's code is made for.
+    """The sizes and positions with which a model's code runs.
 
     Attributes:
         batch: sequences.
@@ -60,7 +61,7 @@ class Captured(NamedTuple):
 
 
 class Trace:
-    """What one run of a model's code gave.
+    """The records of one run of a model's code.
 
     Attributes:
         unsorted: the largest batch at which mlx-lm leaves rows in their order, if it does so here:
@@ -121,7 +122,7 @@ class Trace:
         return [*results.values()]
 
     def _own(self, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Those of the model itself."""
+        """The arrays of the model itself."""
         own = (n for n in arrays if n.startswith("model.") and n not in self.embeddings)
         return {name: arrays[name] for name in own}
 
@@ -129,20 +130,15 @@ class Trace:
 def _replaced(
     part: Any, before: dict[Any, Any], names: dict[int, str]
 ) -> Iterator[tuple[str, mx.array]]:
-    """By the names of arrays those that took their place in a part of a model."""
+    """The names of arrays that a part of a model replaced, and the new arrays."""
     now = contents(part)
     for key in now.keys() | before.keys():
         new, old = now.get(key), before.get(key)
         if new is old:
             continue
-        arrays = isinstance(new, mx.array) and isinstance(old, mx.array)
-        if not arrays or not _alike(new, old):
+        if not alike(new, old):
             raise Unsupported(f"the model changes {key} of {type(part).__name__} in a call")
         yield names[id(old)], new  # type: ignore[misc]
-
-
-def _alike(one: Any, other: Any) -> bool:
-    return (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def _changes(
@@ -176,21 +172,6 @@ def _resized(array: mx.array, path: str, setting: Setting, number: int) -> mx.ar
     return mx.zeros(shape, array.dtype)
 
 
-def capture(model: Any, caches: Sequence[Any], one: Setting, other: Setting) -> Captured:
-    """A step of a model, in which sizes and positions are what they are in both settings.
-
-    Args:
-        model: the model, which is not changed.
-        caches: its caches in turn, not empty; they are not changed either.
-        one: what the step is made for.
-        other: other counters and rows, and if possible another batch size.
-
-    Raises:
-        Unsupported: the model's code cannot be captured; the reason names a line or a primitive.
-    """
-    return solved(*(Trace(model, caches, setting) for setting in (one, other)))
-
-
 def solved(one: Trace, other: Trace) -> Captured:
     """One graph of two traces.
 
@@ -216,7 +197,7 @@ class _Solver:
         self.names = {name: self.pairs.setdefault(pair, name) for name, pair in pairs.items()}
         self.values = {name: value for (value, _), name in self.pairs.items()}
         self.values["batch"] = first.batch
-        # What the arrays of each trace are, by their names there.
+        # The nodes of each trace by the names of their arrays there.
         self.nodes: tuple[dict[str, Node], dict[str, Node]] = {}, {}
         # MLX makes one constant of equal numbers, which need not be equal in the other trace.
         self.constants = dict(_of(one, "constants")), dict(_of(other, "constants"))
@@ -228,13 +209,11 @@ class _Solver:
             return _frozen(one)
         if type(one) is not type(other):
             raise Differs(_BRANCH)
-        if isinstance(one, list | tuple):
-            if len(one) != len(other):
-                raise Differs("its code depends on the batch size or position")
-            return tuple(self.number(*pair) for pair in zip(one, other, strict=True))
+        if isinstance(one, list | tuple) and len(one) == len(other):
+            return tuple(map(self.number, one, other))
         if isinstance(one, bool) or not isinstance(one, int | float):
             raise Differs("its code depends on the batch size or position")
-        # Of several that go on by as much, the nearest: rings wrap around at other times.
+        # Several may go on by as much: the nearest is it, as rings wrap around at other times.
         alike = [pair for pair in self.pairs if 0 != pair[1] - pair[0] == other - one]
         if alike:
             pair = min(alike, key=lambda pair: abs(one - pair[0]))
@@ -284,7 +263,7 @@ class _Solver:
                 nodes[each[0]] = item
 
     def _source(self, one: Any, other: Any) -> Node:
-        """What an array is, in both traces."""
+        """The node of an array, which both traces have."""
         (ours, others), (own, theirs) = self.nodes, self.constants
         if one[0] in own and other[0] in theirs:
             return self._constant(own[one[0]], theirs[other[0]])

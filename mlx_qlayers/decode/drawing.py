@@ -31,7 +31,7 @@ def graphs(model: Any) -> tuple[Graph, Graph]:
     from mlx_lm.models.cache import make_prompt_cache
 
     caches = make_prompt_cache(model)
-    # What a model keeps of its first call is there then.
+    # Some models keep arrays of their first call.
     model = twin(model, lambda path, array: array)
     effects, changed = Effects(model.modules()), None
     classes = Snapshot((), types=map(type, model.modules()))

@@ -1,4 +1,4 @@
-"""What a model's code changes besides what it gives: a graph of it would do that once.
+"""Side effects of a model's code: a graph of it would have them once, when it is captured.
 
 Modules are twins while a capture runs them (:mod:`.twin`). What they have in common with the model
 is looked at here: their classes, the globals of their files, what functions enclose, and where
@@ -31,7 +31,7 @@ class _Source(NamedTuple):
 
 
 class Effects:
-    """What may change while a model's code is captured.
+    """A record of everything that may change while a model's code is captured.
 
     Args:
         parts: the model and the modules in it.
@@ -76,7 +76,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _functions(classes: list[type]) -> Iterator[FunctionType]:
-    """Those of classes, what they enclose, and those that their files know by name."""
+    """The functions of classes, those that they enclose, and those that their files name."""
     packages = {each.__module__.partition(".")[0] for each in classes}
     todo: list[Any] = [*chain.from_iterable(vars(each).values() for each in classes)]
     seen, files = set[int](), set[int]()
@@ -103,7 +103,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _sources(values: Iterable[Any]) -> Iterator[_Source]:
-    """Those that a process has anyway, and those among some values."""
+    """The generators that every process has, and those among some values."""
     ours: Any = mx.random.state  # a key, of this thread
     yield _Source("mlx.random", lambda: ours[0], lambda key: setitem(ours[0], ..., key))
     import numpy as np  # which the import of this package does not wait for

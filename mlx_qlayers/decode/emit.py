@@ -63,7 +63,7 @@ class _Bound(NamedTuple):
 
 
 class Program:
-    """What computes a step.
+    """The list of calls that computes a step.
 
     Args:
         graph: what to compute.
@@ -140,7 +140,7 @@ class Program:
             if self.start[at] is not None:
                 self._known.add(at)
             return None
-        # Who changes an array of the model, in place too, gets a program of its own.
+        # A model whose arrays change, in place too, gets another program.
         if node.op == "Unpacked" or not self._known.issuperset(call.given):
             return call
         self.start[call.target] = call.function(*(self.start[i] for i in call.given))
@@ -261,7 +261,7 @@ class _Any(dict[str, int]):
 
 
 def resolver(args: Sequence[Any]) -> Callable[[Mapping[str, int]], Sequence[Any]]:
-    """What gives arguments of nodes with numbers in the place of sizes, from the values of names.
+    """A function from the values of names to arguments with numbers in the place of sizes.
 
     It is :func:`.graph.resolved` of all of them, in one call.
     """
@@ -289,7 +289,7 @@ def _registers(target: int | slice) -> Iterable[int]:
 
 
 def _getter(keys: Sequence[Any]) -> Callable[[Any], Sequence[Any]]:
-    """What takes some items out of all, without a Python frame."""
+    """A function that takes some items out of all, without a Python frame."""
     if not keys:
         return itemgetter(slice(0, 0))
     if len(keys) == 1:

@@ -72,7 +72,7 @@ def stopped(model: Any) -> str | None:
 
 
 def where() -> Any:
-    """What compiled steps belong to that are made and used now; None where calls run one by one.
+    """The key of compiled steps that are made and used now; None where calls run one by one.
 
     So they do on a CPU, inside another graph, and where a debug mode wants to see each launch.
     """
@@ -83,7 +83,7 @@ def where() -> Any:
 
 
 def _place() -> Any:
-    """What steps belong to whose calls run one by one."""
+    """The key of steps whose calls run one by one."""
     return current.get(), epoch.state, mx.default_device().type
 
 
@@ -111,7 +111,7 @@ class Steps:
         self.steps: dict[Any, list[Step]] = {}
         self.reaches: dict[Any, int] = {}
         self.replaces = False
-        # By the first cache, as long as that lives.
+        # The last step's progress, by the first of its caches as long as that lives.
         self.progress: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def failed(self) -> bool:
@@ -218,7 +218,7 @@ class Steps:
         return logits
 
     def _forms(self, found: Step, batch: int, some: Sequence[Facts]) -> Iterator[Form]:
-        """What runs a step with such caches, the fastest first: the next where one cannot."""
+        """The forms that can run a step with such caches, the fastest first."""
         place, caches = where(), TracedCaches([each.key for each in some], found.captured.names)
         for make in (self._tailed, self._padded) if place else ():
             key: Any = (make.__name__, batch, current.get(), place)
@@ -301,5 +301,5 @@ def _positions(some: Sequence[Facts]) -> dict[str, int]:
     return at | {f"{i}.rows": each.rows for i, each in enumerate(some) if each.rows is not None}
 
 
-# By the identity of models, which are dicts and cannot be keys.
+# The keys are identities, because models are dicts, which have no hash.
 _steps: dict[int, Steps] = {}

@@ -26,7 +26,7 @@ _MANY = 256
 
 
 class Progress(NamedTuple):
-    """What a step leaves for the next one with the same caches.
+    """The state from which the next step with the same caches goes on.
 
     Attributes:
         step: the form that goes on.
@@ -69,7 +69,7 @@ class Form:
         self.counted = resolver(tuple(captured.counts.values()))
 
     def begun(self, own: Sequence[Any], at: dict[str, int]) -> Any:
-        """What the first step with some caches goes on with.
+        """The state of the first step with some caches.
 
         Raises:
             Unsupported: they hold tokens in another way than those of the capture.
@@ -148,7 +148,7 @@ class PaddedForm(Form):
             key = rows_of(own) if kind == "rows" else f"{WIDEST}{own}.rows"
             there = of_cache[number].shape[2] if number in of_cache else 0
             rows[key] = max(rows.get(key, 0), there)
-        # What goes out as it came in are arrays of their own.
+        # Arrays that leave as they came in must not share a buffer.
         with traced(arrays, self.weights):
             made = self.program.run({POSITIONS: at, **given}, rows)
         return [at + self.more, *(made[name] for name in ("logits", *self.states))]

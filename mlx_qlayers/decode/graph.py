@@ -84,7 +84,7 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class Node:
-    """What gives an array, or several.
+    """An operation that gives one array or several.
 
     Attributes:
         op: the name of a primitive of MLX, or ``Input``, ``Constant``, ``Item`` (of a node that
@@ -101,12 +101,12 @@ class Node:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Of the first array."""
+        """The shape of the first array."""
         return self.outputs[0].shape
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Of the first array."""
+        """The dtype of the first array."""
         return self.outputs[0].dtype
 
     def like(self, op: str, *src: Node | None, arg: tuple[Any, ...] = ()) -> Node:
@@ -136,11 +136,14 @@ class Value:
         return str(self.array.item()) if self.array.size == 1 else "..."
 
 
-def number_of(node: Node) -> Any:
-    """The number that a constant is; None for other nodes."""
-    if node.op != "Constant" or node.arg[0].array.size != 1:
+def number_of(node: Node | None) -> Any:
+    """The number that a constant is, also one that is cast or broadcast; None for other nodes."""
+    inner = node
+    while inner is not None and inner.op in ("Broadcast", "AsType"):
+        inner = inner.src[0]
+    if node is None or inner is None or inner.op != "Constant" or inner.arg[0].array.size != 1:
         return None
-    return node.arg[0].array.item()
+    return inner.arg[0].array.astype(node.dtype).item()
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,7 @@ class Graph:
 
     @cached_property
     def variants(self) -> dict[Any, Graph]:
-        """What rules that depend on the batch size made of it."""
+        """The graphs that rules made of it for batch sizes."""
         return {}
 
     def nodes(self) -> list[Node]:
@@ -203,7 +206,7 @@ def less(size: Any, by: Any) -> Any:
 
 
 def first_rows(node: Node) -> tuple[Node, Any]:
-    """Of what an array is the first rows, along the third axis, and how many; or it and None."""
+    """The array whose first rows along the third axis a node is, and how many; or it and None."""
     if node.op == "Slice" and node.src[0] is not None and len(node.shape) == 4:
         (start, stop, step), whole = node.arg, node.src[0]
         if (
@@ -216,17 +219,17 @@ def first_rows(node: Node) -> tuple[Node, Any]:
 
 
 def under(node: Node) -> Node:
-    """What is broadcast; any other node itself."""
+    """The source of a broadcast; any other node itself."""
     return node.src[0] if node.op == "Broadcast" and node.src[0] is not None else node
 
 
-# Whose operands may be in any order.
+# Operations whose operands may be in any order.
 _COMMUTES = ("Add", "Multiply", "Maximum", "Minimum", "LogicalAnd", "LogicalOr")
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """What a node looks like.
+    """A description of a node and its sources.
 
     Attributes:
         ops: names of operations, any of which it is; none for any node.
@@ -251,13 +254,13 @@ class Pattern:
     def match(
         self, node: Node | None, found: dict[str, Any], uses: Mapping[Node, int]
     ) -> Iterator[dict[str, Any]]:
-        """What the names stand for, in each way in which the node fits."""
+        """The nodes by the pattern's names, for each way in which the node fits."""
         for way in self.ways:
             yield from way.match(node, found, uses)
         if node is None or self.ways or (self.ops and node.op not in self.ops):
             return
         if self.number:
-            value = number_of(under(node))
+            value = number_of(node)
             if value is not None and found.get(self.name, value) == value:
                 yield found | {self.name: value}
             return
@@ -292,7 +295,7 @@ def _all(
 
 
 def fits(pattern: Pattern, node: Node | None) -> dict[str, Any] | None:
-    """What the names of a pattern stand for, in the first way in which a node fits."""
+    """The nodes by a pattern's names, for the first way in which a node fits, or None."""
     return next(pattern.match(node, {}, {}), None)
 
 
@@ -309,7 +312,7 @@ def P(text: str, **known: Pattern) -> Pattern:
     ``~Sin(x)``           with that operation or without it
     ``+Sin(x)``           no other node takes it
     ``y @ Sin(x)``        by a name
-    ``-x``                a constant, also one that is broadcast: the number, by that name
+    ``-x``                a constant, also cast or broadcast: the number, by that name
     ====================  ====================================================================
     """
     return _read(ast.parse(text, mode="eval").body, known)
@@ -363,7 +366,7 @@ class Rewriting:
     made: dict[Any, Node] = field(default_factory=dict)
 
     def node(self, node: Node, src: tuple[Node | None, ...]) -> Node:
-        """What takes the place of a node whose sources were rewritten."""
+        """The node in the place of one whose sources were rewritten."""
         new = node if src == node.src else Node(node.op, src, node.arg, node.outputs)
         new = self.made.setdefault(new.key(), new)
         while (other := self._other(new)) is not None:

@@ -47,7 +47,7 @@ class Dispatched(NamedTuple):
     listed: bool = True
 
 
-# What makes a call of a node, or a call if that depends on no arguments but those of ``more``.
+# A call, or a function that makes one of a node.
 Entry = Call | Callable[[Node], Call]
 
 
@@ -125,7 +125,7 @@ def _rows(x: mx.array, *rest: Any) -> mx.array:
 
 def _depends(node: Node) -> Call:
     """The first array; or its sum over ranks, see :mod:`.twin`."""
-    number = number_of(node.src[-1]) if node.src[-1] is not None else None
+    number = number_of(node.src[-1])
     if not isinstance(number, int) or not 0 <= number - FIRST_GROUP < len(GROUPS):
         return Call(_first)
     group = GROUPS[number - FIRST_GROUP]

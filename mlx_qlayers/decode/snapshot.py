@@ -1,4 +1,4 @@
-"""What is in modules, to see later whether it still is."""
+"""The contents of modules, to see later whether these changed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..layers.sharded import LINEARS
 from ..runtime.in_place import Held
 
 _PACKAGE = __name__.partition(".")[0]
-# Whose objects and functions are no part of a model.
+# Packages whose objects and functions are no part of a model.
 OTHERS = {"mlx", "numpy", _PACKAGE, *sys.stdlib_module_names} - {"__main__"}
 
 
 class Snapshot:
-    """What is in modules, to see later whether it still is: by identity, and in place.
+    """The contents of modules, to see later whether these changed: by identity, and in place.
 
     That is to say, in their lists and dictionaries as well, in objects with attributes, and in
     attributes of their classes.
@@ -81,23 +81,14 @@ class Snapshot:
             return False
 
     def difference(self) -> list[str]:
-        """What was replaced, as the name of an attribute and the class of its module."""
+        """The names of replaced attributes with the classes of their modules."""
         names = sorted({f"{name} of {kind}" for kind, name, *_ in self._replaced()})
         return names if self.held.same() else [*names, "an array in place"]
 
-    def alike(self) -> bool:
-        """Whether nothing was replaced but arrays, by ones of the same shape and dtype."""
-        return self.held.same() and all(
-            isinstance(one, mx.array)
-            and isinstance(other, mx.array)
-            and (one.shape, one.dtype) == (other.shape, other.dtype)
-            for *_, one, other in self._replaced()
-        )
-
     def equal(self) -> bool:
         """Whether nothing was replaced but arrays, by ones of the same numbers."""
-        pairs = [(one, other) for *_, one, other in self._replaced()]
-        return self.alike() and all(mx.array_equal(*pair).item() for pair in pairs)
+        pairs = [each[2:] for each in self._replaced()]
+        return self.held.same() and all(alike(*p) and mx.array_equal(*p).item() for p in pairs)
 
     def _replaced(self) -> Iterator[tuple[str, Any, Any, Any]]:
         """Class, name, what was there and what is there now."""
@@ -125,6 +116,12 @@ class Snapshot:
                 if now.get(name) is not value:
                     setattr(cls, name, value)
         self.held.restore()
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two values are arrays of the same shape and dtype."""
+    arrays = isinstance(one, mx.array) and isinstance(other, mx.array)
+    return arrays and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def _is_list(x: object) -> bool:
@@ -158,7 +155,7 @@ def _containers(x: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def classes_of(types: Iterable[type]) -> Iterator[type]:
-    """Those classes and their bases whose attributes somebody may change, each once."""
+    """The classes and their bases whose attributes somebody may change, each once."""
     for cls in dict.fromkeys(chain.from_iterable(each.__mro__ for each in types)):
         package = cls.__module__.partition(".")[0]
         if package not in (_PACKAGE, "builtins") and cls is not nn.Module:

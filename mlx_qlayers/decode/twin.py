@@ -75,7 +75,7 @@ def _container(value: Any, swap: Swap, path: str, made: dict[int, Any]) -> Any:
 
 
 def contents(value: Any) -> dict[Any, Any]:
-    """What is in a twin of a module or of what holds modules."""
+    """The contents of the twin of a module, list or dict."""
     if isinstance(value, nn.Module):
         return {**value, **vars(value)}
     if isinstance(value, list):
@@ -150,7 +150,7 @@ class Embedding(nn.QuantizedEmbedding):
 def embeddings(
     model: Any, arrays: dict[str, mx.array]
 ) -> dict[str, tuple[list[str | None], tuple[int, int, str]]]:
-    """By the path of what stands for an unpacked matrix: the names of packed arrays, the format."""
+    """The names of packed arrays and the format, by the path of the placeholder."""
     known, found = {id(a): name for name, a in arrays.items()}, {}
     for path, module in model.named_modules():
         if stock_class(type(module)) is nn.QuantizedEmbedding:
@@ -220,7 +220,7 @@ def _copies(method: FunctionType) -> bool:
 
 
 def _otherwise(method: FunctionType) -> dict[str, Any]:
-    """Of what a method knows from outside that which is spelled otherwise in a twin."""
+    """The globals of a method that a twin has other versions of."""
     found: dict[str, Any] = {}
     spelled = not {"contiguous", "distributed"}.isdisjoint(method.__code__.co_names)
     if spelled and method.__globals__.get("mx") is mx:

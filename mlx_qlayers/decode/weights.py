@@ -33,7 +33,7 @@ def arrange(model: nn.Module) -> None:
         arrays = _arrays(part)
         if any(id(a) not in there for a in arrays):
             there |= {id(each.y): each for each in side_by_side(arrays)}
-            # What they lay in before is of no size that anybody asks for.
+            # Their old buffers have sizes that nobody asks for again.
             mx.clear_cache()
     if id(model) not in _views:
         weakref.finalize(model, _views.pop, id(model), None).atexit = False
@@ -42,7 +42,7 @@ def arrange(model: nn.Module) -> None:
 
 @contextmanager
 def traced(given: Sequence[mx.array], weights: Sequence[View]) -> Iterator[None]:
-    """What a step is traced in: launches share arrays, and CUDA's kernels are compiled together.
+    """The context of a trace: launches share arrays, and CUDA's kernels are compiled together.
 
     Args:
         given: what the graph takes; arrays like these leave it, as they are.
@@ -69,5 +69,5 @@ def _arrays(part: nn.Module) -> list[mx.array]:
     return [*{id(a): a for a in arrays if a.ndim and a.size}.values()]
 
 
-# By the identity of models, which are dicts and cannot be keys.
+# The keys are identities, because models are dicts, which have no hash.
 _views: dict[int, list[View]] = {}

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from small_qwen import qwen, snapshot
 
 from mlx_qlayers import convert_model
-from mlx_qlayers.decode.capture import Captured, Setting, Unsupported, capture
+from mlx_qlayers.decode.capture import Captured, Setting, Trace, Unsupported, solved
 from mlx_qlayers.decode.emit import Program
 from mlx_qlayers.decode.graph import Size
 from mlx_qlayers.decode.rules import fused
@@ -28,7 +28,7 @@ def captured(model: nn.Module, length: int = 1) -> Captured:
     other = Setting(
         64, length, {(i, "offset"): 1007 for i in numbers}, dict.fromkeys(numbers, 5256)
     )
-    return capture(model, cache, one, other)
+    return solved(Trace(model, cache, one), Trace(model, cache, other))
 
 
 def stepped(model: nn.Module, step: Captured, batch: int, tokens: int = 3) -> list[mx.array]:
@@ -151,5 +151,5 @@ def test_what_cannot_be_captured_is_named(kind: type[Looks], reason: str) -> Non
     one = Setting(1, 1, {(i, "offset"): 7 for i in range(2)}, {})
     before = snapshot(whole)
     with pytest.raises(Unsupported, match=reason):
-        capture(whole, cache, one, one)
+        Trace(whole, cache, one)
     assert snapshot(whole) == before and cache[0].offset == 7

@@ -75,6 +75,29 @@ def test_logits(name: str) -> None:
     assert mx.abs(found - want).max() <= 1e-5 * mx.abs(want).max()
 
 
+_GROUPS = {"n_group": 4, "topk_group": 2, "n_routed_experts": 16, "num_experts_per_tok": 4}
+_GEMMA = {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}
+# Groups by their two best experts, by the best one; a factor of each expert.
+ROUTERS = {
+    "deepseek_v3": _GROUPS,
+    "deepseek_v2": {**_GROUPS, "topk_method": "group_limited_greedy"},
+    "gemma4_text": {**_GEMMA, "enable_moe_block": True},
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_router_is_one_launch(name: str) -> None:
+    same = ARCHITECTURES[name]
+    changed = same._replace(config={**same.config, "first_k_dense_replace": 0, **ROUTERS[name]})
+    model = build(name, changed)
+    want, _ = logits(model, 2, graph=False)
+    with use_backend("host"):
+        found, kernels = logits(model, 2, graph=True)
+    assert mx.abs(found - want).max() <= 1e-5 * mx.abs(want).max()
+    layers = len(model.layers)
+    assert sum("experts_chosen" in kernel for kernel in kernels) == layers
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "deepseek_v3"])
 def test_norms_between_products_take_no_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(name, ARCHITECTURES[name], mx.bfloat16)

@@ -1,4 +1,4 @@
-"""What this package fuses: rules in files, applied in this order."""
+"""The rules by which this package fuses nodes, in the order in which they are applied."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class Written(NamedTuple):
 
 
 def written(nodes: Sequence[Node | None], name: str, caches: TracedCaches) -> Written | None:
-    """What keys or values of attention are, if a token was written into a cache."""
+    """The cache that attention takes keys or values of, if a token was written into it."""
     parts = [_part(node, caches) for node in nodes]
     first = parts[0]
     if first is None or any(each is None or each[0] != first[0] for each in parts):
@@ -160,7 +160,7 @@ def written(nodes: Sequence[Node | None], name: str, caches: TracedCaches) -> Wr
 
 
 def _part(node: Node | None, caches: TracedCaches) -> tuple[int, Size, int, str, Node, Node] | None:
-    """Of an array of a cache its number, row, and ring; its name, what it was, and what is new."""
+    """The cache's number, row and ring, and the array's name, what it was, and its new rows."""
     node, counted = first_rows(node) if node is not None else (None, None)
     while node is not None and node.op == "Depends":
         node = node.src[0]
@@ -209,7 +209,7 @@ _PACKED = P(f"QuantizedMatmul[_, _, _, False](weights, {_packed('v')})", weights
 
 
 def attended(node: Node) -> Attended | None:
-    """What a node is, if it is attention of a token."""
+    """The parts of attention of one token; None for other nodes."""
     if node.op == "Attention":
         q, k, v, mask, sinks = node.src
         one = q is not None and q.shape[2] == 1
@@ -219,7 +219,7 @@ def attended(node: Node) -> Attended | None:
 
 
 def of_packed(node: Node) -> Attended | None:
-    """What a node is, if it is attention to packed keys and values, as mlx-lm spells it out."""
+    """The parts of attention to packed keys and values, as mlx-lm spells it; None for others."""
     found = fits(_PACKED, node) if node.op == "QuantizedMatmul" else None
     if found is None or len(found["q"].shape) != 4:
         return None
@@ -234,7 +234,7 @@ def _is_at(offset: Node | None, number: int, caches: TracedCaches) -> bool:
     if caches.keys[number][0] not in BATCHES:
         return offset.op == "Numbers" and offset.arg == (caches.counter(number, "offset"),)
     name = offset.arg[0] if offset.op == "Input" else ""
-    # Those of caches that count alike are the same: whoever runs the graph sees to it.
+    # Caches that count alike have equal offsets: the form that runs the graph checks it.
     return name.endswith(".offset") and caches.is_of(name, number)
 
 
@@ -246,7 +246,7 @@ def _rows(node: Node) -> Node:
 
 
 def _behind(node: Node, op: str) -> tuple[Node, Node | None]:
-    """What an operation is done to, of which a node is a view, and the operation."""
+    """The source of the operation that a node is a view of, and the operation."""
     found = next((v for v in views(node) if v.op == op and v.shape[-1] == node.shape[-1]), None)
     source = found.src[0] if found is not None else None
     return (node, None) if source is None else (source, found)
@@ -351,7 +351,7 @@ def with_append_buffers(graph: Graph, caches: TracedCaches) -> Graph:
             continue
         places[node] = Node("Reshape", (step.item(0),), (node.shape,), node.outputs)
         for number, (name, each) in enumerate((("keys", keys), ("values", values)), 1):
-            # Of several attentions to a cache each makes the same append buffer.
+            # Several attentions to one cache make the same append buffer.
             outputs.setdefault(f"append.{each.number}.{name}", step.item(number))
             for buffer in each.buffers:
                 outputs.pop(buffer.arg[0], None)

@@ -78,12 +78,12 @@ def _shifted(norm: Node, bias: Node, root: Node) -> Node | None:
 
 
 def _primitive_norm(root: Node) -> Node | None:
-    """Of a norm without a weight, MLX gives a number in its place."""
+    """MLX has a number in the place of a weight that is left out."""
     src = [None if s is None or not s.shape else s for s in root.src]
     return None if src == [*root.src] else root.like(root.op, *src, arg=root.arg)
 
 
-# What undoes each other: a cast to a wider type and back, an axis put in and taken out.
+# Pairs that cancel: a cast to a wider type and back, an axis put in and taken out.
 CANCELLED: list[Rule] = [
     (P("(Squeeze | ExpandDims)((Squeeze | ExpandDims)(x))"), as_it_is),
     (P("AsType(wide(x))", wide=Pattern(("AsType",), arg=(mx.float32,))), as_it_is),

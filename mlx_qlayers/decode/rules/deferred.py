@@ -66,7 +66,7 @@ def _once(graph: Graph) -> Graph:
 
 
 def _norm_of(node: Node) -> tuple[Node, Node, float] | None:
-    """What goes through a norm into products, its weight and epsilon."""
+    """The array that goes through a norm into products, and the norm's weight and epsilon."""
     if node.op not in ("Products", "Experts") or node.src[2] is not None:
         return None
     norm = node if node.op == "Products" else node.src[0]

@@ -75,7 +75,7 @@ _LIMITED = P("Minimum(gate, -limit) | gate", gate=_GATE)
 _CLIPPED = P("Minimum(Maximum(up, -least), -most) | up", up=_UP)
 _SHIFTED = P("Add(up, -shift) | up", up=_CLIPPED)
 _SWISH = P("Multiply(g, Sigmoid(Multiply(g, -alpha)))")
-# By the names of patterns, what a number is where there is none.
+# The numbers of patterns where the model's code has none.
 _NUMBERS = {"limit": inf, "alpha": 1.0, "shift": 0.0, "most": inf, "least": -inf}
 
 
@@ -102,7 +102,7 @@ def _gated(first: Node, second: Node, root: Node) -> Node | None:
 
 
 def _lifted(root: Node) -> Node | None:
-    """What is done with each element, ahead of a change of the order of rows."""
+    """Elementwise operations move ahead of a change of the order of rows."""
     first = next((s for s in root.src if s and s.op == "Choices"), None)
     if first is None or first.src[0] is None:
         return None

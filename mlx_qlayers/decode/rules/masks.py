@@ -1,4 +1,4 @@
-"""What the masks of a token hide of a cache's rows, as mlx-lm's code computes them."""
+"""Reads from the masks of mlx-lm's code which rows of a cache a token sees."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Shown(NamedTuple):
 
 
 def shown(mask: Node | None, row: Size, size: int, is_own: Callable[[str], bool]) -> Shown | None:
-    """What a mask shows; None if it may be something else.
+    """Read a mask; None if it may show something else.
 
     Args:
         mask: none hides nothing.
@@ -52,7 +52,7 @@ def shown(mask: Node | None, row: Size, size: int, is_own: Callable[[str], bool]
 
 
 def _conditions(mask: Node) -> list[Node]:
-    """What all has to be true."""
+    """The conditions that a mask combines by "and"."""
     mask = seen_through(mask)
     if mask.op != "LogicalAnd" and (mask.op, mask.arg) != ("BitwiseBinary", (0,)):
         return [mask]
@@ -78,7 +78,7 @@ def _less(last: Any, row: Size) -> Any:
 def _part(
     node: Node, at: Counter[str], rolled: bool, is_own: Callable[[str], bool]
 ) -> Shown | None:
-    """What one comparison shows."""
+    """The rows that one comparison shows."""
     if node.op not in _COMPARED:
         return None
     larger, more = _COMPARED[node.op]
@@ -103,7 +103,7 @@ def _part(
 
 
 def _sum(node: Node | None, is_own: Callable[[str], bool]) -> Counter[str] | None:
-    """What a node adds up."""
+    """The terms that a node adds up."""
     if node is None:
         return None
     node = seen_through(node)
@@ -131,7 +131,7 @@ def _numbers(value: Any, more: int = 0) -> Counter[str]:
 
 
 def seen_through(node: Node) -> Node:
-    """What is looked at in another shape."""
+    """The node that views reshape or cast."""
     while node.op in _VIEWS and node.src[0] is not None:
         if node.op == "AsType" and node.dtype == mx.bool_:
             break

@@ -21,16 +21,16 @@ from .canonical import ELEMENTWISE
 from .padding import Padding, from_0, is_position
 
 _RESHAPES = ("ExpandDims", "Flatten", "Reshape", "Squeeze", "Unflatten")
-# Whose last axis is one row's.
+# Operations whose last axis belongs to one row.
 _OF_ROWS = ("RMSNorm", "LayerNorm", "RoPE", "Quantize", "Products", "View")
 _KEPT = (
     *(*ELEMENTWISE, *_RESHAPES, *_OF_ROWS, "Transpose", "Abs", "AsType", "Broadcast", "Copy"),
     *("Concatenate", "Cos", "Depends", "Exp", "Floor", "FloorDivide", "Full", "GatherAxis", "Log"),
     *("Log1p", "LogicalNot", "Negative", "ScatterAxis", "Sigmoid", "Sin", "Sqrt", "Square", "Tanh"),
 )
-# Of which zeros give zeros.
+# Operations that give zeros where they take zeros.
 _KEEP_ZEROS = (*_RESHAPES, "Transpose", "AsType", "Broadcast", "Copy", "Multiply")
-# What a reduction gives where there is nothing, by its number: all, any, sum, prod, min, max.
+# The neutral elements of reductions by number: all, any, sum, prod, min, max.
 _NOTHING = (True, False, 0, 1, inf, -inf)
 
 
@@ -70,7 +70,7 @@ def _arange(now: Padding, node: Node, src: Sources) -> Node:
 
 
 def _kept(now: Padding, node: Node, src: Sources) -> Node:
-    """What keeps rows apart."""
+    """Operations that keep rows apart."""
     moves = is_position(node.shape[-1:])
     if node.op == "Concatenate":
         if (rolled := _rolled(now, node)) is not None:
@@ -168,7 +168,7 @@ def _rolled(now: Padding, node: Node) -> Node | None:
 
 
 def _product(now: Padding, node: Node, src: Sources) -> Node:
-    """Of keys, or with values by shares that are zero behind."""
+    """A product with keys, or with values by shares that are zero behind the rows that count."""
     transposed = node.op == "QuantizedMatmul" and node.arg[3]
     (x, *others), old = src, node.src[1]
     assert old is not None

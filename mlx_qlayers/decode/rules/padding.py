@@ -13,7 +13,7 @@ from .attention_step import TracedCaches
 
 # The input that has all positions, in the order of their names in a graph.
 POSITIONS = "positions"
-# What the rows of the largest buffer are called, of those with the position behind it.
+# The prefix of the name of the rows of the largest buffer with a position.
 WIDEST = "widest."
 
 
@@ -23,7 +23,7 @@ def is_position(value: Any) -> bool:
 
 
 def rows_of(name: str) -> str:
-    """What the rows of buffers are called that have this name in a graph, or that of a position."""
+    """The name of the rows of buffers, from their name in a graph or that of a position."""
     return name if name.endswith(".rows") else f"{name}.rows"
 
 

@@ -109,7 +109,7 @@ NORMED: list[Rule] = [(P("Products(norm @ RMSNorm, ...)"), _normed)]
 
 
 def _rows(node: Node) -> tuple[Any, ...] | None:
-    """What products have in common that one launch may compute, and how many it takes."""
+    """How many products one launch takes, and what these must have in common."""
     if node.op == "Products" and _is_plain(node):
         return MAX_MATRICES, node.src[:5], node.arg
     if node.op == "Experts" and len(node.src) == 7:

@@ -67,7 +67,7 @@ def _of_all_tokens(graph: Graph) -> Graph:
 
 
 def _whole(parts: list[Node | None]) -> Node | bool | None:
-    """What parts are of, that are its rows in turn; None of no parts, False of others."""
+    """The array whose rows in turn the parts are; None of no parts, False of others."""
     if not any(parts):
         return None
     of = {part.src[0] if part and part.op == "Slice" else part for part in parts}

@@ -8,7 +8,7 @@ from math import exp
 
 import mlx.core as mx
 
-from ..graph import Node, P, Rule, Spec, Value, number_of, under
+from ..graph import Node, P, Rule, Spec, Value, number_of
 
 _MOST = Value(mx.array(1e30))
 
@@ -61,7 +61,7 @@ def _frequencies(rate: Node) -> tuple[float, Node | None] | None:
         return None
     numbers = [s for s in rate.src[0].src if s is not None]
     steps = next((n for n in numbers if n.op == "Arange"), None)
-    logs = [number_of(under(n)) for n in numbers if n is not steps]
+    logs = [number_of(n) for n in numbers if n is not steps]
     log = logs[0] if logs else None
     if steps is None or log is None:
         return None

@@ -20,7 +20,7 @@ _OF_EXPERT = P("Squeeze(Gather(factors, at))")
 _TWO = P("Slice(Partition(inside))")
 _PUT = P("(Flatten | Reshape)(ScatterAxis(inside, ~Broadcast(at), -fill))")
 _ROOT = P("Sqrt(LogAddExp(logits, zero))")
-# Of each choice of a sparse mixer: a softmax without what is too far below what was chosen.
+# Each choice of a sparse mixer takes a softmax of the logits that are close enough to the largest.
 _LOW = P("Divide(Subtract(top, logits), Maximum(Abs(logits), top))")
 _BAND = P("Select(Greater(low, -epsilon), -lowest, left)", low=_LOW)
 _MIXED = P("GatherAxis(~AsType(Softmax(~AsType(band))), at)", band=_BAND)
@@ -104,7 +104,7 @@ def _chosen(experts: Node, shares: Node) -> Node | None:
 
 
 def _best(taken: Node, axis: int) -> tuple[Node, dict[str, Any]] | None:
-    """What the largest were looked for in, how many, and whether the last of equal ones."""
+    """The numbers whose largest were taken, how many, and whether the last of equal ones."""
     found = fits(_TOP, taken)
     if found is None:
         return None
@@ -125,7 +125,7 @@ def _best(taken: Node, axis: int) -> tuple[Node, dict[str, Any]] | None:
 
 
 def _shares(shares: Node, experts: Node) -> tuple[Node, dict[str, Any], Node | None] | None:
-    """What the shares were taken of, how, and a factor of each expert."""
+    """The numbers that the shares were gathered from, the options, and a factor of each expert."""
     options: dict[str, Any] = {"scale": 1.0, "normed": False}
     factors, node = None, plain(shares)
     while node.op != "GatherAxis":
@@ -144,7 +144,7 @@ def _shares(shares: Node, experts: Node) -> tuple[Node, dict[str, Any], Node | N
         elif node.op == "Multiply":
             one, other = map(plain, node.src)
             part, by = (one, other) if number_of(one) is None else (other, one)
-            scale = number_of(plain(by))
+            scale = number_of(by)
             if scale is not None:
                 options["scale"] *= scale
             else:
@@ -202,7 +202,7 @@ def _bias(numbers: Node) -> tuple[Node, Node | None]:
 
 
 def _logits(scores: Node) -> tuple[Node, str] | None:
-    """What scores were computed of, and how."""
+    """The logits that scores were computed from, and by which function."""
     node = plain(scores)
     if found := fits(_ROOT, node):
         return found["logits"], "sqrtsoftplus"

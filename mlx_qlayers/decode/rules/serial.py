@@ -1,4 +1,4 @@
-"""What suits a processor whose threads run one by one, and whose launches Python makes in turn.
+"""Rules for the host backend, on which threads run one by one and Python makes each launch.
 
 A norm is a launch of its own there. Queries and keys are turned in one launch, and attention takes
 the whole buffers of a cache and how many rows count: its plan is one for all positions.
@@ -66,7 +66,7 @@ def _packed(root: Node) -> Node | None:
         return None
     k = [each for each in found.keys if each is not None]
     (batch, heads, length, width), mask = found.q.shape, found.mask
-    # Of keys, too, it is the format.
+    # Keys have the same format.
     if [32 * k[0].shape[3] // bits, size * k[1].shape[3]] != [width] * 2 or length > MAX_QUERIES:
         return None
     while mask is not None and mask.op in ("Broadcast", "ExpandDims", "Unflatten"):
@@ -92,7 +92,7 @@ def _is_causal(mask: Node, length: int, count: Size) -> bool:
 
 
 def _update(rows: Node | None) -> tuple[Node | None, Node | None]:
-    """Of the first rows of a cache that was written into, the whole, and what was written."""
+    """The whole array whose first rows are given, and the rows written into it; or None, None."""
     update, count = first_rows(rows) if rows is not None else (None, None)
     if update is None or update.op != "SliceUpdate" or not isinstance(count, Size):
         return None, None
@@ -100,7 +100,7 @@ def _update(rows: Node | None) -> tuple[Node | None, Node | None]:
 
 
 def _turned(q: Node | None, k: Node | None) -> dict[Node, Node]:
-    """What takes the place of the rotary embeddings of queries and keys, where it is the same."""
+    """One node for the rotary embeddings of queries and keys, where these are the same."""
     if (
         q is None
         or k is None
