@@ -99,8 +99,7 @@ def _path(stem: str) -> Path:
 
 def _commit(results: Results) -> str:
     changed = " (kernels have changed since)" if results.stale else ""
-    known = f"commit {results.commit}" if results.commit != "unknown" else "commit not recorded"
-    return known + changed
+    return f"commit {results.commit}{changed}"
 
 
 @cache
@@ -221,11 +220,10 @@ def summary() -> str:
     for table in TABLES:
         if results := read(table.stem):
             machine = _link(results.device, _path(table.stem), README)
-            commit = results.commit if results.commit != "unknown" else "not recorded"
             script = f"`bench_{table.command.split()[0]}`"
             for task, numbers in table.cells().items():
                 mark = " \\*" if results.stale else ""
-                cells[table.stem, task] = (machine, script, commit + mark, *numbers)
+                cells[table.stem, task] = (machine, script, results.commit + mark, *numbers)
     rows = [(label, *cells[line]) for label, line in SUMMARY.items() if line in cells]
     heads = ("", "machine", "script", "commit", "stock", "mlx-qlayers", "ratio")
     note = (
@@ -258,7 +256,7 @@ def tuning() -> str:
         f"Of {len(gains)} kernels, {better} became at least 5% faster; the smallest ratio is "
         f"{min(gains):.2f}x. An exhaustive search of {tried} configurations of {count} "
         f"kernels found nothing more than {gap:.2f}x as fast as the untuned choice "
-        f"({_link('file', _path('tuning_exhaustive_cuda'), BENCHMARKS)})."
+        f"({_link('file', _path('tuning_exhaustive_cuda'), BENCHMARKS)}, {_commit(every)})."
     )
 
 
