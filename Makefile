@@ -52,8 +52,8 @@ test-cuda: setup
 
 # What the tests launch, as texts for Apple's compiler; on a Mac tests/compile_metal_sources.py
 # compiles them. Kernels give zeros and assertions come to nothing, so nothing is compiled here. Left
-# out are tests whose launches are those of other processes, and of kernels that the package lacks.
-ELSEWHERE := fuzz runtime/host $(addprefix commands/test_,ranks.py server_lives.py serving.py) \
+# out are tests that launch in other processes, what the package lacks, or nothing.
+ELSEWHERE := fuzz metal/test_instructions.py runtime/host $(addprefix commands/test_,ranks.py server_lives.py serving.py) \
   $(addprefix test_,$(addsuffix .py,apple_faults benchmarks metal_sources notebooks sanitize stress wheel))
 metal-sources: setup
 	PYTHONOPTIMIZE=1 $(PYTEST) -n auto --dist load --maxschedchunk 4 --tb=no --timeout 60 -rN \

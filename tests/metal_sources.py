@@ -35,6 +35,9 @@ from _pytest.assertion import rewrite
 import mlx_qlayers
 from mlx_qlayers.conversion import verify
 from mlx_qlayers.runtime import host, metal
+from mlx_qlayers.runtime.explain import count
+from mlx_qlayers.runtime.host import bound_launch
+from mlx_qlayers.runtime.host.runtime_library import Counters
 from mlx_qlayers.runtime.host.toolchain import mlx_include
 from mlx_qlayers.runtime.launch import Bound, Launch
 from mlx_qlayers.runtime.program import Program
@@ -68,7 +71,7 @@ def declarations() -> dict[str, list[tuple[int, str]]]:
 @cache
 def declared(program: Program) -> str:
     """The kernel of the package whose body a program has; nothing if it is not one of these."""
-    file, _, line = next(iter(program.file_lines[1]), "").partition(":")
+    file, _, line = (program.file_lines[1] or ("",))[-1].partition(":")
     kernels = declarations().get(file, [])
     before = bisect(kernels, int(line or 0), key=lambda each: each[0])
     return kernels[before - 1][1] if before else ""
@@ -96,11 +99,15 @@ class MetalSources:
         folder.mkdir(parents=True, exist_ok=True)
 
     def bind(self, launch: Launch) -> Bound:
-        """In the place of the host backend's ``bind``: what it gives are zeros."""
+        """In the place of the host backend's ``bind``: what it gives are zeros, and counts."""
         self.keep(launch)
         outputs = list(zip(launch.output_shapes, launch.output_dtypes, strict=True))
+        rows, counted = launch.rows("host"), (launch.program.name, _ONE_OF_EACH)
 
         def zeros(arrays: list[mx.array]) -> list[mx.array]:
+            count(rows)
+            if (report := bound_launch._report.get()) is not None:
+                report.launches.append(counted)
             mx.eval(found := [mx.zeros(shape, dtype) for shape, dtype in outputs])
             return found  # with values, as other threads may need them
 
@@ -197,6 +204,7 @@ def main(folder: str) -> int:
 
 
 _BIND_ON_METAL = metal.bind
+_ONE_OF_EACH = Counters(*[1] * len(Counters._fields_))
 _KEY = pytest.StashKey[MetalSources]()
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from mlx_qlayers.metal import records  # noqa: F401, the modules of all kernels
+from mlx_qlayers.runtime.kernel import Kernel
 from tests import compile_metal_sources
-from tests.metal_sources import MANIFEST, evaluated, main
+from tests.metal_sources import MANIFEST, declared, evaluated, main
 
 ROOT = Path(__file__).parents[1]
 # As Apple's compiler drives: it knows two versions, and refuses a text that says so.
@@ -52,6 +54,13 @@ def test_each_text_is_there_once(sources):
     preamble = (sources / "utils.h").read_text()
     assert '#include "' not in preamble and "elem_to_loc" in preamble
     assert sorted(p.name for p in sources.iterdir() if p.name.startswith(".")) == []
+
+
+def test_a_text_is_of_the_kernel_that_ends_where_it_ends():
+    modules = [module for name, module in sys.modules.items() if "mlx_qlayers.metal." in name]
+    kernels = [x for module in modules for x in vars(module).values() if isinstance(x, Kernel)]
+    assert len(kernels) > 20
+    assert [declared(x.program) for x in kernels] == [x.function or x.name for x in kernels]
 
 
 def test_kernels_that_no_test_launched_are_named(sources, capsys):
