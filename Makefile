@@ -52,9 +52,11 @@ test-cuda: setup
 
 # What the tests launch, as texts for Apple's compiler; on a Mac tests/compile_metal_sources.py
 # compiles them. Kernels give zeros and assertions come to nothing, so nothing is compiled here. Left
-# out are tests that launch in other processes, what the package lacks, or nothing.
-ELSEWHERE := fuzz metal/test_instructions.py runtime/host $(addprefix commands/test_,ranks.py server_lives.py serving.py) \
-  $(addprefix test_,$(addsuffix .py,apple_faults benchmarks metal_sources notebooks sanitize stress wheel))
+# out are slow tests that launch nothing of the package, or in other processes.
+ELSEWHERE := fuzz models runtime/host decode/test_effects.py metal/test_instructions.py \
+  $(patsubst %,commands/test_%.py,arguments convert ranks server_lives serving) $(patsubst \
+  %,conversion/test_%.py,compiled_step quantize sharding step_faults step_graph step_interrupts) \
+  $(patsubst %,test_%.py,apple_faults benchmarks metal_sources notebooks sanitize stress wheel)
 metal-sources: setup
 	PYTHONOPTIMIZE=1 $(PYTEST) -n auto --dist load --maxschedchunk 4 --tb=no --timeout 60 -rN \
 	  $(addprefix --ignore=tests/,$(ELSEWHERE)) -p tests.metal_sources --metal-sources build/metal
