@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from ..decode.engine import where
 from ..ops.quantized_route import is_dense
+from ..runtime.backend import within
 from ..runtime.cuda_ahead import finish, together
 from ..runtime.transformed import is_transformed
 
@@ -31,12 +32,8 @@ def in_turn(call: Callable[..., Any], model: Any, *args: Any, **options: Any) ->
     """
     if where() is None:
         return call(model, *args, **options)
-    token = _queries.set([])
-    try:
-        with together():
-            return call(model, *args, **options)
-    finally:
-        _queries.reset(token)
+    with within(_queries, []), together():
+        return call(model, *args, **options)
 
 
 def wait(queries: mx.array) -> None:

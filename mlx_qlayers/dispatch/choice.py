@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import EllipsisType
 from typing import NamedTuple
 
 from ..measurements.thresholds import Evidence, are_measured, threshold
-from ..runtime.backend import BackendError, backend, requested, unavailable
+from ..runtime.backend import BackendError, backend, requested, unavailable, within
 from ..runtime.devices import device_of
 from .measurements import Found, decided, found, measured_gain
 
@@ -43,14 +43,9 @@ def unmeasured() -> str | None:
     return None if device_of().measured else UNMEASURED
 
 
-@contextmanager
-def refused(why: str) -> Iterator[None]:
+def refused(why: str) -> AbstractContextManager[str]:
     """Let ``auto`` choose no kernel in a ``with`` block, or without a reason always one."""
-    token = _refusal.set(why)
-    try:
-        yield
-    finally:
-        _refusal.reset(token)
+    return within(_refusal, why)
 
 
 def choose(

@@ -115,38 +115,37 @@ _lock = threading.Lock()
 
 def _prove(job: _Job, found: Unproven) -> None:
     """Have a job done, and record what came of its launches."""
-    launches, why, kept = {found.key: found.kernel}, "", False
+    launches = {found.key: found.kernel}
     with _lock:
         if proof.find(found.key) is not None:
             return
         try:
-            told = _told(job)
-            if told[-1:] == [""] and not job.gradient and found.key not in dict(told[:-1]):
+            told, why = _told(job)
+            if not why and not job.gradient and found.key not in told:
                 # It is bound with the others, and launched with gradients only.
-                told = _told(job._replace(gradient=True))
+                told, why = _told(job._replace(gradient=True))
         except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
-            told, why = [], f"it cannot be proven: {type(error).__name__}: {error}"
-    if told:
-        *bound, last = told if isinstance(told[-1], str) else [*told, _ending()]
-        if found.key in (all_of_it := dict(bound)):
-            launches, why, kept = all_of_it, last, True
-        elif last and bound:  # one before it failed, without which it is of no use here
-            launches, why, kept = launches | all_of_it, last, True
-        else:
-            why = last or "its proof launched other kernels"
-        unknown = {name for key, name in launches.items() if proof.find(key) is None}
-        if why and len(unknown) > 1:
-            why += proof.TOGETHER + ", ".join(sorted(unknown))
+            told, why = {}, f"it cannot be proven: {type(error).__name__}: {error}"
+    # Where one before it failed, it is of no use here without that.
+    if kept := found.key in told or bool(told and why):
+        launches |= told
     elif not why:
-        why = f"it cannot be proven: {_ending()}"
+        why = "its proof launched other kernels"
+    unknown = {name for key, name in launches.items() if proof.find(key) is None}
+    if why and len(unknown) > 1:
+        why += proof.TOGETHER + ", ".join(sorted(unknown))
     proof.record(launches, why, kept)
 
 
-def _told(job: _Job) -> list[Any]:
-    """Each launch of a job, and what is wrong with its results unless its process hangs or ends."""
+def _told(job: _Job) -> tuple[Launches, str]:
+    """The launches of a job, and what is wrong with its results, or how its process ended."""
     order = pickle.dumps(job)
     # A process that has had no work ends.
-    return list(_lines(order)) or list(_lines(order))
+    told = list(_lines(order)) or list(_lines(order))
+    if not told:
+        return {}, f"it cannot be proven: {_ending()}"
+    *launches, last = told if isinstance(told[-1], str) else [*told, _ending()]
+    return dict(launches), last
 
 
 def _lines(order: bytes) -> Iterator[Any]:
@@ -207,7 +206,9 @@ def main() -> None:
             print(json.dumps(what), file=results, flush=True)
 
         try:
-            actual, arrays, of = _begun(job, _Told(tell))
+            specs = _smaller(job)
+            arrays = _arrays(job.operation, job.static, specs)
+            actual, of = _launched(job, specs, arrays, _Told(tell))
             mx.eval(actual)
             terms = max((n for a in arrays if a is not None for n in a.shape), default=1)
             # What is packed has the layout of its dtype.
@@ -230,18 +231,10 @@ class _Told(Launches):
         self.tell((key, kernel))
 
 
-def _begun(job: _Job, told: _Told) -> tuple[list[mx.array], list[Any], tuple[int, ...]]:
-    """A job's results, its arrays, and of which of them there are gradients."""
-    many = sum(spec.size for spec in job.specs if spec is not None) > _MANY
-    specs = _smaller(job) if many else job.specs
-    arrays = _arrays(job.operation, job.static, specs)
-    results, of = _launched(job, specs, arrays, told)
-    return results, arrays, of
-
-
 def _launched(
     job: _Job, specs: Sequence[Any], arrays: Sequence[Any], made: Launches
 ) -> tuple[list[mx.array], tuple[int, ...]]:
+    """A job's results, and of which arrays there are gradients."""
     with trial(made):
         plan = _plan(job, specs)
         gradients = plan.gradients if job.gradient else ()
@@ -294,7 +287,12 @@ def _results(
 
 
 def _smaller(job: _Job) -> Sequence[Spec | None]:
-    """Specs by which a job makes the same launches: the largest axes are halved while it does."""
+    """Specs of a job, or fewer elements with which it makes the same launches.
+
+    The largest axes are halved while it does.
+    """
+    if sum(spec.size for spec in job.specs if spec is not None) <= _MANY:
+        return job.specs
 
     def launches(specs: Sequence[Any]) -> Launches | None:
         zeros = [None if s is None else mx.zeros(s.shape, s.dtype) for s in specs]

@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from ..formats import Format
 from ..runtime import tensor_ops
-from ..runtime.backend import backend
+from ..runtime.backend import backend, within
 from ..runtime.devices import device_of
 from ..runtime.devices.record import MAX_THREADGROUP_MEMORY
 from ..runtime.kernel import Kernel
@@ -240,11 +240,8 @@ class Record(ABC):
 
     def reference(self, inputs: Inputs) -> Inputs:
         """The right outputs, as :meth:`numbers` gives them: those of operators in float32."""
-        token = exactly.set(True)
-        try:
+        with within(exactly, True):
             return self.stock(list(map(in_float32, inputs)))
-        finally:
-            exactly.reset(token)
 
     def numbers(self, outputs: Inputs) -> Inputs:
         """Of the outputs of a kernel what is compared."""

@@ -65,6 +65,16 @@ class Context(NamedTuple):
     mode: Mode = Mode.EAGER
 
 
+@contextmanager
+def within(variable: ContextVar[Any], value: T) -> Iterator[T]:
+    """Let a variable have another value in a ``with`` block, for this thread or task."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
 _INITIAL = Context()
 current: ContextVar[Context] = ContextVar("mlx_qlayers", default=_INITIAL)
 

@@ -27,6 +27,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..runtime.devices import device_of
+from .backend import within
 from .cache_folder import check_owner, make_folder
 from .explain import note
 from .spec import Spec
@@ -132,11 +133,10 @@ def together(waits: bool = True) -> Iterator[None]:
     if _asked.get() is not None:
         yield
         return
-    token = _asked.set(jobs)
     try:
-        yield
+        with within(_asked, jobs):
+            yield
     finally:
-        _asked.reset(token)
         if waits:
             wait(jobs)
 

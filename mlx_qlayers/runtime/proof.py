@@ -13,8 +13,8 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache, partial
 from importlib.metadata import version
@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 
-from .backend import advance_epoch, requested
+from .backend import advance_epoch, requested, within
 from .cache_folder import cache_folder, make_folder
 from .explain import note
 from .launch import Launch
@@ -111,9 +111,9 @@ def first_proven(variants: Mapping[str, Callable[[], T]]) -> T:
     """
     names, failed = list(variants), ""
     for name, following in zip(names, [*names[1:], ""], strict=True):
-        token = _has_another.set(bool(following) or _has_another.get())
         try:
-            made = variants[name]()
+            with within(_has_another, bool(following) or _has_another.get()):
+                made = variants[name]()
         except Unproven as found:
             if found.why is None or not following:
                 raise
@@ -124,31 +124,22 @@ def first_proven(variants: Mapping[str, Callable[[], T]]) -> T:
             if failed and (told := _instead.get()) is not None:
                 told.append(f"by {name}{failed}")
             return made
-        finally:
-            _has_another.reset(token)
     raise ValueError("no variants")
 
 
-@contextmanager
-def replacements() -> Iterator[list[str]]:
+def replacements() -> AbstractContextManager[list[str]]:
     """Collect what :func:`first_proven` takes in the place of something else, and why not that."""
-    told: list[str] = []
-    token = _instead.set(told)
-    try:
-        yield told
-    finally:
-        _instead.reset(token)
+    return within(_instead, [])
 
 
-@contextmanager
-def trial(launches: Launches | None = None) -> Iterator[Launches]:
+def trial(launches: Launches | None = None) -> AbstractContextManager[Launches]:
     """Admit every launch that is bound in a ``with`` block, in this thread or task, and note it.
 
     Args:
         launches: where they are put.
 
-    Yields:
-        The launches, for :func:`record` when their results were compared.
+    Returns:
+        What gives the block the launches, for :func:`record` when their results were compared.
 
     Example:
         >>> from mlx_qlayers.ops.exp import exp
@@ -156,12 +147,7 @@ def trial(launches: Launches | None = None) -> Iterator[Launches]:
         ...     right = mx.allclose(exp(mx.ones(8)), mx.exp(mx.ones(8))).item()
         >>> record(launches, "" if right else "wrong numbers")
     """
-    launches = {} if launches is None else launches
-    token = _trial.set(launches)
-    try:
-        yield launches
-    finally:
-        _trial.reset(token)
+    return within(_trial, {} if launches is None else launches)
 
 
 def key_of(launch: Launch) -> str:

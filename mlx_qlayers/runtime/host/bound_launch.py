@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..backend import BackendError
+from ..backend import BackendError, within
 from ..explain import collectors, count
 from ..launch import Bound, Launch
 from ..program import Program
@@ -92,11 +92,8 @@ def checks(
         64
     """
     report = Report(budget, flush_subnormals, tensor_layout)
-    token = _report.set(report if enabled else None)
-    try:
+    with within(_report, report if enabled else None):
         yield report
-    finally:
-        _report.reset(token)
 
 
 # Packed codes are operands from macOS 26.4 on; other tensor operations come with 26.2.
