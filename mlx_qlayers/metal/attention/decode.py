@@ -17,6 +17,7 @@ from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, Launching, TemplateValue
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
+from ..common.without import without
 from ..record import rounded
 
 MAX_QUERIES = 8
@@ -99,20 +100,18 @@ def _kernel(
     )
 
 
-@cache
-def _combine(sinking: bool) -> Kernel:
-    return Kernel(
-        "attention_combine" + "_sinks" * sinking,
-        "attention/combine.metal",
-        function="attention_combine",
-        inputs=("parts", "sinks") if sinking else ("parts",),
-        omitted=() if sinking else ("sinks",),
-        outputs=("out",),
-        template=("T", "N", "Dv", "simds", "sinking"),
-        threadgroup_memory=lambda Dv, simds, **_: 4 * simds * (-(-Dv // 32) * 32 + 1),
-        registers=lambda Dv, **_: -(-Dv // 32),
-        large=True,
-    )
+_COMBINE_SINKS = Kernel(
+    "attention_combine_sinks",
+    "attention/combine.metal",
+    function="attention_combine",
+    inputs=("parts", "sinks"),
+    outputs=("out",),
+    template=("T", "N", "Dv", "simds", "sinking"),
+    threadgroup_memory=lambda Dv, simds, **_: 4 * simds * (-(-Dv // 32) * 32 + 1),
+    registers=lambda Dv, **_: -(-Dv // 32),
+    large=True,
+)
+COMBINE = without(_COMBINE_SINKS, ("sinks",), "attention_combine")
 
 
 # What `seen` of the kernel can be.
@@ -326,7 +325,8 @@ def attention_combine(
         simds: SIMD groups to a row.
     """
     batch, queries, heads, _, width = parts
-    kernel, splits = _combine(sinks is not None), Spec(parts, mx.float32)
+    kernel = COMBINE if sinks is None else _COMBINE_SINKS
+    splits = Spec(parts, mx.float32)
     of_sinks = dtype if sinks is None else sinks.dtype
     values: tuple[TemplateValue, ...] = dtype, of_sinks, width - 2, simds, sinks is not None
     return kernel.bind(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from math import e, log2
 from struct import pack, unpack
 from typing import Any
@@ -15,6 +14,7 @@ from ...runtime.devices.record import most_threads
 from ...runtime.kernel import Kernel
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
+from ..common.without import without
 from .decode import attention_combine
 
 # Rows of a cache for which a threadgroup is started, and the most that share the rows of a head.
@@ -50,22 +50,19 @@ def _heads(width: int, turned: int) -> int:
     )
 
 
-@lru_cache(maxsize=2)
-def _kernel(masked: bool) -> Kernel:
-    names = ("q", "r", "c", "p", "last", "mask", "options")
-    return Kernel(
-        "latent_step" + "_masked" * masked,
-        "attention/latent.metal",
-        function="latent_step",
-        inputs=tuple(name for name in names if masked or name != "mask"),
-        omitted=() if masked else ("mask",),
-        outputs=("out",),
-        template=("T", "O", "D", "R", "heads", "masked"),
-        threadgroup_memory=lambda heads, **_: 4 * 33 * heads,
-        registers=_registers,
-        large=True,
-        ensure_row_contiguous=False,
-    )
+_MASKED = Kernel(
+    "latent_step_masked",
+    "attention/latent.metal",
+    function="latent_step",
+    inputs=("q", "r", "c", "p", "last", "mask", "options"),
+    outputs=("out",),
+    template=("T", "O", "D", "R", "heads", "masked"),
+    threadgroup_memory=lambda heads, **_: 4 * 33 * heads,
+    registers=_registers,
+    large=True,
+    ensure_row_contiguous=False,
+)
+KERNEL = without(_MASKED, ("mask",), "latent_step")
 
 
 def latent_step(
@@ -87,7 +84,7 @@ def latent_step(
     per_batch = mask is not None and mask.shape[0] > 1
     options = mx.array([bits, splits, heads, rows, per_batch], mx.int32)
     parts = batch, 1, heads, splits, width + 2
-    launch = _kernel(mask is not None).bind(
+    launch = (KERNEL if mask is None else _MASKED).bind(
         [q, r, c, Spec((*c.shape[:3], r.shape[3]), c.dtype), Spec((), mx.int32)]
         + ([] if mask is None else [mask])
         + [Spec.of(options)],

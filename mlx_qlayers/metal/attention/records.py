@@ -139,7 +139,7 @@ class AttentionDecodeRecord(Record):
     def kernels(self) -> tuple[Kernel, ...]:
         return (
             *(decode._kernel(serial, packed, False, False) for serial, packed in _DECODE),
-            decode._combine(False),
+            decode.COMBINE,
         )
 
     @property
@@ -291,7 +291,7 @@ class LatentRecord(CallRecord):
         return latent.splits_of(self.sizes[0]) > 1
 
     def kernels(self) -> tuple[Kernel, ...]:
-        return (latent._kernel(False),)
+        return (latent.KERNEL,)
 
     def bytes(self) -> float:
         rows, batch, _, width, turned = self.sizes

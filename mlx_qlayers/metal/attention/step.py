@@ -17,6 +17,7 @@ from ...runtime.devices.record import MAX_THREADGROUP_MEMORY, most_threads
 from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
 from ...runtime.spec import Spec
+from ..common.without import without
 from ..record import rounded
 from ..rotary.launch import rates, two_floats
 from . import decode
@@ -27,7 +28,6 @@ _INPUTS = (
     *("k_tail", "v_tail", "positions", "mask", "freqs", "sinks", "q_norm", "k_norm"),
     *("options", "tickets"),
 )
-_OUTPUTS = ("out", "k_out", "v_out", "parts")
 # Splits and columns up to which the last threadgroup adds up what the others wrote.
 _MOST_JOINED, _MOST_COLUMNS = 64, 2
 # Words of the arrays of a thread, up to which it may read two blocks at once.
@@ -78,7 +78,22 @@ def _registers(*, T: mx.Dtype, bits: int, masked: bool, **values: Any) -> int:
     return decode._registers(T=T, bits=bits, seen=seen, run=_run(T, bits), **values)
 
 
-@cache
+_KERNEL = Kernel(
+    "attention_step",
+    "attention/step.metal",
+    inputs=_INPUTS,
+    outputs=("out", "k_out", "v_out", "parts"),
+    template=(
+        *("T", "K", "D", "Dv", "group_size", "bits", "masked", "dims", "traditional", "listed"),
+        *("sinking", "normed", "columns", "simds", "blocks", "slice", "teams"),
+        *("P", "split", "joined", "RESIDENT"),
+    ),
+    threadgroup_memory=_memory,
+    registers=_registers,
+    large=True,
+)
+
+
 def _kernel(
     packed: bool,
     masked: bool,
@@ -90,40 +105,10 @@ def _kernel(
     there = {"mask": masked, "freqs": listed, "sinks": sinking}
     there |= {"q_norm": normed, "k_norm": normed, "tickets": joined, "parts": joined}
     there |= dict.fromkeys(("k_scales", "k_biases", "v_scales", "v_biases"), packed)
-    omitted = tuple(name for name, given in there.items() if not given)
-    return Kernel(
-        "attention_step"
-        + "_packed" * packed
-        + "_masked" * masked
-        + "_listed" * listed
-        + "_sinks" * sinking
-        + "_normed" * normed
-        + "_joined" * joined,
-        "attention/step.metal",
-        function="attention_step",
-        inputs=tuple(name for name in _INPUTS if name not in omitted),
-        omitted=omitted,
-        outputs=tuple(name for name in _OUTPUTS if name not in omitted),
-        template=(
-            *("T", "K", "D", "Dv", "group_size", "bits", "masked", "dims", "traditional", "listed"),
-            *(
-                "sinking",
-                "normed",
-                "columns",
-                "simds",
-                "blocks",
-                "slice",
-                "teams",
-                "P",
-                "split",
-                "joined",
-                "RESIDENT",
-            ),
-        ),
-        threadgroup_memory=_memory,
-        registers=_registers,
-        large=True,
-    )
+    flags = {"_packed": packed, "_masked": masked, "_listed": listed}
+    flags |= {"_sinks": sinking, "_normed": normed, "_joined": joined}
+    name = "attention_step" + "".join(word for word, given in flags.items() if given)
+    return without(_KERNEL, tuple(each for each, given in there.items() if not given), name)
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ class AttentionStepRecord(Record):
         return too_much(step._memory(**sizes, bits=self.bits, joined=True, **asdict(config)))
 
     def kernels(self) -> tuple[Kernel, ...]:
-        return step._kernel(self.bits > 0, False, False), decode._combine(False)
+        return step._kernel(self.bits > 0, False, False), decode.COMBINE
 
     def bucket(self) -> tuple[tuple[int, ...], str]:
         heads = self.batch, self.heads, self.kv_heads

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from math import prod
 from struct import pack, unpack
 from typing import Any
@@ -13,8 +12,8 @@ import mlx.core as mx
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Launching
 from ...runtime.spec import Spec
+from ..common.without import without
 
-_INPUTS = ("q", "k", "v", "g", "beta", "state", "mask", "shape")
 # Elements of a row of the state that a lane has, tokens that it reads ahead, lanes of a row.
 _EACH, _AHEAD, _LANES = 16, 2, (1, 2, 4, 8, 16, 32)
 _THREADS = 64
@@ -25,21 +24,19 @@ def takes(width: int) -> bool:
     return width % _EACH == 0 and width // _EACH in _LANES
 
 
-@lru_cache(maxsize=2)
-def _kernel(masked: bool) -> Kernel:
-    return Kernel(
-        "gated_delta_masked" if masked else "gated_delta",
-        "gated_delta/gated_delta.metal",
-        function="gated_delta",
-        inputs=tuple(name for name in _INPUTS if masked or name != "mask"),
-        outputs=("y", "state_out"),
-        omitted=() if masked else ("mask",),
-        template=("T", "G", "B", "columns", "normed", "lanes", "each", "ahead"),
-        registers=lambda T, columns, each, ahead, **_: (
-            4 * each + ahead * each * (T.size // 2 + columns)
-        ),
-        large=True,
-    )
+_MASKED = Kernel(
+    "gated_delta_masked",
+    "gated_delta/gated_delta.metal",
+    function="gated_delta",
+    inputs=("q", "k", "v", "g", "beta", "state", "mask", "shape"),
+    outputs=("y", "state_out"),
+    template=("T", "G", "B", "columns", "normed", "lanes", "each", "ahead"),
+    registers=lambda T, columns, each, ahead, **_: (
+        4 * each + ahead * each * (T.size // 2 + columns)
+    ),
+    large=True,
+)
+_KERNEL = without(_MASKED, ("mask",), "gated_delta")
 
 
 def gated_delta(arrays: Sequence[Any], *norms: float) -> Callable[..., list[mx.array]]:
@@ -57,7 +54,7 @@ def gated_delta(arrays: Sequence[Any], *norms: float) -> Callable[..., list[mx.a
     lanes, rows = width // _EACH, prod(state.shape[:-1])
     words = unpack("3i", pack("3f", *(norms or (0, 1, 1))))
     sizes = mx.array([length, key_heads, heads, values, rows, *words], mx.int32)
-    launch = _kernel(mask is not None).bind(
+    launch = (_KERNEL if mask is None else _MASKED).bind(
         [*(a for a in arrays if a is not None), Spec.of(sizes)],
         template={
             "T": q.dtype,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from math import prod
 from struct import pack, unpack
 from typing import Any
@@ -16,6 +15,7 @@ from ...runtime.devices import device_of
 from ...runtime.devices.record import most_threads
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
+from ..common.without import without
 from ..quantized_matmul.qmv import GATES
 from ..quantized_matmul.tile import packed_template
 
@@ -40,38 +40,37 @@ def _registers(*, rows: int, outputs: int, run: int, **_: Any) -> int:
     return (rows > 1) * outputs * run + 2 * run + rows * 7
 
 
-@lru_cache(maxsize=64)
-def _products(omitted: tuple[str, ...]) -> Kernel:
-    letters = "".join("01"[name in omitted] for name in (*_INPUTS, "y1"))
-    return Kernel(
-        f"experts_products_{int(letters, 2):x}",
-        "gather_qmm/experts.metal",
-        function="experts_products",
-        inputs=tuple(name for name in _INPUTS if name not in omitted),
-        outputs=("y",) if "y1" in omitted else ("y", "y1"),
-        omitted=omitted,
-        template=("T", "S", "mode", "group", "bits", "gate", "rows", "outputs", "height", "run"),
-        registers=_registers,
-        large=True,
-    )
-
-
-@lru_cache(maxsize=8)
-def _combined(omitted: tuple[str, ...]) -> Kernel:
-    names = ("x", "right", "scores", *_MATRIX, "residual", "shape")
-    letters = "".join("01"[name in omitted] for name in names)
-    return Kernel(
-        f"experts_combined_{int(letters, 2):x}",
-        "gather_qmm/experts.metal",
-        function="experts_combined",
-        inputs=tuple(name for name in names if name not in omitted),
-        outputs=("y",),
-        omitted=omitted,
-        template=("T", "S", "W", "mode", "group", "bits", "outputs", "run", "simds"),
-        threadgroup_memory=lambda outputs, simds, **_: 4 * outputs * simds,
-        registers=lambda outputs, run, **_: 2 * run + 4 * outputs,
-        large=True,
-    )
+PRODUCTS = Kernel(
+    "experts_products",
+    "gather_qmm/experts.metal",
+    inputs=_INPUTS,
+    outputs=("y", "y1"),
+    template=("T", "S", "mode", "group", "bits", "gate", "rows", "outputs", "height", "run"),
+    registers=_registers,
+    large=True,
+)
+COMBINED = Kernel(
+    "experts_combined",
+    "gather_qmm/experts.metal",
+    inputs=("x", "right", "scores", *_MATRIX, "residual", "shape"),
+    outputs=("y",),
+    template=("T", "S", "W", "mode", "group", "bits", "outputs", "run", "simds"),
+    threadgroup_memory=lambda outputs, simds, **_: 4 * outputs * simds,
+    registers=lambda outputs, run, **_: 2 * run + 4 * outputs,
+    large=True,
+)
+CHOSEN = Kernel(
+    "experts_chosen",
+    "gather_qmm/experts_chosen.metal",
+    inputs=("logits", "bias", "factors", "numbers"),
+    outputs=("right", "weights"),
+    template=(
+        *("T", "B", "F", "W", "per", "J", "score"),
+        *("groups", "dropped", "pairs", "masked", "last", "normed"),
+    ),
+    registers=lambda per, groups, **_: (2 + (groups > 1)) * per + 12,
+    large=True,
+)
 
 
 def share_experts(right: Sequence[int], experts: int) -> bool:
@@ -125,7 +124,7 @@ def experts_products(
     words = unpack("3i", pack("3f", *gate)) if isinstance(gate, Clipped) else ()
     sizes = mx.array([products, n, k, share, *words], mx.int32)
     tiles = -(-n // height)
-    launch = _products(tuple(omitted)).bind(
+    launch = without(PRODUCTS, tuple(omitted)).bind(
         [*given.values(), sizes],
         template=packed_template(fmt, x.dtype, matrices[0].scales.dtype)
         | {
@@ -160,13 +159,13 @@ def experts_combined(
         A function of the arrays that there are that gives (..., N).
     """
     arrays = x, right, scores, *matrix, residual
-    names = dict(zip(("x", "right", "scores", *_MATRIX, "residual"), arrays, strict=True))
+    names = dict(zip(COMBINED.inputs, arrays, strict=False))
     given = {name: spec for name, spec in names.items() if spec is not None}
     (*leading, share), n = right.shape, matrix.w.shape[1]
     rows = prod(leading)
     sizes = mx.array([rows * share, n, x.shape[-1], share], mx.int32)
     simds = -(-share // -(-share // _SIMDS))
-    launch = _combined(tuple(name for name in names if name not in given)).bind(
+    launch = without(COMBINED, tuple(name for name in names if name not in given)).bind(
         [*given.values(), sizes],
         template=packed_template(fmt, x.dtype, matrix.scales.dtype)
         | {"W": scores.dtype, "outputs": _OUTPUTS, "run": _run(fmt), "simds": simds},
@@ -175,24 +174,6 @@ def experts_combined(
         output_shapes=[(*leading, n)],
     )
     return lambda arrays: launch([*arrays, sizes])
-
-
-@lru_cache(maxsize=8)
-def _chosen(omitted: tuple[str, ...]) -> Kernel:
-    return Kernel(
-        f"experts_chosen_{len(omitted)}{omitted[0] if omitted else ''}",
-        "gather_qmm/experts_chosen.metal",
-        function="experts_chosen",
-        inputs=tuple(n for n in ("logits", "bias", "factors", "numbers") if n not in omitted),
-        outputs=("right", "weights"),
-        omitted=omitted,
-        template=(
-            *("T", "B", "F", "W", "per", "J", "score"),
-            *("groups", "dropped", "pairs", "masked", "last", "normed"),
-        ),
-        registers=lambda per, groups, **_: (2 + (groups > 1)) * per + 12,
-        large=True,
-    )
 
 
 def experts_chosen(logits: Any, bias: Any, factors: Any, router: Router) -> Launch:
@@ -211,7 +192,9 @@ def experts_chosen(logits: Any, bias: Any, factors: Any, router: Router) -> Laun
     given = {"logits": logits, "bias": bias, "factors": factors}
     numbers = mx.array([router.fill, router.epsilon, router.floor, router.scale], mx.float32)
     grouped = router.groups > 1 and router.dropped > 0
-    launch = _chosen(tuple(name for name, spec in given.items() if spec is None)).bind(
+    omitted = tuple(name for name, spec in given.items() if spec is None)
+    name = f"experts_chosen_{len(omitted)}{omitted[0] if omitted else ''}"
+    launch = without(CHOSEN, omitted, name).bind(
         [*(spec for spec in given.values() if spec is not None), numbers],
         template={
             "T": logits.dtype,

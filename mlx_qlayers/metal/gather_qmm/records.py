@@ -45,7 +45,7 @@ class ExpertsRecord(CallRecord):
     family = "experts"
 
     def kernels(self) -> tuple[Kernel, ...]:
-        return ((experts._combined if self.form[-1] == "sum" else experts._products)(()),)
+        return (experts.COMBINED if self.form[-1] == "sum" else experts.PRODUCTS,)
 
     def variant(self, config: Any) -> bool:
         rows, count, each, *_ = self.sizes
@@ -188,7 +188,7 @@ class RouterRecord(CallRecord):
         return self.sizes, "-".join([*words, *["bias"] * bias, *["factors"] * factors])
 
     def kernels(self) -> tuple[Kernel, ...]:
-        return (experts._chosen(()),)
+        return (experts.CHOSEN,)
 
     def bytes(self) -> float:
         return float(prod(self.sizes) * self.dtype.size)

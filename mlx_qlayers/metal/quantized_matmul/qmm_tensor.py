@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -15,6 +15,7 @@ from ...options import MatmulCall, PackedMatrix
 from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
+from ..common.without import numbered, without
 from .qmm import sum_of_parts
 from .qmv import GATES, Gate
 from .tile import packed_template
@@ -193,30 +194,26 @@ _INPUTS = (
     *("x", "w", "scales", "biases", "bias"),
     *("residual", "w1", "scales1", "biases1", "bias1"),
 )
-# The kernel of each configuration, its further inputs, template, threadgroup memory and registers.
-_KERNELS: dict[type, tuple[str, tuple[str, ...], tuple[str, ...], Any, Any]] = {
-    TensorConfig: (
-        *("qmm_tensor", ()),
-        (
-            "T",
-            "O",
-            "S",
-            "mode",
-            "group",
-            "bits",
-            "transposed",
-            *TENSOR_TILING,
-            "gate",
-            "RESIDENT",
-            "TOGETHER",
+_PRODUCT: Callable[..., Kernel] = partial(Kernel, outputs=("y",), large=True)
+_KERNELS: dict[type, Kernel] = {
+    TensorConfig: _PRODUCT(
+        "qmm_tensor",
+        "quantized_matmul/qmm_tensor.metal",
+        inputs=(*_INPUTS, "shape"),
+        template=(
+            *("T", "O", "S", "mode", "group", "bits", "transposed"),
+            *(*TENSOR_TILING, "gate", "RESIDENT", "TOGETHER"),
         ),
-        *(threadgroup_memory, registers),
+        threadgroup_memory=threadgroup_memory,
+        registers=registers,
     ),
-    CodesConfig: (
-        *("qmm_codes", ("x_sums",)),
-        ("T", "S", "group", "rows", "columns", "simds", "gate"),
-        lambda rows, columns, **_: 4 * columns * (rows + 2 * _AT_ONCE),
-        codes_registers,
+    CodesConfig: _PRODUCT(
+        "qmm_codes",
+        "quantized_matmul/qmm_codes.metal",
+        inputs=(*_INPUTS, "x_sums", "shape"),
+        template=("T", "S", "group", "rows", "columns", "simds", "gate"),
+        threadgroup_memory=lambda rows, columns, **_: 4 * columns * (rows + 2 * _AT_ONCE),
+        registers=codes_registers,
     ),
 }
 _GROUP_SUMS = Kernel(
@@ -227,25 +224,6 @@ _GROUP_SUMS = Kernel(
     template=("T", "group"),
     large=True,
 )
-
-
-@cache
-def _kernel(kind: type, omitted: tuple[str, ...]) -> Kernel:
-    """A kernel without some of its inputs."""
-    letters = "".join("01"[name in omitted] for name in _INPUTS)
-    function, more, template, memory, held = _KERNELS[kind]
-    return Kernel(
-        f"{function}_{int(letters, 2):x}",
-        f"quantized_matmul/{function}.metal",
-        function=function,
-        inputs=(*(name for name in _INPUTS if name not in omitted), *more, "shape"),
-        outputs=("y",),
-        omitted=omitted,
-        template=template,
-        threadgroup_memory=memory,
-        registers=held,
-        large=True,
-    )
 
 
 def qmm_tensor(
@@ -286,9 +264,10 @@ def qmm_tensor(
     sizes, threads = mx.array([m, n, k, depth], mx.int32), config.threads(x.dtype)
     specs = [x, *matrix, residual, *(other or PackedMatrix(None, None))]
     taken = [None if parts > 1 and spec is matrix.bias else spec for spec in specs]
-    omitted = (name for name, spec in zip(_INPUTS, taken, strict=True) if spec is None)
-    kind: Any = type(config)
-    kernel, sums, more = _kernel(kind, tuple(omitted)), None, list[Spec]()
+    omitted = tuple(name for name, spec in zip(_INPUTS, taken, strict=True) if spec is None)
+    whole = _KERNELS[type(config)]
+    kernel = without(whole, omitted, whole.name + numbered(_INPUTS, omitted))
+    sums, more = None, list[Spec]()
     values = packed_template(fmt, x.dtype, matrix.scales.dtype) | asdict(config)
     values |= {"transposed": transpose, "gate": GATES.index(gate)}
     values |= {"O": mx.float32 if parts > 1 else x.dtype, "RESIDENT": values.get("resident", 1)}

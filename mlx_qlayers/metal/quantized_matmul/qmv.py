@@ -8,7 +8,6 @@ qmm_skinny does with more of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from operator import itemgetter
 from struct import pack, unpack
 from typing import Any, Literal, NamedTuple
@@ -22,6 +21,7 @@ from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, Launching
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
+from ..common.without import numbered, without
 from .qmv_config import any_units, within_memory
 from .tile import (
     PARAMETERS,
@@ -175,51 +175,44 @@ _TEMPLATE = ("T", "S", "mode", "group", "bits", "gate", "normed", "epsilon")
 
 # What each kernel lacks, its threadgroup memory and registers. Those on
 # the matrix units read the shapes of their arrays.
-_KERNELS: dict[str, tuple[tuple[str, ...], Any, Any]] = {
-    "qmv": (_DEFERRED, 0, registers),
-    "qmv_matrix": (("shape",), threadgroup_memory, matrix_registers),
-    "qmv_persistent": (("shape",), persistent_memory, persistent_registers),
-    "qmm_skinny": (("norm_weight", "shape"), skinny_memory, skinny_registers),
-}
-
-
-@lru_cache(maxsize=256)
-def kernel_of(function: str, omitted: tuple[str, ...] = ()) -> Kernel:
-    """A kernel without some of its inputs and outputs."""
-    letters = "".join("01"[name in omitted] for name in _INPUTS + _OUTPUTS)
-    absent, memory, held = _KERNELS[function]
-    own = (*PARAMETERS[function], *["O"] * (function == "qmm_skinny"))
-    return Kernel(
-        f"{function}_{int(letters, 2):x}",
-        f"quantized_matmul/{function}.metal",
-        function=function,
-        inputs=tuple(name for name in _INPUTS if name not in omitted + absent),
-        outputs=tuple(name for name in _OUTPUTS if name not in omitted + absent),
-        omitted=omitted,
-        template=_TEMPLATE + own,
+_KERNELS = {
+    name: Kernel(
+        name,
+        f"quantized_matmul/{name}.metal",
+        inputs=tuple(each for each in _INPUTS if each not in absent),
+        outputs=tuple(each for each in _OUTPUTS if each not in absent),
+        template=(*_TEMPLATE, *PARAMETERS[name], *["O"] * (name == "qmm_skinny")),
         threadgroup_memory=memory,
         registers=held,
         large=True,
     )
+    for name, absent, memory, held in (
+        ("qmv", _DEFERRED, 0, registers),
+        ("qmv_matrix", ("shape",), threadgroup_memory, matrix_registers),
+        ("qmv_persistent", ("shape",), persistent_memory, persistent_registers),
+        ("qmm_skinny", ("norm_weight", "shape"), skinny_memory, skinny_registers),
+    )
+}
+
+
+def kernel_of(function: str, omitted: tuple[str, ...] = ()) -> Kernel:
+    """A kernel without some of its inputs and outputs."""
+    name = function + numbered(_INPUTS + _OUTPUTS, omitted)
+    return without(_KERNELS[function], omitted, name)
 
 
 _SUM = ("planes", "bias", "residual", "next_weight")
 
 
-@lru_cache(maxsize=16)
-def _sum_kernel(omitted: tuple[str, ...]) -> Kernel:
-    """What adds up the planes of a product, without some of its inputs and outputs."""
-    outputs = "y", "scaled", "scaled_squares"
-    return Kernel(
-        "_".join(("qmm_skinny_sum", *(name for name in _SUM if name not in omitted))),
-        "quantized_matmul/qmm_skinny.metal",
-        function="qmm_skinny_sum",
-        inputs=tuple(name for name in _SUM if name not in omitted),
-        outputs=outputs[: 1 if "next_weight" in omitted else 3],
-        omitted=(*omitted, *(outputs[1:] if "next_weight" in omitted else ())),
-        template=("T",),
-        large=True,
-    )
+# Adds up the planes of a product.
+SUM = Kernel(
+    "qmm_skinny_sum",
+    "quantized_matmul/qmm_skinny.metal",
+    inputs=_SUM,
+    outputs=("y", "scaled", "scaled_squares"),
+    template=("T",),
+    large=True,
+)
 
 
 def _bind_parts(
@@ -235,10 +228,11 @@ def _bind_parts(
     planes = Spec((config.parts(k), specs.x.size // k, n), mx.float32)
     launch, _ = _bind(plain, fmt, config, epsilon, gate, [planes.shape])
     there = [each for each in finish if each is not None]
-    omitted = tuple(name for name, each in zip(_SUM[1:], finish, strict=True) if each is None)
+    omitted = [name for name, each in zip(_SUM[1:], finish, strict=True) if each is None]
+    omitted += SUM.outputs[1:] if specs.next_weight is None else ()
     shapes = [(*leading, n)] * (1 if specs.next_weight is None else 2)
     rows = planes.shape[1]
-    total = _sum_kernel(omitted).bind(
+    total = without(SUM, tuple(omitted)).bind(
         [planes, *there],
         template={"T": specs.x.dtype},
         grid=(-(-n // 128) * 128, rows, 1),

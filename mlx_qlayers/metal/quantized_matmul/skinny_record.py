@@ -43,7 +43,7 @@ class SkinnyRecord(QmvRecord):
         return None
 
     def kernels(self) -> tuple[Kernel, ...]:
-        return qmv.kernel_of("qmm_skinny"), qmv._sum_kernel(())
+        return qmv.kernel_of("qmm_skinny"), qmv.SUM
 
     def bucket(self) -> tuple[tuple[int, ...], str]:
         (_, *shape), form = super().bucket()

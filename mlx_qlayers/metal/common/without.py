@@ -1,0 +1,34 @@
+"""Kernels that pass only the arrays that there are: each costs time at every launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+
+from ...runtime.kernel import Kernel
+
+
+def numbered(names: Iterable[str], omitted: tuple[str, ...]) -> str:
+    """What a kernel's name ends with: which of these names it does without."""
+    letters = "".join("01"[name in omitted] for name in names)
+    return f"_{int(letters, 2):x}"
+
+
+@lru_cache(maxsize=512)
+def without(kernel: Kernel, omitted: tuple[str, ...], name: str = "") -> Kernel:
+    """A kernel without some of its inputs and outputs.
+
+    Args:
+        kernel: with all of them.
+        omitted: what it does without: null pointers in its function.
+        name: by default the kernel's and a number that tells what is omitted.
+    """
+    return replace(
+        kernel,
+        name=name or kernel.name + numbered(kernel.inputs + kernel.outputs[1:], omitted),
+        function=kernel.function or kernel.name,
+        inputs=tuple(each for each in kernel.inputs if each not in omitted),
+        outputs=tuple(each for each in kernel.outputs if each not in omitted),
+        omitted=omitted,
+    )
