@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..measurements.thresholds import Evidence, are_measured, threshold
 from ..runtime.backend import BackendError, backend, requested, unavailable, within
 from ..runtime.devices import device_of
-from .measurements import Found, decided, found, measured_gain
+from .measurements import Found, decided, found
 
 
 class Choice(NamedTuple):
@@ -84,7 +84,7 @@ def choose(
         host_gain = number if isinstance(number, (int, float)) else None
     if not isinstance(best, EllipsisType):
         unless, told = decided(best, unless, wins)
-        host_gain, is_measured = measured_gain(best, host_gain), is_measured or bool(told)
+        host_gain, is_measured = (best and best.gain) or host_gain, is_measured or bool(told)
         if told and not unless:
             kernel, also, more = by.partition(";")
             by = f"{kernel or 'its kernel'}, {told}{also}{more}"

@@ -26,8 +26,6 @@ from ..runtime.backend import epoch as current
 from ..runtime.explain import note
 
 T = TypeVar("T")
-# The family and the arguments of a question.
-Question = tuple[str, tuple[Hashable, ...]]
 # Questions that are remembered: a server sees any number of lengths.
 _REMEMBERED = 4096
 
@@ -46,10 +44,16 @@ class Found(NamedTuple):
     config: Any
     evidence: Evidence
 
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast as the stock operator the kernel was, if both were measured."""
+        seconds = self.evidence.seconds or {}
+        return seconds["stock"] / seconds["kernel"] if {"stock", "kernel"} <= {*seconds} else None
+
 
 # What ``with`` blocks change for their own thread or task.
 _heuristics_only: ContextVar[bool] = ContextVar("heuristics_only", default=False)
-_questions: ContextVar[dict[Question, None] | None] = ContextVar("questions", default=None)
+_questions: ContextVar[dict[Record, None] | None] = ContextVar("questions", default=None)
 
 
 def configure(family: str, device: str, *question: Hashable) -> Any:
@@ -84,7 +88,7 @@ def found(family: str, *question: Hashable, device: str | None = None) -> Found 
         True
     """
     if (asked := _questions.get()) is not None:
-        asked[family, question] = None
+        asked[RECORDS[family](*question)] = None
     if _heuristics_only.get():
         return None
     return _found(current.number, family, device or backend(), question)
@@ -109,21 +113,8 @@ def decided(best: Found | None, unless: str | None, wins: str = "kernel") -> tup
     return None if best.path == wins else told, told
 
 
-def measured_gain(best: Found | None, otherwise: float | None) -> float | None:
-    """How many times as fast as the stock operator a kernel was, where both were measured.
-
-    Args:
-        best: from :func:`found`.
-        otherwise: what is known without it.
-    """
-    seconds = best.evidence.seconds if best is not None else None
-    if seconds and {"kernel", "stock"} <= seconds.keys():
-        return seconds["stock"] / seconds["kernel"]
-    return otherwise
-
-
-def questions() -> AbstractContextManager[dict[Question, None]]:
-    """Collect what operations ask inside a ``with`` block, each question once."""
+def questions() -> AbstractContextManager[dict[Record, None]]:
+    """Collect what operations ask inside a ``with`` block, each record once."""
     return _within(_questions, {})
 
 

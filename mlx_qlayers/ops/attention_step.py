@@ -196,7 +196,9 @@ def _choose(
     failed = proof.failed("attention_step") if device_of().needs_proof else None
     q = Spec((k_shape[0], 1, share * k_shape[1] * k_shape[3]), dtype)
     best = found("attention_step", *kernels.question(q, Spec(k_shape, dtype), v_width, packing))
-    by, best = f"attention_step_packed, {bits} bits" if bits else "", None if failed else best
+    if failed or not device_of().gpu:  # a CPU decodes by attention to rows
+        best = None
+    by = f"attention_step_packed, {bits} bits" if bits else ""
     return choose("attention_step", unless=failed or unmeasured(), by=by, best=best)
 
 

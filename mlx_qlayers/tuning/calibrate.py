@@ -19,12 +19,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..dispatch.measurements import Question, lookup, questions
+from ..dispatch.measurements import lookup, questions
 from ..formats import Format
 from ..measurements.entries import COMPUTED, Entry, adopted, file_of, own_entries, parsed, raw
 from ..measurements.store import exclusive, save
+from ..metal.quantized_matmul.records import QmvRecord
 from ..metal.record import CALIBRATED_KEYS, CALIBRATED_PROMPTS, LARGEST, Record
-from ..metal.records import RECORDS
 from ..runtime.backend import advance_epoch, backend, epoch, requested
 from ..runtime.cuda_ahead import nothing_compiled
 from ..runtime.devices import device_of
@@ -243,19 +243,18 @@ def _problems(model: nn.Module) -> list[Record]:
             asked |= dict.fromkeys(_products(model))
         elif backend() != "host":  # which computes a prompt as rows, sixteen after sixteen
             asked_by(model, prompt=CALIBRATED_PROMPTS[-1])
-    found = (RECORDS[name](*arguments) for name, arguments in asked)
-    every = problems_of((each for one in found for each in one.calibrated()), searched=False)
+    every = problems_of((each for one in asked for each in one.calibrated()), searched=False)
     slow = device_of().stock_compiles
     return [each for each in every if each.bytes() <= LARGEST and not (slow and each.stock_waits)]
 
 
-def _products(model: nn.Module) -> Iterator[Question]:
+def _products(model: nn.Module) -> Iterator[Record]:
     """Those of a model that is no language model of mlx-lm: each of its matrices alone."""
     for module in model.modules():
         if (shape := _shape(module)) is not None:
             scales, fmt = module["scales"], Format(module.group_size, module.bits, module.mode)
             dtype = scales.dtype if module.get("biases") is not None else mx.bfloat16
-            yield "qmv", (1, *shape, dtype, fmt)
+            yield QmvRecord(1, *shape, dtype, fmt)
 
 
 def _shape(module: Any) -> tuple[int, int] | None:

@@ -19,6 +19,7 @@ from ..metal.record import Inputs, Path, Record, in_float32
 from ..runtime.backend import backend
 from ..runtime.cuda_ahead import together
 from ..runtime.devices import device_of
+from ..runtime.explain import recording
 from ..runtime.host import checks
 from ..runtime.proof import record, trial
 from ..runtime.wait import KernelTimeout, wait_for
@@ -110,8 +111,9 @@ class Evaluator(Generic[C]):
         return sets
 
     def launch(self, config: C) -> None:
-        """Run a configuration once, which compiles it."""
-        mx.eval(self._path(config)(self.inputs))
+        """Run a configuration once, which compiles it; :func:`explain` does not count that."""
+        with recording():
+            mx.eval(self._path(config)(self.inputs))
 
     def prepare(self, configs: Sequence[C], waits: bool = True) -> None:
         """Have configurations compiled side by side where that takes long; nothing is run."""

@@ -29,7 +29,6 @@ from ..measurements.entries import COMPUTED, Entry, parsed, raw
 from ..metal.record import Record
 from ..runtime.backend import backend
 from ..runtime.devices import device_of
-from ..runtime.explain import recording
 from .evaluator import IN_ORDER, Evaluator, timer_of
 from .queue_timer import OutOfTime
 from .timing import Sample, verdict
@@ -133,7 +132,7 @@ def _begun(
         return Result(record.key, None, ("left out", why)), None
     if pool is None:
         return rates, None
-    return rates, pool.submit(copy_context().run, _launch, rates)
+    return rates, pool.submit(copy_context().run, rates.launch, part.heuristic(rates.device))
 
 
 def _rated(record: Record, rates: Evaluator[Any]) -> Result:
@@ -147,11 +146,6 @@ def _rated(record: Record, rates: Evaluator[Any]) -> Result:
         times = {"stock": Sample(rates.truth_seconds, 0.0, inf, 1)}
     paths = {way: sample.median * scale for way, sample in times.items()}
     return Result(record.key, entry_of(record, config, verdict(times), paths), note, rates.lost)
-
-
-def _launch(rates: Evaluator[Any]) -> None:
-    with recording():
-        rates.launch(rates.record.heuristic(rates.device))
 
 
 def _of_process(records: Sequence[Record], deadline: float) -> Iterator[Result]:

@@ -13,7 +13,6 @@ from ..decode.caches import blank
 from ..decode.twin import is_stepped, leaves, twin
 from ..dispatch.measurements import questions
 from ..metal.record import Record
-from ..metal.records import RECORDS
 from ..runtime.backend import advance_epoch, backend
 from ..runtime.cuda_ahead import together
 from ..runtime.devices import device_of
@@ -53,13 +52,12 @@ def problems_of_model(model: nn.Module, *, prompt: int = 512, batch: int = 1) ->
             model(mx.zeros((batch, 1), mx.int32), cache=cache)
             blank([*leaves(cache)])
     longer = [
-        (family, (*given[:4], size, *given[5:]))
-        for family, given in decoding
+        record.at(size)
+        for record in decoding
         for size in _BUFFERS
-        if family == "attention_step" and backend() != "host"
+        if record.family == "attention_step" and backend() != "host"
     ]
-    asked = [*decoding, *longer, *prefill]
-    return problems_of(RECORDS[name](*arguments) for name, arguments in asked)
+    return problems_of([*decoding, *longer, *prefill])
 
 
 def asked_by(model: nn.Module, prompt: int = 0) -> bool:

@@ -78,20 +78,16 @@ def verdict(times: Mapping[str, Sample]) -> str:
         >>> verdict({"kernel": kernel, "stock": stock}), verdict({"stock": kernel})
         ('kernel', 'stock')
     """
-    best = _fastest_kernel(times)
+    kernels = (name for name in times if name != "stock")
+    best = min(kernels, key=lambda name: times[name].median, default="stock")
     beaten = "stock" in times and times[best].high >= _MARGIN * times["stock"].low
     return "stock" if beaten else best
 
 
 def is_sure(times: Mapping[str, Sample]) -> bool:
     """Whether a verdict is no matter of doubt."""
-    slower = times[_fastest_kernel(times)].low > _MARGIN * times["stock"].high
-    return slower or verdict(times) != "stock"
-
-
-def _fastest_kernel(times: Mapping[str, Sample]) -> str:
-    kernels = (name for name in times if name != "stock")
-    return min(kernels, key=lambda name: times[name].median, default="stock")
+    least = min(sample.low for name, sample in times.items() if name != "stock")
+    return least > _MARGIN * times["stock"].high or verdict(times) != "stock"
 
 
 def turns(names: Iterable[T], repeats: int) -> Iterable[T]:

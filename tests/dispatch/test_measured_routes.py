@@ -140,4 +140,4 @@ def test_no_question_is_asked_about_kernels_that_a_cpu_does_not_choose(monkeypat
     with use_backend("host"), questions() as asked:
         route("product", MatmulCall(x, PackedMatrix(w, None), True, FMT))
     # Which takes more than sixteen rows sixteen after sixteen, by qmv.
-    assert [(family, rows) for family, (rows, *_) in asked] == [("qmv", 16)]
+    assert [(record.family, record.size) for record in asked] == [("qmv", 16)]

@@ -236,7 +236,7 @@ def test_a_mode_is_that_of_its_thread():
         thread.start()
         thread.join()
         assert seen == [OTHER] and configure("qmv", "cuda", *QUESTION) == heuristic()
-        assert list(asked) == [("qmv", QUESTION)]
+        assert list(asked) == [RECORDS["qmv"](*QUESTION)]
 
 
 def test_threads_that_ask_while_results_change_get_one_of_them():
@@ -266,7 +266,7 @@ def test_questions_are_collected_once_each():
         for _ in range(2):
             configure("qmv", "cuda", *QUESTION)
             found("qmv", *QUESTION)
-    assert list(asked) == [("qmv", QUESTION)]
+    assert list(asked) == [RECORDS["qmv"](*QUESTION)]
     configure("qmv", "cuda", 2, *QUESTION[1:])
     assert len(asked) == 1
 

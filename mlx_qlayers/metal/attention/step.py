@@ -94,6 +94,7 @@ _KERNEL = Kernel(
 )
 
 
+@cache
 def _kernel(
     packed: bool,
     masked: bool,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from math import prod
 
 import mlx.core as mx
@@ -12,6 +11,7 @@ from ...formats import Format
 from ...options import PackedMatrix
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
+from ..common.without import without
 from .qmv import MAX_MATRICES
 from .tile import packed_template
 
@@ -20,23 +20,17 @@ _COUNT = 4
 _ARRAYS = ("w", "scales", "biases")
 
 
-@cache
-def _kernel(matrices: int, affine: bool) -> Kernel:
-    """The kernel without the inputs that there are not."""
-    names = [name + number for number in ("", "1", "2") for name in _ARRAYS]
-    given = [name for name in names[: 3 * matrices] if affine or not name.startswith("biases")]
-    return Kernel(
-        f"dequantize_{matrices}{'_affine' * affine}",
-        "quantized_matmul/dequantize.metal",
-        function="dequantize_matrices",
-        inputs=(*given, "shape"),
-        outputs=("y",),
-        omitted=tuple(name for name in names if name not in given),
-        template=("T", "S", "mode", "group", "bits", "run", "count", "threads"),
-        # Packed words with their scales and biases, and what a run of them unpacks to.
-        registers=lambda bits, run, count, **_: count * (run * bits // 32 + 2) + run,
-        large=True,
-    )
+_KERNEL = Kernel(
+    "dequantize",
+    "quantized_matmul/dequantize.metal",
+    function="dequantize_matrices",
+    inputs=(*(name + number for number in ("", "1", "2") for name in _ARRAYS), "shape"),
+    outputs=("y",),
+    template=("T", "S", "mode", "group", "bits", "run", "count", "threads"),
+    # Packed words with their scales and biases, and what a run of them unpacks to.
+    registers=lambda bits, run, count, **_: count * (run * bits // 32 + 2) + run,
+    large=True,
+)
 
 
 def dequantize(
@@ -62,7 +56,10 @@ def dequantize(
     blocks = -(-columns // (threads * run)) * -(-sum(rows) // _COUNT)
     begins = [sum(rows[:i]) for i in range(1, MAX_MATRICES)]
     shape = mx.array([columns, sum(rows), *begins], mx.int32)
-    launch = _kernel(len(matrices), affine).bind(
+    given = [name for name in _KERNEL.inputs[: 3 * len(matrices)] if affine or "biases" not in name]
+    omitted = tuple(name for name in _KERNEL.inputs[:-1] if name not in given)
+    name = f"dequantize_{len(matrices)}{'_affine' * affine}"
+    launch = without(_KERNEL, omitted, name).bind(
         [*arrays, shape],
         template=packed_template(fmt, dtype, matrices[0].scales.dtype)
         | {"run": run, "count": _COUNT, "threads": threads},
@@ -73,19 +70,17 @@ def dequantize(
     return lambda *arrays: launch([*arrays, shape])[0]
 
 
-@cache
-def _rows_kernel(affine: bool) -> Kernel:
-    return Kernel(
-        "dequantize_rows" + "_affine" * affine,
-        "quantized_matmul/dequantize.metal",
-        function="dequantize_rows",
-        inputs=("numbers", *(_ARRAYS if affine else _ARRAYS[:2]), "shape"),
-        outputs=("y",),
-        omitted=() if affine else _ARRAYS[2:],
-        template=("T", "S", "mode", "group", "bits", "run", "threads"),
-        registers=lambda bits, run, **_: run * bits // 32 + 2 + run,
-        large=True,
-    )
+_AFFINE_ROWS = Kernel(
+    "dequantize_rows_affine",
+    "quantized_matmul/dequantize.metal",
+    function="dequantize_rows",
+    inputs=("numbers", *_ARRAYS, "shape"),
+    outputs=("y",),
+    template=("T", "S", "mode", "group", "bits", "run", "threads"),
+    registers=lambda bits, run, **_: run * bits // 32 + 2 + run,
+    large=True,
+)
+_ROWS = without(_AFFINE_ROWS, ("biases",), "dequantize_rows")
 
 
 def dequantize_rows(
@@ -106,7 +101,7 @@ def dequantize_rows(
     run, columns = _run(fmt.bits), fmt.dims(matrix.w)
     threads = _threads(columns // run)
     shape = mx.array([columns, matrix.w.shape[0]], mx.int32)
-    launch = _rows_kernel(affine).bind(
+    launch = (_AFFINE_ROWS if affine else _ROWS).bind(
         [
             Spec((count,), mx.int32),
             *(a for a in matrix[:3] if a is not None),
