@@ -25,8 +25,8 @@ def run(args: argparse.Namespace) -> None:
 
     from ..runtime.backend import backend
     from ..runtime.explain import aligned
-    from .doctor_checks import families
     from .doctor_run import MODEL, Outcome, outcomes
+    from .examples import families
 
     rows = versions() | device() | _gpu() | backends() | {"results": _stored(), "proofs": _proofs()}
     print("\n".join(aligned([*rows.items()])), end="\n\n")

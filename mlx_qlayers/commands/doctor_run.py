@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from .doctor_checks import Check
+    from .example import Example
 
 # Longer than any check takes to compile; one that is not back by then hangs.
 _PATIENCE = 60.0
@@ -102,7 +102,7 @@ def work(connection: Connection, families: list[str], skip: int, path: str, end:
 
 
 def _messages(families: Sequence[str], skip: int, path: str, end: float) -> Iterator[_Message]:
-    from .doctor_checks import checks
+    from .examples import examples
 
     hangs = False
     for family in families:
@@ -112,7 +112,7 @@ def _messages(families: Sequence[str], skip: int, path: str, end: float) -> Iter
                 yield family, MODEL, None
                 yield family, MODEL, _model()
             continue
-        for check in islice(checks(family), skip, None):
+        for check in islice(examples(family), skip, None):
             yield family, check.name, None
             outcome = _outcome(check, path, 0.0 if hangs else end)
             hangs = hangs or _hangs(outcome)
@@ -128,7 +128,7 @@ def _without_result(name: str, what: str, wrong: str = "") -> Outcome:
     return Outcome((name, "", what, "", "", "", ""), wrong)
 
 
-def _outcome(check: Check, path: str, end: float) -> Outcome:
+def _outcome(check: Example, path: str, end: float) -> Outcome:
     """Run a check as asked for, beside the reference on the CPU, and see what auto would take."""
     import mlx.core as mx
 
@@ -171,7 +171,7 @@ def _outcome(check: Check, path: str, end: float) -> Outcome:
     return Outcome((check.name, *shown, f"{1e6 * min(times):.0f} us", taken), wrong)
 
 
-def _taken(check: Check) -> str:
+def _taken(check: Example) -> str:
     """What auto takes for such arrays, and why."""
     from ..runtime.backend import use_backend
     from ..runtime.explain import recording

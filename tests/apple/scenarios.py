@@ -25,7 +25,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from tensors import differs, other_tensors, tensors  # noqa: F401, scenarios
 
 from mlx_qlayers import convert_model, quantize_model, use_backend
-from mlx_qlayers.commands.doctor_checks import checks, families
+from mlx_qlayers.commands.examples import examples, families
 from mlx_qlayers.conversion.gptq import Calibration
 from mlx_qlayers.decode import engine
 from mlx_qlayers.dispatch import choice, prover
@@ -66,7 +66,7 @@ def patience_begins_with_a_hang() -> None:
 def operations() -> Iterator[tuple[str, str]]:
     """The smallest call of each family by each of its kernels, with gradients."""
     for family in families():
-        for check in () if family in _OF_M5 else checks(family):
+        for check in () if family in _OF_M5 else examples(family):
             run, given = check.run, check.arrays
             yield check.name, differs(run(*given), run, given, check.terms, 4 * check.steps)
 

@@ -10,7 +10,7 @@ import apple_gpu
 import mlx.core as mx
 
 from mlx_qlayers import attention, explain, quantized_matmul, use_backend
-from mlx_qlayers.commands.doctor_checks import checks
+from mlx_qlayers.commands.examples import examples
 from mlx_qlayers.conversion.verify import in_float32
 from mlx_qlayers.dispatch.measurements import entry_of
 from mlx_qlayers.formats import Format
@@ -45,7 +45,7 @@ def other_tensors() -> Iterator[tuple[str, str]]:
     _calibrated(QmmRecord(40, 72, 512, mx.bfloat16, Format(64, 4), True), "tensor", "codes")
     _calibrated(GatherRecord((400, 4, 72, 512), mx.float16, ("affine", 64, 4)), "tensor")
     for family in ("fused_products", "gather_qmm", "int8_matmul", "linalg"):
-        for check in checks(family):
+        for check in examples(family):
             if any(word in check.name for word in ("40 rows", "many", "70 rows", "qr")):
                 yield check.name, _held("", check.run, *check.arrays)[1]
     of_attention = AttentionForwardRecord(_SHAPE, mx.float16, False)
@@ -54,10 +54,11 @@ def other_tensors() -> Iterator[tuple[str, str]]:
         "attention with a mask",
         _held("", _attended, *_heads(), _normal((1, 2, _ROWS, _ROWS), 3))[1],
     )
-    for check in checks("gated_delta"):
+    for check in examples("gated_delta"):
         last = mx.arange(5) < mx.array([[5], [3]])
-        for name, given in ((check.name, []), (f"{check.name}, masked", [last])):
-            yield name, _held("", check.run, *check.arrays, *given, stock=_gated_delta)[1]
+        masked = check._replace(arguments=check.arguments | {"mask": last})
+        for name, given in ((check.name, check), (f"{check.name}, masked", masked)):
+            yield name, _held("", given.run, *given.arrays, stock=_gated_delta)[1]
 
 
 def _calibrated(record: Record, first: str, *paths: str) -> None:

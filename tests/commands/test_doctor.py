@@ -13,7 +13,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_qlayers.cli import main
-from mlx_qlayers.commands import doctor_checks, doctor_run
+from mlx_qlayers.commands import doctor_run, examples
+from mlx_qlayers.commands.example import Example
 from mlx_qlayers.runtime import Kernel, tensor_ops
 from mlx_qlayers.runtime.launch import Launch
 from mlx_qlayers.runtime.source import METAL
@@ -49,7 +50,7 @@ def test_the_page_of_some_kernels(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_all_but_attention(capsys: pytest.CaptureFixture[str]) -> None:
     """Whose kernels take a CPU's compiler as long as all others."""
-    families = [family for family in doctor_checks._FAMILIES if family != "attention"]
+    families = [family for family in examples._FAMILIES if family != "attention"]
     assert main(["doctor", "--only", "model", *families]) == 0
     out, _ = capsys.readouterr()
     assert "49 swapped" in out and re.search(r"^(\d+) of \1 checks were right$", out, re.M)
@@ -92,7 +93,7 @@ def test_every_kernel_is_launched(
     monkeypatch.setattr(tensor_ops, "missing", lambda: why)
     monkeypatch.setattr(tensor_ops, "missing_codes", lambda: why)
     monkeypatch.setattr(import_module(f"mlx_qlayers.runtime.{device}"), "bind", zeros)
-    assert main(["doctor", "--one-process", "--only", *doctor_checks._FAMILIES]) == 1
+    assert main(["doctor", "--one-process", "--only", *examples._FAMILIES]) == 1
     out, _ = capsys.readouterr()
     assert not re.search(r" right ", out) and re.search(r"^0 of \d+ checks were right$", out, re.M)
     texts = (path.read_text() for path in METAL.rglob("*.metal"))
@@ -112,8 +113,8 @@ def test_a_kernel_that_fails(
     def fails(x: mx.array) -> list[mx.array]:
         raise RuntimeError("the compiler refused it")
 
-    check = doctor_checks.Check("broken", fails, [mx.zeros(8)])
-    monkeypatch.setitem(doctor_checks._FAMILIES, "exp", lambda: iter([check]))
+    broken = Example("broken", fails, {"x": mx.zeros(8)})
+    monkeypatch.setitem(examples._FAMILIES, "exp", lambda: iter([broken]))
     assert main(["doctor", "--one-process", "--only", "exp", "rotary_embedding"]) == 1
     out, _ = capsys.readouterr()
     assert "exp, broken: RuntimeError: the compiler refused it\n" in out
@@ -127,9 +128,9 @@ def work_that_crashes(*given: Any) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
         return [x]
 
-    first, *others = doctor_checks._exp()
-    planted = doctor_checks.Check("planted", crashes, [mx.zeros(8)])
-    doctor_checks._FAMILIES["exp"] = lambda: iter([first, planted, *others])
+    first, *others = examples._exp()
+    planted = Example("planted", crashes, {"x": mx.zeros(8)})
+    examples._FAMILIES["exp"] = lambda: iter([first, planted, *others])
     doctor_run.work(*given)  # of a process where no test has replaced it
 
 

@@ -1,0 +1,79 @@
+"""What an example of a call is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+
+class Example(NamedTuple):
+    """A call that kernels compute and stock operators as well.
+
+    Attributes:
+        name: which of the operation's kernels; for the page, behind the family's.
+        function: the operation.
+        arguments: what it takes, by name; arrays may stand in lists and tuples.
+        gradients: the arguments whose gradients are computed as well.
+        terms: how many a sum in it has.
+        steps: how many roundings follow each other.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    gradients: Sequence[str] = ()
+    terms: int = 1
+    steps: int = 2
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All arrays among the arguments."""
+        found: list[mx.array] = []
+        mapped(found.append, self.arguments)
+        return found
+
+    def results(self, *arrays: mx.array) -> list[mx.array]:
+        """What the operation gives for other arrays in the place of its own."""
+        return _results(self.function(**self._given(arrays)))
+
+    def run(self, *arrays: mx.array) -> list[mx.array]:
+        """The same, and gradients for a cotangent that every dtype holds exactly.
+
+        It adds up to zero over no group: of a gradient that cancels only its rounding is left.
+        """
+        given, names = self._given(arrays), self.gradients
+
+        def loss(*values: mx.array) -> mx.array:
+            changed = given | dict(zip(names, values, strict=True))
+            wide = [y.astype(mx.float32) for y in _results(self.function(**changed))]
+            parts = [y * (mx.arange(y.size).reshape(y.shape) % 5 - 1.75) for y in wide]
+            return sum((part.sum() for part in parts[1:]), parts[0].sum())
+
+        found = _results(self.function(**given))
+        if names:
+            argnums = list(range(len(names)))
+            found += _results(mx.grad(loss, argnums=argnums)(*(given[name] for name in names)))
+        return found
+
+    def _given(self, arrays: Sequence[mx.array]) -> dict[str, Any]:
+        left = iter(arrays)
+        given: dict[str, Any] = mapped(lambda _: next(left), self.arguments)
+        return given
+
+
+def mapped(function: Callable[[mx.array], Any], tree: Any) -> Any:
+    """Dictionaries, lists and tuples with a function of each array in them."""
+    if isinstance(tree, mx.array):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {name: mapped(function, value) for name, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        parts = [mapped(function, value) for value in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    return tree
+
+
+def _results(found: Any) -> list[mx.array]:
+    return [found] if isinstance(found, mx.array) else [*found]
