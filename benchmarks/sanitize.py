@@ -27,8 +27,8 @@ from typing import Any
 import mlx.core as mx
 from common import Table, arguments, output
 
-from mlx_qlayers.commands.examples import families
 from mlx_qlayers.commands.doctor_run import Outcome, outcomes
+from mlx_qlayers.commands.examples import families
 from mlx_qlayers.runtime import trace
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")

@@ -65,8 +65,11 @@ def _plan(arrays: Sequence[Any], group_size: int | None, bits: int | None, mode:
     if problem := fmt.mismatch(w, scales, biases):
         raise ValueError(problem)
     _TAKES.check(numbers)
-    composed = _composed(fmt)
-    whole = w.ndim == 2 and 0 not in (*w.shape, *numbers.shape) and numbers.size < 2**16
+    composed, dtype = _composed(fmt), mx.bfloat16 if biases is None else scales.dtype
+    if not numbers.size:  # of which MLX unpacks nothing
+        shape = *numbers.shape, fmt.dims(w)
+        return Plan(None, lambda *_: mx.zeros(shape, dtype))
+    whole = w.ndim == 2 and 0 not in w.shape and numbers.size < 2**16
     covered = whole and numbers.dtype in (mx.int32, mx.uint32)
     covered = covered and (biases is None or scales.dtype in FLOATS)
     if not (device_of().stock_compiles and covered):  # elsewhere MLX's gathers are there at once
@@ -74,7 +77,6 @@ def _plan(arrays: Sequence[Any], group_size: int | None, bits: int | None, mode:
     choice = choose("quantized_rows")
     if choice.path == "reference":
         return Plan(choice, composed)
-    dtype = mx.bfloat16 if biases is None else scales.dtype
     launch = dequantize_rows(numbers, PackedMatrix(w, scales, biases, None), fmt, dtype)
 
     def run(*arrays: Any) -> mx.array:
@@ -89,8 +91,8 @@ QUANTIZED_ROWS = Operation("quantized_rows", _plan)
 
 def _composed(fmt: Format) -> Callable[..., mx.array]:
     def run(numbers: Any, w: Any, scales: Any, biases: Any) -> mx.array:
-        return mx.dequantize(
-            w[numbers], scales[numbers], None if biases is None else biases[numbers], *fmt
-        )
+        at = numbers if numbers.ndim else numbers[None]  # MLX unpacks matrices alone
+        rows = mx.dequantize(w[at], scales[at], None if biases is None else biases[at], *fmt)
+        return rows if numbers.ndim else rows[0]
 
     return run

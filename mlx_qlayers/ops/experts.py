@@ -165,7 +165,9 @@ def _plan_chosen(arrays: Sequence[Any], router: Router) -> Plan:
     return Plan(choice, run, gradient_of(composed, arrays), composed)
 
 
-def _check_router(router: Router, experts: int) -> None:
+def _check_router(router: Any, experts: int) -> None:
+    if not isinstance(router, Router):
+        raise ValueError(f"router must be a Router, not {router!r}")
     if not 0 < router.top_k <= experts:
         raise ValueError(f"top_k must be 1 to the {experts} experts, not {router.top_k}")
     if router.score not in SCORES:

@@ -15,6 +15,7 @@ from ..metal.gptq.launch import BLOCK
 from ..reference import gptq as reference
 from ..runtime.spec import Spec
 from .linalg import cholesky, solve_triangular, subtract_product
+from .signature import Signature
 
 # How often a Hessian that is not positive definite in float32 is damped tenfold.
 _RETRIES = 3
@@ -31,7 +32,7 @@ def gptq(
     """Quantize matrices so that their products with the inputs seen change least.
 
     Args:
-        w: (..., N, K), of which scales and biases get the dtype.
+        w: (..., N, K) float32, float16 or bfloat16; scales and biases get its dtype.
         hessian: (..., K, K) float32, the sum of x^T x over inputs x (1, K).
         fmt: an affine format.
         act_order: take the columns with the largest inputs first, with scales chosen beforehand.
@@ -41,7 +42,7 @@ def gptq(
         Packed weights, scales and biases, as ``mx.quantize`` gives them.
 
     Raises:
-        ValueError: the format is not affine, or a shape or dtype does not fit.
+        ValueError: the format is not affine, or a shape, dtype or number does not fit; it is named.
 
     Example:
         >>> w, x = mx.random.normal((16, 128)), mx.random.normal((512, 128))
@@ -51,11 +52,10 @@ def gptq(
 
     Source: Frantar et al., 2023, https://arxiv.org/abs/2210.17323.
     """
-    *lead, n, k = w.shape
+    _TAKES.check(w, hessian, act_order, damping)
+    fmt, (*lead, n, k) = Format.checked(*fmt), w.shape
     if fmt.mode != "affine" or k % fmt.group_size:
         raise ValueError(f"{fmt} cannot hold rows of {k}: affine, in whole groups")
-    if hessian.shape != (*lead, k, k):
-        raise ValueError(f"hessian of shape {hessian.shape} does not go with w of shape {w.shape}")
     flat = w.reshape(-1, n, k).astype(mx.float32)
     h = hessian.reshape(-1, k, k)
     diagonal = mx.diagonal(h, axis1=1, axis2=2)
@@ -65,7 +65,7 @@ def gptq(
     if order is not None:
         h = mx.take_along_axis(h, order[:, :, None], axis=1)
         h = mx.take_along_axis(h, order[:, None], axis=2)
-    u = _inverse_factor(h, damping)
+    u = _inverse_factor(h, float(damping))
     if order is None:
         codes, scales, biases = _in_order(flat, u, fmt, w.dtype)
     else:
@@ -230,5 +230,11 @@ def _sample(arrays: list[mx.array], *static: Any) -> list[mx.array]:
     return [w, factor, *(0.5 + mx.abs(each) if i == 0 else each for i, each in enumerate(ranges))]
 
 
+_TAKES = Signature("""
+    w: float (*L, N, K)
+    hessian: float32 (*L, K, K)
+    act_order: flag
+    damping: number >= 0
+""")
 _BLOCK = Operation("gptq_block", _plan_block, sample=_sample)
 _FIXED = Operation("gptq_fixed_block", _plan_fixed, sample=_sample)

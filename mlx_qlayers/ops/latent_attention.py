@@ -66,8 +66,8 @@ def _choose(q: Any, r: Any, c: Any) -> Choice:
 
 
 def _plan(arrays: Sequence[Any], scale: float) -> Plan:
-    _TAKES.check(*arrays)
-    q, r, c, _, _, mask = arrays
+    _TAKES.check(*arrays, scale)
+    scale, (q, r, c, _, _, mask) = float(scale), arrays
     choice = _choose(q, r, c)
     composed = reference.latent_attention(scale)
     if choice.path == "reference":
@@ -88,5 +88,6 @@ _TAKES = Signature("""
     p: q (B, 1, S, R)
     last: int32 ()
     mask: bool (1|B, 1, 1, S) or None
+    scale: number
 """)
 LATENT_ATTENTION = Operation("latent_attention", _plan, sample=_sample)

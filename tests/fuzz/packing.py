@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import mlx.core as mx
 import numpy as np
 from hypothesis import strategies as st
 
 from mlx_qlayers.formats import Format
-from tests.fuzz.arrays import changes, filled
+from tests.fuzz.arrays import filled
 from tests.packed import FORMATS
 
 FORMAT = st.sampled_from(FORMATS)
@@ -35,10 +33,3 @@ def packed(
         parts[parts & 0x7F == 0x7F] = 0x38
     least, most = (0, 0x7E) if fmt.mode == "nvfp4" else (110, 131)
     return mx.array(words), mx.array(rng.integers(least, most, groups, np.uint8)), None
-
-
-def spoilt_products(names: list[str]) -> st.SearchStrategy[SimpleNamespace]:
-    """Sound calls of a product in which arguments of these names are replaced."""
-    return st.builds(
-        SimpleNamespace, fmt=FORMAT, rows=ROWS, transpose=st.booleans(), changes=changes(names)
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,31 +150,3 @@ def _compare(
         if (np.abs(to64(chosen) - exact) > arrays.NORMAL[dtype]).any():
             most = terms[name][sure].max()
             assert_accurate(chosen, exact, base, terms=most, what=f"{name} of {case}")
-
-
-NAMES = ["q", "k", "v", "scale", "mask", "window", "softcap", "sinks"]
-
-
-@fuzz(
-    st.builds(
-        SimpleNamespace,
-        queries=st.sampled_from([1, 3, 20]),
-        packed=st.booleans(),
-        changes=arrays.changes(NAMES),
-    ),
-    examples=60,
-)
-def test_attention_refuses(case: SimpleNamespace) -> None:
-    q, k = mx.ones((1, 4, case.queries, 64)), mx.ones((1, 2, 5, 64))
-    keys: Any = tuple(mx.quantize(k, group_size=32, bits=4)) if case.packed else k
-    arguments = {
-        "q": q,
-        "k": keys,
-        "v": keys,
-        "scale": 0.1,
-        "window": None,
-        "softcap": None,
-        "mask": mx.ones((1, 1, case.queries, 5), mx.bool_),
-        "sinks": mx.ones((4,)),
-    }
-    arrays.same_answers(partial(attention, **arrays.spoilt(arguments, case.changes)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,35 +121,3 @@ def _stepped(
         heads[0], *whole, case.width**-0.5, seen, dtype=dtype, units=units(operands[0].dtype, True)
     )
     return found["out"].reshape(batch, 1, -1), *tails, terms.get("out", np.zeros(1)).max()
-
-
-STEP_NAMES = ["q", "k", "v", "k_cache", "v_cache", "k_tail", "v_tail", "positions", "scale"]
-STEP_NAMES += ["rotation", "freqs", "mask"]
-
-
-@fuzz(
-    st.builds(
-        SimpleNamespace,
-        queries=st.just(1),
-        packed=st.booleans(),
-        changes=arrays.changes(STEP_NAMES),
-    ),
-    examples=60,
-)
-def test_attention_step_refuses(case: SimpleNamespace) -> None:
-    x, buffer = mx.ones((1, 1, 64)), mx.zeros((1, 2, 16, 32))
-    arguments = {
-        "q": x,
-        "k": x,
-        "v": x,
-        "k_cache": buffer,
-        "v_cache": buffer,
-        "k_tail": buffer,
-        "v_tail": buffer,
-        "scale": 1.0,
-        "positions": mx.array([7, 7, 14, 0, 0, 0, 0, 0]),
-        "mask": None,
-        "freqs": mx.ones((16,)) if case.packed else None,
-        "rotation": Rotation(32, base=None if case.packed else 10000.0),
-    }
-    arrays.same_answers(partial(attention_step, **arrays.spoilt(arguments, case.changes)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -199,34 +198,3 @@ def test_deform_conv2d(case: SimpleNamespace) -> None:
     grown = max(1.0, (weight[0].size / 3) ** 0.5)
     rounded = round_to(truth, dtypes[0])
     assert_accurate(y, truth, rounded, terms=2 * unit * grown * terms.max(), what=f"{case}")
-
-
-ATTEND = ["values", "shapes", "locations", "weights", "padding_mode"]
-CONVOLVE = ["x", "offset", "weight", "bias", "mask", "stride", "padding", "dilation"]
-
-
-@fuzz(arrays.changes(ATTEND), examples=40)
-def test_deformable_attention_refuses(changed: dict[str, str]) -> None:
-    arguments = {
-        "values": mx.ones((2, 26, 3, 4)),
-        "shapes": ((4, 5), (2, 3)),
-        "locations": mx.full((2, 5, 3, 2, 2, 2), 0.5),
-        "weights": mx.ones((2, 5, 3, 2, 2)),
-        "padding_mode": "zeros",
-    }
-    arrays.same_answers(partial(deformable_attention, **arrays.spoilt(arguments, changed)))
-
-
-@fuzz(arrays.changes(CONVOLVE), examples=40)
-def test_deform_conv2d_refuses(changed: dict[str, str]) -> None:
-    arguments = {
-        "x": mx.ones((2, 5, 6, 4)),
-        "offset": mx.zeros((2, 5, 6, 18)),
-        "weight": mx.ones((3, 3, 3, 4)),
-        "bias": mx.ones(3),
-        "mask": mx.ones((2, 5, 6, 9)),
-        "stride": 1,
-        "padding": 1,
-        "dilation": 1,
-    }
-    arrays.same_answers(partial(deform_conv2d, **arrays.spoilt(arguments, changed)))

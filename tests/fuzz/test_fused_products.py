@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from mlx_qlayers.metal.quantized_matmul.qmv import PackedMatrix
 from mlx_qlayers.ops.fused_products import fused_products
 from tests.fuzz import arrays
-from tests.fuzz.packing import FORMAT, ROWS, packed, spoilt_products
+from tests.fuzz.packing import FORMAT, ROWS, packed
 from tests.fuzz.target import fuzz
 from tests.numerics import IN_FLOAT32, ROUNDINGS, random, round_to, to64
 from tests.ops.test_fused_products import ACTIVATIONS
@@ -118,29 +117,3 @@ def _expected(
         [a.reshape(*x.shape[:-1], a.shape[-1]) for a in operands] for operands in (products, terms)
     ]
     return found[0], found[1]
-
-
-FUSED_NAMES = ["x", "matrices", "group_size", "bits", "mode", "norm", "gate", "residual"]
-FUSED_NAMES += ["tile_squares", "next_weight"]
-
-
-@fuzz(
-    spoilt_products(FUSED_NAMES),
-    examples=40,
-)
-def test_fused_products_refuses(case: SimpleNamespace) -> None:
-    k = 2 * case.fmt.group_size
-    m = PackedMatrix(*packed(np.random.default_rng(0), (8, k), case.fmt, mx.float32), None)
-    arguments = {
-        "x": mx.ones((*case.rows, k)),
-        "matrices": [m],
-        "norm": (mx.ones(k), 1e-5),
-        **case.fmt._asdict(),
-        "gate": None,
-        "residual": None,
-        "tile_squares": None,
-        "next_weight": mx.ones(8),
-    }
-    if case.transpose:
-        arguments |= {"matrices": [m, m], "gate": "silu", "next_weight": None}
-    arrays.same_answers(partial(fused_products, **arrays.spoilt(arguments, case.changes)))

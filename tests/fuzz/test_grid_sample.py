@@ -161,30 +161,6 @@ def test_grid_sample(case: SimpleNamespace) -> None:
         assert np.isfinite(to64(gradients[1])).all()
 
 
-NAMES = ["x", "grid", "mode", "padding_mode", "align_corners", "deterministic"]
-
-
-@fuzz(
-    st.builds(
-        SimpleNamespace,
-        volume=st.booleans(),
-        changes=arrays.changes(NAMES),
-    ),
-    examples=60,
-)
-def test_grid_sample_refuses(case: SimpleNamespace) -> None:
-    size = (3, 4, 5) if case.volume else (4, 5)
-    arguments = {
-        "x": mx.ones((2, *size, 3)),
-        "grid": mx.zeros((2, *size, len(size))),
-        "mode": "bilinear",
-        "padding_mode": "zeros",
-        "align_corners": False,
-        "deterministic": False,
-    }
-    arrays.same_answers(partial(grid_sample, **arrays.spoilt(arguments, case.changes)))
-
-
 SIZES = st.one_of(st.tuples(*[st.integers(0, 9)] * 4), st.tuples(*[st.integers(0, 6)] * 5))
 
 
@@ -196,7 +172,6 @@ SIZES = st.one_of(st.tuples(*[st.integers(0, 9)] * 4), st.tuples(*[st.integers(0
         align_corners=st.booleans(),
         dtype=arrays.DTYPES,
         layout=arrays.LAYOUTS,
-        changes=st.one_of(st.just({}), arrays.changes(["theta", "size", "align_corners"])),
     ),
     examples=60,
 )
@@ -207,10 +182,7 @@ def test_affine_grid(case: SimpleNamespace) -> None:
         arrays.dtype_of(case.dtype),
     )
     theta = arrays.laid_out(random(rng, (case.size[0], n, n + 1), dtype), case.layout)
-    arguments = {"theta": theta, "size": case.size, "align_corners": case.align_corners}
-    call = partial(affine_grid, **arrays.spoilt(arguments, case.changes))
-    arrays.same_answers(call)
-    if case.changes or 0 in case.size[1:-1]:
+    if 0 in case.size[1:-1]:
         return
     steps = [np.linspace(-1, 1, e) if e > 1 else np.zeros(1) for e in case.size[1:-1]]
     if not case.align_corners:
@@ -220,4 +192,5 @@ def test_affine_grid(case: SimpleNamespace) -> None:
     truth = truth + to64(theta)[..., n].reshape(-1, *[1] * n, n)
     # Independent roundings: of each sum, and of a step, which are two, and its product.
     terms = np.sqrt(n + 3) * np.abs(to64(theta)).sum(-1).max(initial=0)
-    assert_accurate(call(), truth, round_to(truth, dtype), terms=terms, what=f"{case}")
+    found = affine_grid(theta, case.size, case.align_corners)
+    assert_accurate(found, truth, round_to(truth, dtype), terms=terms, what=f"{case}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from mlx_qlayers import linalg
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.gptq import gptq
-from mlx_qlayers.ops.linalg import subtract_product
 from tests.fuzz import arrays
 from tests.fuzz.target import fuzz
 from tests.numerics import EPSILON, to64
@@ -130,23 +128,3 @@ def test_gptq(case: SimpleNamespace) -> None:
         return float(((wrong @ h) * wrong).sum())
 
     assert loss(case.backend) <= 1.2 * loss("reference") + 1e-6 * k
-
-
-SPOILT = st.builds(
-    SimpleNamespace,
-    operation=st.sampled_from(["cholesky", "solve_triangular", "qr", "subtract_product"]),
-    changes=arrays.changes(["a", "b"]),
-)
-
-
-@fuzz(SPOILT)
-def test_arguments(case: SimpleNamespace) -> None:
-    given: dict[str, Any] = {"a": mx.eye(6), "b": mx.ones((6, 6))}
-    given = arrays.spoilt(given, case.changes)
-    calls = {
-        "cholesky": lambda: linalg.cholesky(given["a"], check=False),
-        "solve_triangular": lambda: linalg.solve_triangular(given["a"], given["b"]),
-        "qr": lambda: linalg.qr(given["a"], given["b"] if "b" in case.changes else "reduced"),
-        "subtract_product": lambda: subtract_product(given["b"], given["a"], given["b"]),
-    }
-    arrays.same_answers(calls[case.operation])

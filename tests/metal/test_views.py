@@ -1,4 +1,4 @@
-"""Every kernel on arrays that begin anywhere in a larger buffer: no fault, and the same bits."""
+"""Kernels of any configuration on arrays that begin anywhere in a buffer: the same bits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from mlx_qlayers import attention, grid_sample, quantized_matmul, use_backend
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.attention_step import Rotation, attention_step
 from mlx_qlayers.ops.exp import exp
-from mlx_qlayers.ops.latent_attention import latent_attention
-from mlx_qlayers.ops.linalg import cholesky, qr, solve_triangular, subtract_product
 from mlx_qlayers.ops.rotary import rotary_embedding
 from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime.host import checks
@@ -25,8 +23,6 @@ from tests.metal.attention import test_decode
 from tests.metal.gather_qmm import test_gather_qmm, test_gather_qmv
 from tests.metal.quantized_matmul import test_gradients, test_qmm, test_qmv, test_qvm
 from tests.numerics import behind_one, random
-from tests.ops.test_attention_views import VIEWS, same
-from tests.ops.test_latent_attention import arrays as latent_arrays
 from tests.packed import random_packed
 
 # Words of a run are read four at once, two at once, and one by one.
@@ -112,24 +108,6 @@ def cases():
     yield "exp", partial(with_gradients, exp), rows(5, 33)
     grid = rows(1, 5, 6, 2)
     yield "grid_sample", grid_sample, rows(1, 7, 9, 8), grid
-
-
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("checked", [False, True], ids=["fast", "checked"])
-def test_kernels_that_take_strides(view, checked):
-    """Sliced, transposed and broadcast arrays, as in tests/ops/test_attention_views.py."""
-    square, right = rows(3, 40, 40, dtype=mx.float32), rows(3, 40, 7, dtype=mx.float32)
-    definite = square @ square.swapaxes(-1, -2) + 40 * mx.eye(40)
-    *latent, mask = latent_arrays((2, 3, 140, 64, 32), mx.float16, masked=True)
-    with use_backend("host"), checks(checked):
-        same(lambda a: [cholesky(a, check=False)], [definite], view)
-        same(lambda *a: [solve_triangular(*a)], [definite, right], view)
-        same(qr, [square], view)
-        same(lambda *a: [subtract_product(*a)], [right, square, right], view)
-        last = mx.array(130)
-        same(
-            lambda *a: [latent_attention(*a[:4], last, scale=0.1, mask=a[4])], [*latent, mask], view
-        )
 
 
 def test_views_begin_anywhere():

@@ -69,14 +69,3 @@ def test_gradients_are_those_of_the_scales(path):
 
     with use_backend(path):
         assert_same_sums(mx.grad(ours)(scales), mx.grad(stock)(scales))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"numbers": mx.zeros(3)}, "numbers must be integers"), ({"bits": 3}, "needs 6 words")],
-)
-def test_what_does_not_fit_is_named(change, message):
-    w, scales, biases = mx.quantize(mx.random.normal((16, 64)), 32, 4)
-    given = {"numbers": mx.array([1]), "w": w, "scales": scales, "biases": biases}
-    with pytest.raises(ValueError, match=message):
-        quantized_rows(**(given | {"group_size": 32, "bits": 4} | change))

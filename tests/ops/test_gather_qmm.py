@@ -117,17 +117,6 @@ def test_reference_large_enough_for_every_core(monkeypatch):
     check_gathered(y, x, packed, SMALL, None, right)
 
 
-def test_strided_inputs(path):
-    rng = np.random.default_rng(5)
-    packed = random_experts(rng, (E,), N, K, SMALL)
-    wide = random(rng, (K, 1, 12))
-    right = mx.array([[4, 1, 0, 2], [0, 0, 3, 1]]).T[:, 1]
-    x = wide.T[::3]
-    part = tuple(a[1:] for a in packed)
-    y = gather_qmm(x, *part, None, right, **options(SMALL))
-    check_gathered(y, x, part, SMALL, None, right)
-
-
 def test_empty():
     rng = np.random.default_rng(6)
     packed = random_experts(rng, (E,), N, K, SMALL)

@@ -49,28 +49,6 @@ def test_half_precision_is_float32_rounded_once(dtype, mode, padding_mode):
         assert_accurate(actual, truth, round_to(truth, dtype))
 
 
-@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
-@pytest.mark.parametrize("shape", [(1, 5, 7, 2), (1, 4, 5, 3, 2)])
-@pytest.mark.parametrize("padding_mode", PADDING_MODES)
-def test_gradients_by_finite_differences_away_from_kinks(mode, shape, padding_mode):
-    if mode == "bicubic" and len(shape) == 5:
-        mode = "bilinear"
-    rng = np.random.default_rng(2)
-    extent = np.array(shape[1:-1][::-1])
-    # Pixel positions at least 0.2 from the kinks at pixel centres, some of them outside.
-    pixel = rng.integers(-2, extent + 1, (1, *[4] * len(extent), len(extent)))
-    pixel = pixel + rng.uniform(0.2, 0.8, pixel.shape)
-    if padding_mode == "reflection":  # Edges are half way between centres.
-        pixel = np.floor(pixel) + rng.uniform(0.1, 0.4, pixel.shape)
-    grid = round_to((2 * pixel + 1) / extent - 1, mx.float32)
-    assert_gradient(
-        lambda x, g: grid_sample(x, g, mode=mode, padding_mode=padding_mode),
-        [random(rng, shape), grid],
-        rng,
-        step=0.01,
-    )
-
-
 def test_gradient_of_affine_grid():
     rng = np.random.default_rng(3)
     for shape, size in (((2, 2, 3), (2, 3, 4, 1)), ((1, 3, 4), (1, 2, 3, 1, 5))):
@@ -99,16 +77,6 @@ def test_empty(batch, out):
     assert found.shape == (batch, *out, 3)
     assert [g.shape for g in gradients] == [x.shape, grid.shape]
     assert not mx.abs(gradients[0]).sum().item()
-
-
-def test_strided_inputs():
-    x, grid, _ = inputs(5)
-    channels_first = mx.contiguous(x.transpose(0, 3, 1, 2))
-    expected = grid_sample(x, grid)
-    assert mx.array_equal(grid_sample(channels_first.transpose(0, 2, 3, 1), grid), expected)
-    assert mx.array_equal(grid_sample(mx.repeat(x, 2, axis=2)[:, :, ::2], grid), expected)
-    same = mx.broadcast_to(x[:1], x.shape)
-    assert mx.array_equal(grid_sample(same, grid), grid_sample(mx.contiguous(same), grid))
 
 
 @pytest.mark.parametrize("backend", ["reference", *GPUS], indirect=True)
@@ -197,55 +165,6 @@ def test_auto_uses_the_host_where_it_is_not_compiled():
         mx.eval(grid_sample(mx.zeros((1, 8, 8, 256)), mx.zeros((1, 64, 64, 2)), mode="nearest"))
     found = sorted((d.path, d.calls) for d in explain() if d.op == "grid_sample")
     assert found == [("host", 1), ("host", 1), ("reference", 1), ("reference", 1)]
-
-
-X, GRID = mx.zeros((2, 5, 7, 3)), mx.zeros((2, 4, 6, 2))
-VOLUME, POINTS = mx.zeros((2, 3, 5, 7, 3)), mx.zeros((2, 1, 4, 6, 3))
-
-
-@pytest.mark.parametrize(
-    "args, options, message",
-    [
-        ((X[0], GRID), {}, r"x must be \(N, H, W, C\).*\(5, 7, 3\)"),
-        ((X[None, None], GRID), {}, r"x must be .*\(1, 1, 2, 5, 7, 3\)"),
-        ((X, GRID[0]), {}, r"grid must be \(2, Ho, Wo, 2\), but its shape is \(4, 6, 2\)"),
-        ((X, POINTS), {}, r"grid must be \(2, Ho, Wo, 2\), but its shape is \(2, 1, 4, 6, 3\)"),
-        ((VOLUME, GRID), {}, r"grid must be \(2, Do, Ho, Wo, 3\), but its shape is \(2, 4, 6, 2\)"),
-        ((X, mx.zeros((2, 4, 6, 3))), {}, r"grid must be .*\(2, 4, 6, 3\)"),
-        ((X, GRID[:1]), {}, r"grid must be \(2, Ho, Wo, 2\), but its shape is \(1, 4, 6, 2\)"),
-        ((X.astype(mx.int32), GRID), {}, "x must be float32.*int32"),
-        ((X, GRID.astype(mx.int32)), {}, "grid must be float32.*int32"),
-        ((np.zeros((2, 5, 7, 3)), GRID), {}, "x must be an mx.array, not ndarray"),
-        ((X[:, :0], GRID), {}, r"x must be \(N, H, W, C\) or \(N, D, H, W, C\) with 0 not in"),
-        ((X, GRID), {"mode": "cubic"}, "mode must be bilinear, nearest or bicubic, not 'cubic'"),
-        ((VOLUME, POINTS), {"mode": "bicubic"}, "mode 'bicubic' is for images only"),
-        (
-            (X, GRID),
-            {"padding_mode": "wrap"},
-            "padding_mode must be zeros, border or reflection, not 'wrap'",
-        ),
-    ],
-)
-def test_bad_input(args, options, message):
-    with pytest.raises(ValueError, match=message):
-        grid_sample(*args, **options)
-
-
-@pytest.mark.parametrize(
-    "theta, size, message",
-    [
-        (mx.zeros((1, 2, 3)), (1, 4, 5), r"size must be .*\(1, 4, 5\)"),
-        (mx.zeros((1, 2, 3)), (1, 4, 5.0, 3), r"size must be .*5.0"),
-        (mx.zeros((1, 2, 3)), (1, 0, 5, 3), r"size must have at least one pixel"),
-        (mx.zeros((1, 3, 3)), (1, 4, 5, 3), r"theta must be \(1, 2, 3\).*\(1, 3, 3\)"),
-        (mx.zeros((1, 2, 3)), (2, 4, 5, 3), r"theta must be \(2, 2, 3\)"),
-        (mx.zeros((1, 2, 3), mx.int32), (1, 4, 5, 3), "theta must be float32.*int32"),
-        ([[1, 0, 0]], (1, 4, 5, 3), "theta must be an mx.array, not list"),
-    ],
-)
-def test_bad_affine_input(theta, size, message):
-    with pytest.raises(ValueError, match=message):
-        affine_grid(theta, size)
 
 
 @pytest.mark.parametrize("path", ["reference", "auto"])

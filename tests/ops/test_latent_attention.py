@@ -17,8 +17,6 @@ from tests.gpus import GPUS
 from tests.numerics import (
     EPSILON,
     assert_accurate,
-    assert_gradient,
-    behind_one,
     random,
     round_to,
     to64,
@@ -77,27 +75,6 @@ def test_against_float64(case: Any, path: str) -> None:
     assert_accurate(y, truth, round_to(rounded, dtype), terms=terms, what=path)
 
 
-def test_any_layout() -> None:
-    """Of an array: heads and rows may lie in another order, and begin anywhere."""
-    *four, _ = arrays((2, 4, 20, 64, 32), mx.bfloat16)
-    expected = latent_attention(*four, mx.array(17), scale=0.1)
-    turned = [mx.contiguous(a.swapaxes(0, 2)).swapaxes(0, 2) for a in four]
-    assert mx.array_equal(latent_attention(*turned, mx.array(17), scale=0.1), expected)
-    behind = [behind_one(a) for a in four]
-    assert mx.array_equal(latent_attention(*behind, mx.array(17), scale=0.1), expected)
-
-
-def test_gradient() -> None:
-    given = arrays((1, 2, 9, 32, 32), mx.float32)[:4]
-    for number in range(4):
-
-        def run(x: mx.array, number: int = number) -> mx.array:
-            four = [*given[:number], x, *given[number + 1 :]]
-            return latent_attention(*four, mx.array(6), scale=0.2)
-
-        assert_gradient(run, [given[number]], np.random.default_rng(number))
-
-
 @pytest.mark.parametrize(
     "shape", [(1, 2, 9, 40, 32), (1, 2, 5, 32, 32), (1, 2, 9, 544, 32)], ids=str
 )
@@ -121,11 +98,3 @@ def test_long_caches_go_by_what_was_measured(monkeypatch: pytest.MonkeyPatch, pa
             q, r, c, _, _ = arrays((batch, 2, rows, 64, 32), mx.float32)
             reason = latent._choose(q, r, c).reason
             assert ("rows, more than 8 for each" not in reason) == faster, reason
-
-
-def test_messages_of_what_hides_rows() -> None:
-    four = arrays((1, 2, 9, 32, 32), mx.float32)[:4]
-    with pytest.raises(ValueError, match=r"last must be \(\), but its shape is \(1,\)"):
-        latent_attention(*four, mx.array([3]), scale=0.1)
-    with pytest.raises(ValueError, match="mask must be bool, not"):
-        latent_attention(*four, mx.array(3), scale=0.1, mask=mx.ones((1, 1, 1, 9)))

@@ -1,0 +1,85 @@
+"""What holds for each example of the table, whatever the operation is."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_qlayers import use_backend
+from mlx_qlayers.runtime.host import checks
+from tests.examples import CALLS, SOUND, in_float32, is_float
+from tests.examples.invalid import INVALID, OPERATIONS
+from tests.fuzz.arrays import LAID_OUT, laid_out
+from tests.gpus import HERE
+from tests.numerics import assert_gradient, assert_same_sums
+
+CHANGES = ("broadcast", "broadcast last")
+LAYOUTS = [layout for layout in LAID_OUT if layout != "dense"]
+# A matrix that a view changes is not positive definite any more.
+DEFINITE = ("linalg", "gptq")
+
+
+def check_views(example, turns):
+    """Each array in each layout, all at once: sliced, transposed, broadcast, behind an element."""
+    for turn in turns:
+        seen = []
+        for i, array in enumerate(example.arrays):
+            layout = LAYOUTS[(turn + i) % len(LAYOUTS)]
+            keeps = not is_float(array) or example.name.startswith(DEFINITE)
+            seen.append(array if keeps and layout in CHANGES else laid_out(array, layout))
+        found, wanted = example.run(*seen), example.run(*map(mx.contiguous, seen))
+        for one, other in zip(found, wanted, strict=True):
+            # Pixels that are read in packs are added up in another order.
+            if example.gradients and example.name.startswith("grid_sample"):
+                assert_same_sums(one, other)
+            else:
+                assert mx.array_equal(one, other, equal_nan=True), LAYOUTS[turn]
+
+
+@pytest.mark.parametrize("name", CALLS | SOUND)
+def test_views_give_the_same_bits(name):
+    with use_backend(HERE):
+        check_views((CALLS | SOUND)[name], range(len(LAYOUTS)))
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_views_are_read_where_they_are(name):
+    """On the checked build, small arrays."""
+    with use_backend("host"), checks():
+        check_views(SOUND[name], range(0, len(LAYOUTS), 3))
+
+
+# The reference differentiates one of two equal halves; codes are steps; MLX has none of scales.
+WITHOUT = ("linalg, cholesky", "gptq", "int8_matmul")
+STOCK_HAS_NONE = ("gather_qmm, a token, not transposed",)
+# Steps beside which activations of large products are straight.
+STEPS = {"fused_products": 1e-3}
+
+
+@pytest.mark.parametrize("path", ["reference", HERE])
+@pytest.mark.parametrize("name", [name for name in CALLS if not name.startswith(WITHOUT)])
+def test_gradients_by_finite_differences(name, path):
+    """Of all floating-point arrays at once."""
+    example = CALLS[name]
+    arrays = in_float32(example.arrays)
+    places = [i for i, array in enumerate(arrays) if is_float(array)]
+    if path == "reference" and name in STOCK_HAS_NONE:
+        places = places[:1]
+
+    def run(*floats):
+        given = [*arrays]
+        for place, array in zip(places, floats, strict=True):
+            given[place] = array
+        return mx.concatenate([y.flatten() for y in example.results(*given)])
+
+    step = STEPS.get(name.partition(",")[0], 1e-2)
+    with use_backend(path):
+        assert_gradient(run, [arrays[i] for i in places], np.random.default_rng(0), step=step)
+
+
+@pytest.mark.parametrize("number", range(len(INVALID)), ids=lambda i: f"{INVALID[i][0]}-{i}")
+def test_invalid_calls_say_what_is_wrong(number):
+    name, change, message = INVALID[number]
+    with pytest.raises(ValueError, match=message):
+        OPERATIONS[name].function(**OPERATIONS[name].sound() | change)
