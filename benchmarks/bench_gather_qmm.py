@@ -88,9 +88,8 @@ def stock(x: mx.array, packed: Packed, indices: mx.array) -> mx.array:
 
 def ours(x: mx.array, packed: Packed, indices: mx.array) -> mx.array:
     """Our product on the backend that is chosen."""
-    return gather_qmm(
-        x, *packed, rhs_indices=indices, transpose=True, sorted_indices=indices.ndim == 1, **FMT
-    )
+    options = {"sorted_indices": indices.ndim == 1, **FMT}
+    return gather_qmm(x, *packed, rhs_indices=indices, **options)
 
 
 def main() -> None:
