@@ -65,7 +65,7 @@ def attention(
 
     Args:
         q: queries (B, H, L, D); float32, float16 or bfloat16.
-        k: keys (B, Hkv, S, D), where Hkv divides H and is not expanded; or what
+        k: keys (B, Hkv, S, D), floating point, where Hkv divides H and is not expanded; or what
             ``mx.quantize(k)`` gives, (packed, scales, biases), as mlx-lm's ``QuantizedKVCache``
             keeps it: group size and bits follow from the shapes.
         v: values (B, Hkv, S, Dv), or packed with the group size and bits of ``k``.
@@ -75,7 +75,8 @@ def attention(
         window: query i, counted so that the last of both are aligned, sees keys j with
             ``i - window < j <= i``, of those that ``mask`` lets it see.
         softcap: a score s becomes ``softcap * tanh(s / softcap)``, before the mask.
-        sinks: (H,) scores of keys without a value, one a head, outside mask and softcap.
+        sinks: (H,), floating point: scores of keys without a value, one a head, outside mask
+            and softcap.
         deterministic: make the gradients bit-identical from run to run. Only on NVIDIA GPUs can
             they differ otherwise, where long ones are added up by atomics.
 

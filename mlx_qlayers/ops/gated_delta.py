@@ -33,8 +33,8 @@ def gated_delta(
         q: (B, L, Hk, Dk) in float32, float16 or bfloat16, scaled as scores are to be.
         k: the same, normalized.
         v: (B, L, H, Dv) in the dtype of ``q``; Hk divides H.
-        g: (B, L, H), what a state keeps, or (B, L, H, Dk), that of each of its columns.
-        beta: (B, L, H), how much it learns.
+        g: (B, L, H), floating point: what a state keeps; or (B, L, H, Dk), that of each column.
+        beta: (B, L, H), floating point: how much it learns.
         state: (B, H, Dv, Dk) float32, S ahead of the first token.
         mask: (B, L) booleans: tokens that leave the state as it was where it is False; or None.
         norms: an epsilon, and what ``q`` and ``k`` are multiplied by behind RMS norms without a

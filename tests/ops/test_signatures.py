@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 
 import mlx.core as mx
 import numpy as np
@@ -14,6 +15,7 @@ from mlx_qlayers.ops import attention_checks, gated_delta, latent_attention, lin
 from mlx_qlayers.ops import exp as elementwise
 from mlx_qlayers.ops.gather_qmm import gather_qmm
 from mlx_qlayers.ops.signature import FLOATS
+from tests.examples.invalid import OPERATIONS
 from tests.numerics import assert_same_sums
 
 OURS = {
@@ -64,7 +66,7 @@ DECLARED = [
     (elementwise.exp, elementwise._TAKES, {}),
     (rotary.rotary_embedding, rotary._TAKES, {"dims": 2}),
     (gated_delta.gated_delta, gated_delta._TAKES, {}),
-    (latent_attention.latent_attention, latent_attention._TAKES, {"scale": 0.1}),
+    (latent_attention.latent_attention, latent_attention._TAKES, {}),
     (attention, attention_checks._TAKES, {}),
     (linalg.solve_triangular, linalg._SYSTEM, {}),
     (linalg.subtract_product, linalg._DIFFERENCE, {}),
@@ -135,3 +137,42 @@ def damaged(value, argument):
     leading = max((shape[0] == "..." for shape in argument.shapes if shape), default=False)
     for axis in range(value.ndim - 2 if leading else 0, value.ndim):  # those may not broadcast
         yield mx.concatenate([value, value[(slice(None),) * axis + (slice(0, 1),)]], axis)
+
+
+# The kinds that signatures name, as documentation does.
+KINDS = {"float": "float32, float16 or bfloat16|floating point|dtype of|or packed|numbers"}
+KINDS |= {"bool": "booleans", "integer": "integers|int32", "any": ""}
+
+
+def documented(function):
+    """What the documentation says of each argument."""
+    text = inspect.getdoc(function).split("\nArgs:\n")[1].partition("\n\n")[0]
+    parts = re.split(r"^    (\w[\w, ]*): ", text, flags=re.M)[1:]
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return {name: " ".join(said.split()) for names, said in pairs for name in names.split(", ")}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_argument_is_documented(name):
+    function = OPERATIONS[name].function
+    assert [*documented(function)] == [*inspect.signature(function).parameters]
+
+
+def ranks(shapes):
+    """How many axes shapes have, and whether there are others in front of them."""
+    tokens = [shape.strip(", ").split(", ") if shape else [] for shape in shapes]
+    return {(len([t for t in s if t[0] not in ".*"]), any(t[0] in ".*" for t in s)) for s in tokens}
+
+
+@pytest.mark.parametrize(("function", "signature", "more"), DECLARED)
+def test_declared_shapes_and_dtypes_are_documented(function, signature, more):
+    said = documented(function)
+    for argument in signature.arguments:
+        if not argument.is_array:
+            continue
+        text = said[argument.name]
+        shapes = re.findall(r"\(((?:[^()]|\([^()]*\))*)\)", text.replace("0-d", "()"))
+        declared = [", ".join(shape) for shape in argument.shapes]
+        assert ranks(declared) <= ranks(shapes) or "the same" in text, (argument.name, text)
+        pattern = "|".join(KINDS.get(kind, kind) for kind in argument.kind.split("|"))
+        assert re.search(pattern, text) or argument.kind in said or "the same" in text, text
