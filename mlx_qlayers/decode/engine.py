@@ -220,14 +220,14 @@ class Steps:
     def _forms(self, found: Step, batch: int, some: Sequence[Facts]) -> Iterator[Form]:
         """The forms that can run a step with such caches, the fastest first."""
         place, caches = where(), TracedCaches([each.key for each in some], found.captured.names)
-        for make in (self._tailed, self._padded) if place else ():
+        for make in (self._append_form, self._padded_form) if place else ():
             key: Any = (make.__name__, batch, current.get(), place)
             if key not in found.programs:
                 try:
                     found.programs[key] = make(found, batch, caches)
                 except Unsupported as error:
                     found.programs[key] = None
-                    if make == self._padded:
+                    if make == self._padded_form:
                         self.stopped[key] = str(error)
             if found.programs[key] is not None:
                 yield found.programs[key]
@@ -237,12 +237,12 @@ class Steps:
             found.programs[key] = Form(found.captured, found.graph, batch, binds=on_cpu)
         yield found.programs[key]
 
-    def _tailed(self, found: Step, batch: int, caches: TracedCaches) -> Form:
-        if "tailed" not in found.forms:
-            found.forms["tailed"] = fused(found.captured.graph, caches)
-        return AppendForm(found.captured, found.forms["tailed"], batch, caches, self._views())
+    def _append_form(self, found: Step, batch: int, caches: TracedCaches) -> Form:
+        if "append" not in found.forms:
+            found.forms["append"] = fused(found.captured.graph, caches)
+        return AppendForm(found.captured, found.forms["append"], batch, caches, self._views())
 
-    def _padded(self, found: Step, batch: int, caches: TracedCaches) -> Form:
+    def _padded_form(self, found: Step, batch: int, caches: TracedCaches) -> Form:
         if "padded" not in found.forms:
             found.forms["padded"] = padded(found.graph, caches)
         return PaddedForm(found.captured, found.forms["padded"], batch, self._views())

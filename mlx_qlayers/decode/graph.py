@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import permutations
 from typing import Any, NamedTuple
@@ -357,41 +357,29 @@ def _are(wanted: Sequence[Any], *arguments: Any) -> bool:
 Rule = tuple[Pattern, Callable[..., "Node | None"]]
 
 
-@dataclass
-class Rewriting:
-    """One pass over a graph, from its inputs to its outputs."""
-
-    rules: Mapping[str, list[Rule]]
-    uses: Counter[Node] = field(default_factory=Counter)
-    made: dict[Any, Node] = field(default_factory=dict)
-
-    def node(self, node: Node, src: tuple[Node | None, ...]) -> Node:
-        """The node in the place of one whose sources were rewritten."""
-        new = node if src == node.src else Node(node.op, src, node.arg, node.outputs)
-        new = self.made.setdefault(new.key(), new)
-        while (other := self._other(new)) is not None:
-            new = self.made.setdefault(other.key(), other)
-        return new
-
-    def _other(self, node: Node) -> Node | None:
-        for pattern, make in self.rules.get(node.op, ()):
-            for found in pattern.match(node, {}, self.uses):
-                other = make(**found, root=node)
-                if other is not None and other is not node:
-                    return other
-        return None
-
-
 def rewrite(graph: Graph, rules: Iterable[Rule]) -> Graph:
     """The graph with rules applied from its inputs on; equal nodes become one, unused ones none."""
     by_op: dict[str, list[Rule]] = {}
     for rule in rules:
         for op in rule[0].ops or ("",):
             by_op.setdefault(op, []).append(rule)
-    uses, now = graph.uses(), Rewriting(by_op)
+    uses, now, made = graph.uses(), Counter[Node](), dict[Any, Node]()
+
+    def other(node: Node) -> Node | None:
+        for pattern, make in by_op.get(node.op, ()):
+            for found in pattern.match(node, {}, now):
+                new = make(**found, root=node)
+                if new is not None and new is not node:
+                    return made.setdefault(new.key(), new)
+        return None
+
     done: dict[Node | None, Node | None] = {None: None}
     for node in graph.nodes():
-        new = now.node(node, tuple([done[s] for s in node.src]))
-        now.uses[new] += uses[node]
+        src = tuple([done[s] for s in node.src])
+        new = node if src == node.src else Node(node.op, src, node.arg, node.outputs)
+        new = made.setdefault(new.key(), new)
+        while (better := other(new)) is not None:
+            new = better
+        now[new] += uses[node]
         done[node] = new
     return Graph({name: done[node] for name, node in graph.outputs.items()})  # type: ignore[misc]

@@ -63,18 +63,13 @@ def _in_dtype(norm: Node, x: Node, root: Node) -> Node | None:
     return root.like(norm.op, x, *norm.src[1:], arg=norm.arg)
 
 
-def _weighted(norm: Node, weight: Node, root: Node) -> Node | None:
-    weight = under(weight)
-    if norm.src[1] is not None or weight.shape != norm.shape[-1:] or weight.dtype != root.dtype:
+def _scaled_or_shifted(norm: Node, array: Node, root: Node) -> Node | None:
+    """A norm times a weight, or one plus a bias."""
+    at, array = 1 if root.op == "Multiply" else 2, under(array)
+    if norm.src[at] or array.shape != norm.shape[-1:] or array.dtype != root.dtype:
         return None
-    return root.like(norm.op, norm.src[0], weight, *norm.src[2:], arg=norm.arg)
-
-
-def _shifted(norm: Node, bias: Node, root: Node) -> Node | None:
-    bias = under(bias)
-    if norm.src[2] is not None or bias.shape != norm.shape[-1:] or bias.dtype != root.dtype:
-        return None
-    return root.like("LayerNorm", *norm.src[:2], bias, arg=norm.arg)
+    src = (*norm.src[:at], array, *norm.src[at + 1 :])
+    return root.like(norm.op, *src, arg=norm.arg)
 
 
 def _primitive_norm(root: Node) -> Node | None:
@@ -100,7 +95,7 @@ FAST: list[Rule] = [
     (P("Multiply(centred, root)", centred=_CENTRED, root=P(_ROOT.format("c"))), _layer),
     (P("Multiply(x, root)", root=P(_ROOT.format("x"))), _rms),
     (P("AsType(norm @ (RMSNorm | LayerNorm)(AsType(x), ...))"), _in_dtype),
-    (P("Multiply(norm @ +(RMSNorm | LayerNorm), weight)"), _weighted),
-    (P("Add(norm @ +LayerNorm, bias)"), _shifted),
+    (P("Multiply(norm @ +(RMSNorm | LayerNorm), array)"), _scaled_or_shifted),
+    (P("Add(norm @ +LayerNorm, array)"), _scaled_or_shifted),
     (P("RMSNorm | LayerNorm"), _primitive_norm),
 ]

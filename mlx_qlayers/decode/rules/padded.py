@@ -142,8 +142,7 @@ def _slice_update(now: Padding, node: Node, src: Sources) -> Node:
     return now.make("SliceUpdateAt", (*src, where), axes, src[0].outputs[0])
 
 
-def _split(now: Padding, node: Node, src: Sources) -> Node:
-    """Only what is put together again is known."""
+def _same(now: Padding, node: Node, src: Sources) -> Node:
     return now.make(node.op, src, node.arg, *node.outputs)
 
 
@@ -183,21 +182,19 @@ def _product(now: Padding, node: Node, src: Sources) -> Node:
     return now.make(node.op, (x, *others), node.arg, spec)
 
 
-def _softmax(now: Padding, node: Node, src: Sources) -> Node:
-    (x,), moves = src, is_position(node.shape[-1])
-    x = now.filled(x, node, -1, -inf) if moves else x
-    new = now.make(node.op, (x,), node.arg, Spec(x.shape, node.dtype))
-    if moves:
+def _reduce(now: Padding, node: Node, src: Sources) -> Node:
+    """A reduction, or a softmax along the last axis: rows behind are neutral."""
+    (x,), old, is_softmax = src, node.src[0], node.op == "Softmax"
+    assert old is not None
+    axes, number = ((-1,), -inf) if is_softmax else (node.arg[1], _NOTHING[node.arg[0]])
+    moves = [axis for axis in axes if is_position(old.shape[axis])]
+    for axis in moves:
+        x = now.filled(x, old, axis, number)
+    shape = x.shape if is_softmax else now.shape(node, node.shape)
+    new = now.make(node.op, (x,), node.arg, Spec(shape, node.dtype))
+    if moves and is_softmax:
         now.zeros.add(new)
     return new
-
-
-def _reduce(now: Padding, node: Node, src: Sources) -> Node:
-    (x,), (kind, axes), old = src, node.arg, node.src[0]
-    assert old is not None
-    for axis in axes:
-        x = now.filled(x, old, axis, _NOTHING[kind]) if is_position(old.shape[axis]) else x
-    return now.make(node.op, (x,), node.arg, Spec(now.shape(node, node.shape), node.dtype))
 
 
 def _partition(now: Padding, node: Node, src: Sources) -> Node:
@@ -219,7 +216,7 @@ def _attention(now: Padding, node: Node, src: Sources) -> Node:
     (q, k, v, mask, sinks), (scale, causal), keys = src, node.arg, node.src[1]
     assert keys is not None
     if not is_position(keys.shape[2]):
-        return now.make(node.op, src, node.arg, *node.outputs)
+        return _same(now, node, src)
     width = now.narrowest(each.shape[2] for each in (k, v))
     k, v = (now.resized(each, 2, width) for each in (k, v))
     seen = now.seen(keys.shape[2], width, 0, q.shape[2] if causal else 1)
@@ -268,8 +265,8 @@ _RULES: Mapping[str, Callable[[Padding, Node, Sources], Node]] = {
     "Reduce": _reduce,
     "Slice": _slice,
     "SliceUpdate": _slice_update,
-    "Softmax": _softmax,
-    "Split": _split,
+    "Softmax": _reduce,
+    "Split": _same,  # only what is put together again is known
 }
 
 
@@ -290,10 +287,8 @@ def padded(graph: Graph, caches: TracedCaches) -> PaddedGraph:
     for node in graph.nodes():
         src = tuple(s and now.new[s] for s in node.src)
         shapes = [each.shape for each in (*node.outputs, *node.src) if each]
-        if node.op == "Input" or is_position((*shapes, node.arg)):
-            now.new[node] = _RULES.get(node.op, _unknown)(now, node, src)
-        else:
-            now.new[node] = now.make(node.op, src, node.arg, *node.outputs)
+        moves = node.op == "Input" or is_position((*shapes, node.arg))
+        now.new[node] = (_RULES.get(node.op, _unknown) if moves else _same)(now, node, src)
     made = Graph({name: now.new[node] for name, node in graph.outputs.items()})
     inputs = {n.arg: new.shape for n, new in now.new.items() if n.op == "Input"}
     for name, node in graph.outputs.items():
