@@ -324,6 +324,7 @@ _DECODE = Calls(
         ({"k": _zeros((1, 1, 64))}, r"k must be \(1, 1, 128\), but its shape is \(1, 1, 64\)"),
         ({"k_tail": _zeros((1, 2, 0, 64))}, r"k_tail must be \(1, 2, R, 64\) with R > 0"),
         ({"v_tail": _zeros((1, 2, 16, 64))}, r"v_tail must be \(1, 2, 17, 64\), .* \(1, 2, 16, 64"),
+        ({"k_cache": _zeros((1, 2, 40, 8), mx.uint32)}, "k_cache must be .*float32, or packed"),
         ({"k_cache": _C4}, "must be packed in 3 arrays each, or 1, not 3 and 1"),
         ({"k_cache": _C4, "v_cache": _C4}, r"k_tail must be uint32, not mlx\.core\.float32"),
         ({"k_cache": _C4, "v_cache": _C4[::-1]}, r"v_cache must be \(packed, scales, biases\)"),

@@ -62,22 +62,6 @@ def test_forward(backend, dtype, shape, strided):
     ]
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda x: x.T,
-        lambda x: x[::2, 1:],
-        lambda x: x[:, ::-3],
-        lambda x: x.transpose(1, 0)[3],
-        lambda x: mx.broadcast_to(x[None, :, :1], (2, 12, 4)),
-    ],
-)
-def test_strided_input(backend, view):
-    x = view(sample((12, 20), mx.float32))
-    check(exp(x, strided=True), x)
-    check(exp(x), x)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("strided", [False, True])
 def test_gradient(backend, dtype, strided):
