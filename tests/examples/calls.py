@@ -24,4 +24,5 @@ class Calls(NamedTuple):
         """All arguments of a sound call."""
         parameters = signature(self.function).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default is not Parameter.empty}
-        return defaults | self.arguments[number % len(self.arguments)]
+        given = self.arguments[number % len(self.arguments)]
+        return given | {name: value for name, value in defaults.items() if name not in given}

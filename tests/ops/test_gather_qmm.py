@@ -249,17 +249,6 @@ def test_global_scale(path):
         assert (mx.abs(one[0].T - stock) <= rounding).all()
 
 
-def test_gradients_with_global_scale(path):
-    rng = np.random.default_rng(13)
-    w, scales, _ = random_experts(rng, (E,), N, K, NVFP4)
-    x, right = random(rng, (6, 1, 1, K)), mx.array(rng.integers(0, E, (6, 2)))
-
-    def function(x, factors):
-        return gather_qmm(x, w, scales, None, None, right, mode="nvfp4", global_scale=factors)
-
-    assert_gradient(function, [x, mx.abs(random(rng, (E,))) * 2688], rng)
-
-
 def test_compiled():
     rng = np.random.default_rng(14)
     packed, x = random_experts(rng, (E,), N, K, SMALL), random(rng, (3, 1, 1, K))

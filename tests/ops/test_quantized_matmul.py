@@ -97,26 +97,6 @@ def test_mixed_dtypes_promote_as_stock_does():
             assert quantized_matmul(x, *packed).dtype == mx.quantized_matmul(x, *packed).dtype
 
 
-@pytest.mark.parametrize("rows", [1, 20])
-@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
-def test_gradients(rows, transpose):
-    rng = np.random.default_rng(6)
-    w, scales, biases = random_packed(rng, 32, 64, Format(32, 4))
-    x = random(rng, (rows, 64 if transpose else 32))
-
-    def ours(x, scales, biases):
-        return quantized_matmul(x, w, scales, biases, transpose=transpose, group_size=32)
-
-    assert_gradient(ours, [x, scales, biases], rng)
-    stock = lambda *a: mx.quantized_matmul(a[0], w, *a[1:], transpose, 32, 4)  # noqa: E731
-    found, expected = (
-        mx.grad(lambda *a, f=f: mx.sin(f(*a)).sum(), (0, 1, 2))(x, scales, biases)
-        for f in (ours, stock)
-    )
-    for a, b in zip(found, expected, strict=True):
-        assert_same_sums(a, b)
-
-
 @pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("rows", [1, 20])
 def test_gradient_of_x_in_fp_modes(mode, rows):
