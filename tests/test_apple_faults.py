@@ -260,4 +260,5 @@ def test_a_fault_on_every_path(kind, tmp_path):
     second = run(tmp_path, *PATHS[1:], faults=faults)
     as_stock(second)
     assert second.tried == set()
-    assert second.warned <= first.warned
+    # Of several launches of a kernel the first one is told of, which may be another here.
+    assert {name for name, _ in second.warned} <= {name for name, _ in first.warned}
