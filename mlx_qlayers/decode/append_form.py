@@ -25,8 +25,8 @@ from .append_buffers import (
     positions_of,
     watch,
 )
+from .caches import RECHECK_AFTER, places
 from .caches import arrays_of as named
-from .caches import places
 from .capture import Captured, Unsupported
 from .forms import Form, Progress
 from .graph import Graph
@@ -36,8 +36,6 @@ from .weights import traced
 _NAMES = ("keys", "values")
 # With how many rows of a cache it is asked whether there is a kernel.
 _TYPICAL_ROWS = 4096
-# Steps that go on without a look at caches, where there are no append buffers.
-_ROOM = 256
 
 
 class AppendState(NamedTuple):
@@ -156,7 +154,7 @@ class AppendForm(Form):
             tokens, state.fixed, buffers, state.at, given, state.states
         )
         items: list[dict[str, Any]] = [{} for _ in own]
-        beside, start, room = list[AppendBuffer](), 0, _ROOM
+        beside, start, room = list[AppendBuffer](), 0, RECHECK_AFTER
         for numbers, names, old in zip(
             self.groups, self.counting, state.append_buffers, strict=True
         ):

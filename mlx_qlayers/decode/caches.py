@@ -19,8 +19,8 @@ from .capture import Setting, Unsupported
 REACH = 100_000
 # Rows that a long cache grows by at most.
 _MOST_ROWS = 2048
-# Steps that go on without a look at what has no rows.
-_MANY = 256
+# Steps after which caches are looked at again, where nothing limits them sooner.
+RECHECK_AFTER = 256
 _RINGS = ("RotatingKVCache", "BatchRotatingKVCache")
 # Cases of rings in which a step's row is none that goes on with the tokens.
 _AT_ROWS = ("full", "begins", "moves")
@@ -320,12 +320,12 @@ def more_steps(each: Facts, c: Any, length: int, fills: bool = False) -> int:
     if each.key[-len(kinds) :] != kinds:
         return 0
     if each.rows is None:
-        return _MANY
+        return RECHECK_AFTER
     if case == "moves":
-        return _MANY if _rows(own["keys"]) == each.rows else 0
+        return RECHECK_AFTER if _rows(own["keys"]) == each.rows else 0
     if case:
         return each.rows - each.at - 1 if kind in _RINGS else 0
-    counts, last = each.counters, _MANY
+    counts, last = each.counters, RECHECK_AFTER
     if each.last is not None:
         last = (each.last - counts["_offset" if "_offset" in counts else "offset"]) // length
     return min(last, (each.rows - each.at - length - (not fills)) // length)

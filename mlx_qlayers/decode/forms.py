@@ -13,16 +13,13 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..runtime.arena import View
-from .caches import Held, held_by, places, put
+from .caches import RECHECK_AFTER, Held, held_by, places, put
 from .capture import Captured, Unsupported
 from .emit import Program, resolver
 from .graph import Graph
 from .rules.padded import PaddedGraph
 from .rules.padding import POSITIONS, WIDEST, rows_of
 from .weights import traced
-
-# Steps that go on without a look at caches, where nothing limits them.
-_MANY = 256
 
 
 class Progress(NamedTuple):
@@ -39,7 +36,7 @@ class Progress(NamedTuple):
     step: Form
     held: Held
     state: Any
-    left: int = _MANY
+    left: int = RECHECK_AFTER
     asked: Any = None
 
     def holds(self, own: Sequence[Any]) -> bool:

@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 import re
-import sys
 from itertools import chain
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from architectures import VOCABULARY
 from converted import pair
+from interrupts import interrupted
 from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 from mlx_lm.models.cache import (
     BatchKVCache,
@@ -281,33 +281,17 @@ def test_interrupted_anywhere_all_layers_hold_the_token_or_none(tail, gpu_path):
     wanted = mx.concatenate(stepped(stock, truth, range(5, 9)), axis=1)
     cache = begun(model)
     stepped(model, cache, range(5, 6))
-    files, left, lines = (
-        {each.__file__ for each in (engine, append_form, append_buffers)}
-        | {sys.modules[__name__].__file__},
-        0,
-        0,
-    )
-
-    def at_line(frame, event, arg):
-        nonlocal left
-        if event == "line" and frame.f_code.co_filename in files:
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-        return at_line
-
-    interrupted = True
-    while interrupted:
-        lines, left, interrupted = lines + 1, lines + 1, False
+    files = {each.__file__ for each in (engine, append_form, append_buffers)} | {__file__}
+    lines, goes_on = 0, True
+    while goes_on:
+        lines += 1
         one = copy.deepcopy(cache) if lines % 2 else cache
         logits, before = [], one[0].offset
-        sys.settrace(at_line)
-        try:
-            logits = stepped(model, one, range(6, 7))
-        except KeyboardInterrupt:
-            interrupted = True
-        finally:
-            sys.settrace(None)
+
+        def step(cache: list[Any] = one, made: list[Any] = logits) -> None:
+            made += stepped(model, cache, range(6, 7))
+
+        goes_on = interrupted(step, lines, files)
         offsets = {c.offset for c in one}
         assert len(offsets) == 1
         if offsets == {before}:

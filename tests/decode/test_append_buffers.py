@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from architecture_table import ARCHITECTURES
 from architectures import build
+from interrupts import interrupted
 from mlx_lm.models.cache import (
     RotatingKVCache,
     make_prompt_cache,
@@ -176,32 +177,16 @@ def test_interrupted_anywhere_all_layers_hold_the_token_or_none(kind: str) -> No
     model = qwen()
     files = {each.__file__ for each in (engine, append_form, append_buffers, caches)}
     want = Stepped(model, kind, False)(12)
-    lines, interrupted, left = 0, True, 0
-
-    def at_line(frame: Any, event: str, arg: Any) -> Any:
-        nonlocal left
-        if event == "line" and frame.f_code.co_filename in files:
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-        return at_line
-
+    lines, goes_on = 0, True
     first = Stepped(model, kind, True)
     first(3)
-    while interrupted:
+    while goes_on:
         lines += 1
         run = copy.copy(first)
         run.cache = copy.deepcopy(first.cache)
         if lines % 2:  # one that goes on where the last one left off
             run(1)
-        left, interrupted = lines, False
-        sys.settrace(at_line)
-        try:
-            run(1)
-        except KeyboardInterrupt:
-            interrupted = True
-        finally:
-            sys.settrace(None)
+        goes_on = interrupted(partial(run, 1), lines, files)
         assert len({length(c) for c in run.cache}) == 1, lines
         run.at = length(run.cache[0])
         assert_same(run(2), want[:, run.at - 7 : run.at - 5], kind, lines)
