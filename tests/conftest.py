@@ -25,6 +25,9 @@ pytest_plugins = ["machine", "mlx_header", "tables"]
 
 def pytest_configure(config: pytest.Config) -> None:
     """Nor on what was measured before: a cache that has this user's kernels, and nothing else."""
+    # Commands that tests start inherit what a shell's background job has: it ignores SIGINT.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         return  # has the folder of pytest-xdist's controller
     folder = tempfile.mkdtemp(prefix="mlx-qlayers-tests-")
@@ -78,11 +81,3 @@ def plain_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny_model import save_tiny_model
 
     return save_tiny_model(tmp_path_factory.mktemp("plain") / "model", quantized=False)
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Commands take SIGINT also where this process ignores it, as shells' background jobs do."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)

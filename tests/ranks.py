@@ -52,15 +52,19 @@ def run(module: str, name: str, ranks: int, *arguments: object) -> list[Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, module, name, str(ranks), folder]
-        done = subprocess.run(
-            [*command, json.dumps(arguments)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        command += [json.dumps(arguments)]
+        pipe = subprocess.PIPE
+        # In a session of their own: ranks that wait for each other end with what has forked them.
+        with subprocess.Popen(
+            command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        ) as process:
+            try:
+                printed, complaints = process.communicate(timeout=300)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
         files = [Path(folder) / str(rank) for rank in range(ranks)]
-        assert not done.returncode, done.stdout + done.stderr
+        assert not process.returncode, printed + complaints
         return [json.loads(file.read_text()) for file in files]
 
 

@@ -72,14 +72,14 @@ def generating(model: Path) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]
         assert not complaints(process.stderr.read())
 
 
-def test_interrupt_is_quiet(endless_model: Path, interruptible: None) -> None:
+def test_interrupt_is_quiet(endless_model: Path) -> None:
     with generating(endless_model) as (process, _):
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
 
 
 @pytest.mark.parametrize("module", [b"mlx_qlayers.formats", b"mlx_qlayers.convert", b"tqdm"])
-def test_interrupt_amid_imports_is_quiet(module: bytes, interruptible: None) -> None:
+def test_interrupt_amid_imports_is_quiet(module: bytes) -> None:
     """Those of the package, and those that a command makes."""
     command = [sys.executable, "-X", "importtime", *COMMAND[1:], "demo"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:

@@ -55,7 +55,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("number", "what"),
     [(signal.SIGKILL, "rank 1 is gone: it was killed"), (signal.SIGINT, "rank 1 was interrupted")],
 )
-@pytest.mark.usefixtures("interruptible")
 def test_all_end_with_one(model: str, number: int, what: str) -> None:
     with pytest.raises(AssertionError) as error:
         run("tests/commands/test_ranks.py", "generate", 2, model, number)

@@ -214,7 +214,6 @@ def test_the_server_survived(address: str) -> None:
     check_health(address)
 
 
-@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("busy", [False, True])
 def test_an_interrupt_ends_it_cleanly(busy: bool, tiny_model: Path) -> None:
     with serving(tiny_model) as (address, process):
