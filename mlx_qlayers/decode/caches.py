@@ -17,6 +17,8 @@ from .capture import Setting, Unsupported
 
 # How far ahead of the first a second capture looks at most.
 REACH = 100_000
+# The least position of a capture: in graphs of one token, what has one row is broadcast.
+_LEAST = 2
 # Rows that a long cache grows by at most.
 _MOST_ROWS = 2048
 # Steps after which caches are looked at again, where nothing limits them sooner.
@@ -88,8 +90,8 @@ def facts(c: Any, length: int) -> Facts:
             case, names = "full", (*names, "start_position")
         else:
             last = own["offset"] + own["chunk_size"] - at - 1
-    if not case and at + length == rows:
-        case = "fills"
+    if not case and at + length == rows:  # its code takes all rows then, and no slice of them
+        raise Unsupported(f"a token fills a {kind}")
     counters = {name: own[name] for name in names}
     return Facts((kind, case, *_kinds(own, counters)), counters, rows, at, last)
 
@@ -128,8 +130,9 @@ def _room(c: Any, kind: str, length: int) -> int:
     rows = _rows(c.keys)
     # In whole steps, also where sequences were merged: each number of rows is compiled anew.
     size = -(-rows // c.step) * c.step
-    if at + length > size:  # as mlx-lm's, or by a quarter
-        more = max(length, min(rows // 4, _MOST_ROWS))
+    # As mlx-lm's, or by a quarter; but one row stays free, that tokens be always in some of all.
+    if at + length + (kind != "ChunkedKVCache") > size:
+        more = max(length + 1, min(rows // 4, _MOST_ROWS))
         size = -(-(at + more) // c.step) * c.step
     if size > rows:
         c.keys, c.values = (_grown(b, size - at, at) for b in (c.keys, c.values))
@@ -151,8 +154,8 @@ def _in_order(c: Any) -> int:
 
 def _room_in_ring(c: Any) -> int:
     offset = c._offset if "_offset" in vars(c) else c.offset
-    if offset >= c.keys.shape[2] and c.keys.shape[2] < c.max_size:
-        more = min(c.step, c.max_size - offset)
+    if offset + 1 >= (rows := c.keys.shape[2]) and rows < c.max_size:
+        more = min(c.step, c.max_size - rows)
         c.keys, c.values = (_grown(b, more, b.shape[2]) for b in (c.keys, c.values))
         c._idx = offset
     if (extra := c.keys.shape[2] - c.max_size) > 0:
@@ -180,15 +183,24 @@ def _grown(buffer: Any, more: int, at: int) -> Any:
 
 
 def settings(
-    some: Sequence[Facts], batch: int, length: int, other_batch: int, reach: int
+    some: Sequence[Facts], batch: int, length: int, other_batch: int, reach: int, low: bool
 ) -> tuple[Setting, Setting]:
     """The setting that a step is captured for, and another case of the same graph.
 
     Equal positions are equal in both: MLX makes one constant of equal numbers.
+
+    Args:
+        some: the caches as they are.
+        batch: sequences.
+        length: tokens of each.
+        other_batch: sequences of the other setting.
+        reach: how far positions go on to the other.
+        low: whether the first is as far back as caches can be, not where they are.
     """
     one = Setting(batch, length, {}, {})
     other = Setting(other_batch, length, {}, {})
     ways, ways_round = _ways(some, reach), _ways_round(some)
+    back = _ways_back(some) if low else {}
     for number, each in enumerate(some):
         if each.rows is None:
             continue
@@ -196,9 +208,20 @@ def settings(
         if _goes_round(each):
             moved["_idx"] = each.at + ways_round[each.at]
         for name, value in each.counters.items():
-            one.counters[number, name], other.counters[number, name] = value, moved[name]
+            one.counters[number, name] = value - back.get(value, 0)
+            other.counters[number, name] = moved[name]
         one.rows[number], other.rows[number] = each.rows, rows
     return one, other
+
+
+def _ways_back(some: Sequence[Facts]) -> dict[int, int]:
+    """How far back each position can be, where rows are as many and the case is the same."""
+    found: dict[int, int] = {}
+    for each in some:
+        for value in each.counters.values():
+            most = 0 if each.key[1] else max(each.at - _LEAST, 0)
+            found[value] = min(most, found.get(value, most))
+    return found
 
 
 def _ways(some: Sequence[Facts], reach: int) -> dict[int, int]:
@@ -252,9 +275,6 @@ def _moved(
         return moved, each.rows
     if "start_position" in moved:
         moved["start_position"] += moved["offset"] - each.counters["offset"]
-    if case == "fills":
-        name = _COUNTERS[kind][0]
-        return moved, each.at + moved[name] - each.counters[name] + length
     return moved, settings["max_size"] if is_ring else each.rows + abs(reach) * (2 * len(ways) + 2)
 
 
@@ -310,11 +330,8 @@ def held_by(own: Sequence[Any], lists: Iterable[tuple[int, str]]) -> Held:
     return Held([*map(type, own)], items)
 
 
-def more_steps(each: Facts, c: Any, length: int, fills: bool = False) -> int:
-    """For how many more steps a cache's case is the same, behind one that left it as it is now.
-
-    Or for how many it has room, if one that fills it is none of its own.
-    """
+def more_steps(each: Facts, c: Any, length: int) -> int:
+    """For how many more steps a cache's case is the same, behind one that left it as it is now."""
     (kind, case, *_), own = each.key, vars(c)
     kinds = (*_kinds(own, each.counters),)
     if each.key[-len(kinds) :] != kinds:
@@ -328,7 +345,7 @@ def more_steps(each: Facts, c: Any, length: int, fills: bool = False) -> int:
     counts, last = each.counters, RECHECK_AFTER
     if each.last is not None:
         last = (each.last - counts["_offset" if "_offset" in counts else "offset"]) // length
-    return min(last, (each.rows - each.at - length - (not fills)) // length)
+    return min(last, (each.rows - each.at - length - 1) // length)
 
 
 def put(own: Sequence[Any], items: Sequence[dict[str, Any]]) -> None:

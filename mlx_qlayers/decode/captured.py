@@ -23,22 +23,29 @@ class Step(NamedTuple):
 
     Attributes:
         captured: the graph as the model's code has it.
-        graph: the same after the rules.
         batches: the smallest and the largest batch that it is for.
         names: what a position is called in it, by the number of a cache and the attribute.
         limits: by these names the least and the largest number.
         rows: by these names the rows of buffers that are numbers in it.
         programs: by batch size and what plans depend on.
-        forms: the graph as a compiled form has it, by the form's name: one for all batch sizes.
+        forms: the graph after the rules, by the name of the form that runs it: one for all batch
+            sizes.
     """
 
     captured: Captured
-    graph: Graph
     batches: tuple[int, int]
     limits: dict[str, tuple[int, int]]
     rows: dict[str, int]
     programs: dict[Any, Any]
     forms: dict[str, Any]
+
+    @property
+    def graph(self) -> Graph:
+        """The graph after the rules, without append buffers."""
+        if "listed" not in self.forms:
+            self.forms["listed"] = fused(self.captured.graph)
+        graph: Graph = self.forms["listed"]
+        return graph
 
     def holds(self, batch: int, at: dict[str, int]) -> bool:
         """Whether it computes such a step."""
@@ -57,7 +64,7 @@ def step_of(step: Captured, one: Setting, other: Setting) -> Step:
             limits[f"{number}.{name}"] = pair[0], pair[1]
     batches = one.batch, max(one.batch, other.batch)
     rows = {f"{i}.rows": n for i, n in one.rows.items() if n == other.rows[i]}
-    return Step(step, fused(step.graph), batches, limits, rows, {}, {})
+    return Step(step, batches, limits, rows, {}, {})
 
 
 def captured(
@@ -70,23 +77,27 @@ def captured(
 ) -> tuple[Captured, Setting, Setting, int]:
     """A model's step, the two settings in which its code ran, and how far positions went on.
 
-    The code runs twice for most models and positions: for sequences as many as mlx-lm treats alike,
-    far behind. Where it takes another branch there, it runs for nearer ones, or other sequences.
+    The code runs twice for most models and positions: for the first tokens of a text, and far
+    behind, for sequences as many as mlx-lm treats alike. Where it takes another branch there, it
+    runs for nearer ones, or for other sequences.
 
     Raises:
         Unsupported: the code cannot be captured; the reason names a line or a primitive.
     """
-    first = Trace(model, caches, settings(some, batch, length, batch, reach)[0])
+    where = settings(some, batch, length, batch, reach, low=True)[0]
+    first = Trace(model, caches, where)
     most = min(MAX_BATCH, first.unsorted or MAX_BATCH)
-    tries = [(most, reach), (most, isqrt(reach)), (batch, reach), (most, -1)]
-    for number, (other, way) in enumerate(dict.fromkeys(tries)):
-        two = settings(some, batch, length, other, way)[1]
+    tries = [(True, most, reach), (True, batch, reach), (False, most, reach)]
+    tries += [(False, most, isqrt(reach)), (False, batch, reach), (False, most, -1)]
+    last: Differs | None = None
+    for low, other, way in dict.fromkeys(tries):
+        one, two = settings(some, batch, length, other, way, low)
         try:
-            return solved(first, Trace(model, caches, two)), first.setting, two, way
-        except Differs:
-            if number == len({*tries}) - 1:
-                raise
-    raise AssertionError
+            first = first if first.setting == one else Trace(model, caches, one)
+            return solved(first, Trace(model, caches, two)), one, two, way
+        except Differs as error:
+            last = error
+    raise last or AssertionError
 
 
 def check(step: Captured, batch: int) -> bool:

@@ -154,7 +154,7 @@ class Steps:
                 return None
             released(own)
             some = [facts(c, tokens.shape[1]) for c in own]
-            key = tokens.shape[1], tokens.dtype, tuple(each.key for each in some), _alike(some)
+            key = tokens.shape[1], tuple(each.key for each in some), _alike(some)
             at = _positions(some)
             if key not in self.stopped or not self._is_behind(key, len(tokens), at):
                 if is_transformed([*arrays_of(own).values()]):
@@ -204,8 +204,8 @@ class Steps:
             logits, now = step.run(tokens, own, state)
             steps = [(most - at[name]) // length for name, (_, most) in found.limits.items()]
             if not isinstance(step, AppendForm):
-                fills, pairs = isinstance(step, PaddedForm), zip(some, own, strict=True)
-                steps += [more_steps(each, c, length, fills) for each, c in pairs]
+                pairs = zip(some, own, strict=True)
+                steps += [more_steps(each, c, length) for each, c in pairs]
             asked = tokens.shape, tokens.dtype, where() or _place()
             self.progress[own[0]] = now._replace(asked=asked, left=min([*steps, now.left]))
             return logits

@@ -105,7 +105,7 @@ def test_code_that_is_not_the_same_twice_is_left_to_the_model(
         for _ in range(40):
             assert engine.step(model, TOKEN, caches) is None
             Noisy.count += 1
-        assert len(runs) < 50
+        assert len(runs) < 2 * 40
     for one, other in zip(*results, strict=True):
         assert noise is noises.the_clock or np.allclose(np.array(one), np.array(other), atol=1e-5)
 

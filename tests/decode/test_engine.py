@@ -90,14 +90,18 @@ def test_caches_that_grow_go_round_and_are_trimmed(kind: str) -> None:
             assert all(x.shape == y.shape and x.dtype == y.dtype for x, y in pairs)
 
 
-def test_one_capture_for_batches_that_grow_and_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_capture_for_batches_and_texts_that_grow_and_shrink(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of tokens as a prompt has them, and as they are sampled."""
     runs = []
     plain = captured.Trace
     monkeypatch.setattr(captured, "Trace", lambda *a: runs.append(a) or plain(*a))
     model = qwen()
-    for batch in (1, 5, 2, 64):
+    for batch, length in ((1, 40), (5, 12), (2, 300), (64, 3), (1, 255), (1, 254), (1, 256)):
         caches = [make_prompt_cache(model) for _ in "ab"]
-        prompt = mx.random.randint(0, 96, (batch, 5), key=mx.random.key(batch))
+        prompt = mx.random.randint(0, 96, (batch, length), key=mx.random.key(batch))
+        prompt = prompt.astype(mx.uint32 if batch > 4 else mx.int32)
         for cache in caches:
             model(prompt, cache=cache)
         want = model(prompt[:, :1], cache=caches[0])

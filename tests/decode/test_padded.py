@@ -137,4 +137,4 @@ def test_compiled_steps_across_the_end_of_a_buffer() -> None:
             place = lies
         made.append([mx.concatenate(rows, axis=1), state(cache)])
     assert_same(made[1], made[0], "plain", "behind all")
-    assert moved == [0, 6] and forms(model) == {PaddedForm}
+    assert moved == [0, 5] and forms(model) == {PaddedForm}

@@ -177,7 +177,7 @@ def _part(node: Node | None, caches: TracedCaches) -> tuple[int, Size, int, str,
     stop, settings = position._replace(const=1), dict(attributes)
     if case == "begins":
         row = Size(settings["keep"], ())
-    allowed = {"fills": (None, stop), "full": (None,), "begins": (None,), "": (stop,)}
+    allowed = {"full": (None,), "begins": (None,), "": (stop,)}
     goes_round = case in ("full", "begins")
     if node.arg[1][2] != (row if row.terms else row.const) or counted not in allowed.get(case, ()):
         return None
