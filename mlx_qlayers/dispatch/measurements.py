@@ -28,6 +28,8 @@ from ..runtime.explain import note
 T = TypeVar("T")
 # Questions that are remembered: a server sees any number of lengths.
 _REMEMBERED = 4096
+# Which reads a file each time.
+_version = cache(version)
 
 
 class Found(NamedTuple):
@@ -201,8 +203,8 @@ def _kind_of(entry: Entry, record: Record) -> type[Any]:
         raise ValueError("was computed, not measured")
     # A configuration alone may hold whatever becomes of the text and of MLX.
     holds = entry.path == "uncompared" and not entry.source
-    if entry.mlx != version("mlx") and not holds:
-        raise ValueError(f"measured with MLX {entry.mlx}, this is {version('mlx')}")
+    if entry.mlx != _version("mlx") and not holds:
+        raise ValueError(f"measured with MLX {entry.mlx}, this is {_version('mlx')}")
     if entry.source != record.source and not holds:
         raise ValueError("measured with another version of the kernel")
     wanted = {kind: sorted(field.name for field in fields(kind)) for kind in record.configs}
@@ -238,7 +240,7 @@ def entry_of(
         heuristic=heuristic or paths.get("kernel", paths[path]),
         tried=tried,
         source=record.source,
-        mlx=version("mlx"),
+        mlx=_version("mlx"),
         paths=paths,
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
         command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),

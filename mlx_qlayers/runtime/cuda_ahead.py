@@ -111,9 +111,10 @@ def begin(
         return
     text = mlx_text(name, header, source, inputs, outputs)
     module = f"custom_kernel_{name}_{string_hash(text):x}"
-    if module not in _jobs:
-        if (folder / f"{module}.ptx").exists():
-            return
+    if module not in _jobs and (folder / f"{module}.ptx").exists():
+        _jobs[module] = Future()
+        _jobs[module].set_result(None)
+    elif module not in _jobs:
         _jobs[module] = _pool().submit(_compile, folder / module, name, text)
     if (asked := _asked.get()) is None:
         _jobs[module].exception()
