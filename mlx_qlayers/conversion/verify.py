@@ -24,8 +24,6 @@ Result = tuple[str, mx.array, mx.array, int, int]
 Results = Iterator[Result]
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-# The rows of input. Where each number of them is a kernel to compile, those of decoding.
-_ROWS, _FEW_ROWS = (1, 3), (1,)
 # Roundings one after the other in a decoder layer: norms, products, attention, residuals.
 _DEPTH = 16
 
@@ -101,7 +99,8 @@ def _check_product(
     stock.global_scale = None
     dtype = dtype if module.get("biases") is None else scales.dtype
     width = scales.shape[-1] * module.group_size
-    for rows in _rows():
+    # Where each number of rows is a kernel to compile, that of decoding alone.
+    for rows in (1,) if device_of().stock_compiles else (1, 3):
         x = _random((rows, width), rows).astype(dtype)
         chosen: tuple[mx.array, ...] = ()
         if scales.ndim > 2:
@@ -138,10 +137,6 @@ def _check_attention(path: str, _: nn.Module, cls: type[nn.Module], dtype: mx.Dt
         actual = ours(*arrays[:3], None, scale, mask)
         expected = theirs(*exact, None, scale, exact_mask)
         yield f"{path}: attention, mask {name}", actual, expected, width, 1
-
-
-def _rows() -> tuple[int, ...]:
-    return _FEW_ROWS if device_of().stock_compiles else _ROWS
 
 
 def _format(module: Any) -> tuple[object, ...]:
