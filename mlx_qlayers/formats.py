@@ -53,7 +53,7 @@ class Format(NamedTuple):
 
     @classmethod
     def from_entry(cls, entry: Mapping[str, Any]) -> Format:
-        """What ``to_quantized(**entry)`` makes: nothing is inherited from a model's other layers.
+        """The format that ``to_quantized(**entry)`` makes; it inherits nothing from other layers.
 
         Raises:
             ValueError: naming the argument and its value.
@@ -65,7 +65,7 @@ class Format(NamedTuple):
         return w.shape[-1] * 32 // self.bits
 
     def mismatch(self, w: Any, scales: Any, biases: Any) -> str | None:
-        """What is wrong with arrays that should hold this format, or None if nothing is."""
+        """Describe why arrays do not hold this format; None if they do."""
         if w.dtype != mx.uint32:
             return f"w must be uint32, not {_name(w.dtype)}"
         if w.ndim < 2 or scales.ndim != w.ndim:
@@ -98,7 +98,7 @@ class Format(NamedTuple):
         return None
 
     def mismatch_of_global(self, global_scale: Any, matrices: int) -> str | None:
-        """What is wrong with global scales for so many matrices, or None if nothing is."""
+        """Describe why global scales do not fit so many matrices; None if they do."""
         if self.mode != "nvfp4":
             return f"global_scale must be None in mode {self.mode!r}"
         if global_scale.size != matrices or not mx.issubdtype(global_scale.dtype, mx.floating):

@@ -142,7 +142,7 @@ class MatmulCall(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What becomes of the products of queries and keys.
+    """The options that change the products of queries and keys.
 
     Attributes:
         scale: what they are multiplied by.

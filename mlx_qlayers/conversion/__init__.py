@@ -1,1 +1,1 @@
-"""What convert_model is made of: plan, patterns, patched classes, verification and report."""
+"""The parts of convert_model: plan, patched classes, verification and report."""

@@ -137,7 +137,7 @@ def _uses_shared(function: FunctionType, seen: frozenset[FunctionType] = frozens
 
 
 def _ours(value: object) -> Any:
-    """What stands in for a function that mlx-lm's architectures share; None for other objects."""
+    """The stand-in for a function that mlx-lm's architectures share; None for other objects."""
     from mlx_lm.models import base, gated_delta
 
     if value is base.scaled_dot_product_attention:

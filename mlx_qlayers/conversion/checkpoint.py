@@ -1,8 +1,8 @@
 """A model directory checked before it is read, so that damage is named where it is.
 
 The headers of the safetensors files are read and no weight is: a check of a large model takes
-milliseconds. The format is that of https://github.com/huggingface/safetensors#format. What MLX
-checks of it, such as sizes and the end of the file, is left to MLX.
+milliseconds. The format is that of https://github.com/huggingface/safetensors#format. MLX
+checks the rest, such as sizes and the end of the file.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def check_directory(path: Path) -> dict[str, Any]:
 
 
 def digests(path: Path) -> dict[str, str]:
-    """What tells models apart, of a directory or a GGUF file that was checked, and the versions.
+    """Digests that tell models apart, of a directory or a checked GGUF file, and the versions.
 
     Of weights the headers are looked at, and blocks of 4 KB all over the files.
     """

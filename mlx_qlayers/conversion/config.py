@@ -1,4 +1,4 @@
-"""What a model's ``config.json`` says about quantization."""
+"""Reads the quantization settings of a model's ``config.json``."""
 
 from __future__ import annotations
 

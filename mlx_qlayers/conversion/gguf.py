@@ -205,7 +205,7 @@ def _quantization(architecture: _Architecture, tensors: Mapping[str, Tensor]) ->
 def _rope_scaling(
     name: str, config: dict[str, Any], metadata: dict[str, Any], arrays: dict[str, mx.array]
 ) -> dict[str, Any]:
-    """What the metadata and the tensors of factors say about the rotary embedding."""
+    """The settings of the rotary embedding, from metadata and tensors of factors."""
     factors: dict[str, Any] = {
         key.split(".")[0]: arrays.pop(key).tolist() for key in _FACTORS if key in arrays
     }

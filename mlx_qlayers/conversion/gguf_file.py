@@ -45,7 +45,7 @@ class Tensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says before its weights."""
+    """The part of a file in front of its weights."""
 
     metadata: dict[str, Any]
     tensors: dict[str, Tensor]

@@ -212,7 +212,7 @@ def _gptq(
 def _losses(
     model: nn.Module, batches: Sequence[mx.array], formats: Mapping[str, Format]
 ) -> dict[str, dict[str, float]]:
-    """What rounding to each number of bits takes from the output of each layer, as a share."""
+    """The error of each layer's output, as a share of it, by the number of bits."""
     from tqdm import tqdm
 
     losses: dict[str, dict[str, float]] = {}
@@ -293,7 +293,7 @@ def _least(
 
 
 class _Store:
-    """What is finished, in a folder or nowhere; that of other arguments is ignored."""
+    """Finished layers, kept in a folder or nowhere; those made with other arguments are ignored."""
 
     def __init__(self, folder: Path | None, settings: object) -> None:
         self.folder = folder

@@ -97,7 +97,7 @@ class _Call(Exception):
 
 
 class _Replaced:
-    """What stands at the place of a layer: a function of its arguments, with its attributes."""
+    """Stands in for a layer: a function of its arguments, with its attributes."""
 
     def __init__(self, layer: nn.Module, call: Callable[..., Any]) -> None:
         self._layer, self._call = layer, call

@@ -25,7 +25,7 @@ from .loading import find_model, load_stock
 
 @dataclass(frozen=True)
 class Written:
-    """What :func:`quantize_checkpoint` and its like wrote."""
+    """The result of :func:`quantize_checkpoint` and its like."""
 
     path: Path
     layers: int

@@ -11,7 +11,7 @@ Example = Callable[[Any], Sequence[Any]]
 
 
 class Registration(NamedTuple):
-    """What was registered for a class.
+    """A registration of a counterpart for a class.
 
     Attributes:
         stock: the class.
@@ -74,7 +74,7 @@ def register_counterpart(
 
 
 def registered_for(cls: type) -> Registration | None:
-    """What modules of a class become; None if nothing was registered."""
+    """The registration for modules of a class; None if there is none."""
     return _by_stock.get(cls)
 
 

@@ -1,4 +1,4 @@
-"""What a conversion did to every module of a model, and why."""
+"""The report of a conversion: the action for every module of a model, and the reason."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class ConversionReport:
         return self._text(_folded)
 
     def brief(self) -> str:
-        """What was done, in a line."""
+        """A summary in one line."""
         fused = any(row.action == FUSED for row in self.fusions)
         done = f"{self._total()}; decodes by graphs" if fused else self._total()
         return "\n".join(filter(None, (done, self.calibration)))

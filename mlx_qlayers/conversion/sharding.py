@@ -1,8 +1,8 @@
 """Tensor parallel models: mlx-lm's own ``model.shard``, for converted models and uneven shares.
 
-What a number of ranks does not divide is made even first, by zeros: heads that add nothing to the
+Sizes that the number of ranks does not divide are padded with zeros: heads that add nothing to the
 output projection, and columns that add nothing behind an activation. Keys and values of fewer heads
-than ranks are repeated. Nothing is changed where a layer cannot be split.
+than ranks are repeated. A layer that cannot be split stays as it is.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _heads(model: nn.Module) -> Iterator[tuple[tuple[str, str], int]]:
 
 
 def _names_of_heads(module: Any) -> tuple[str, str] | None:
-    """What a module of plain attention calls its numbers of heads; None for other modules."""
+    """The attributes that hold the numbers of heads in plain attention; None for other modules."""
     if not {*_ATTENTION} <= {*module} <= {*_ATTENTION, "q_norm", "k_norm", "rope"}:
         return None
     named = [name for path, name in dict(_heads(module)) if not path]

@@ -1,9 +1,9 @@
 """Models that were loaded lazily, of which a rank reads no more than its share.
 
-What belongs to a rank is found by sharding a twin of the model whose parameters are the positions
-of their own elements. Rows and columns of one axis are then read out of the safetensors file by
-themselves. What mlx-lm computes from several tensors, or has no part in a file, is read whole and
-split, one parameter after the other.
+The share of a rank is found by sharding a twin of the model whose parameters are the positions of
+their own elements. Rows and columns of one axis are then read out of the safetensors file by
+themselves. Parameters that mlx-lm computes from several tensors, or that no file has, are
+read whole and split, one parameter after the other.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def step_class(cls: type[nn.Module]) -> type[nn.Module] | None:
 def planned(
     model: nn.Module, steps: Iterable[Step], predicate: Predicate | None
 ) -> tuple[Step, ...]:
-    """What becomes of a model that is called with tokens and caches; nothing for other modules.
+    """The step for a model that is called with tokens and caches; nothing for other modules.
 
     Args:
         model: the model, which is not changed.

@@ -32,9 +32,9 @@ def verify_steps(model: nn.Module, steps: Sequence[Step]) -> None:
     """Run each kind of layer of a model once, and compare with the stock one.
 
     The stock result is computed in float32, where stock operators are accurate on every device.
-    The random state of the caller is not used, but by registered examples. What runs is what
-    ``auto`` takes now. On a Mac it takes no kernel without a proof, whatever is measured later: a
-    kernel that is wrong is named by that, and what stands around it is compared here.
+    The random state of the caller is not used, but by registered examples. Layers run as ``auto``
+    runs them now. On a Mac it takes no kernel without a proof, whatever is measured later: that
+    names a wrong kernel, and this compares the code around it.
 
     Raises:
         ValueError: they disagree by more than rounding explains.
@@ -140,7 +140,7 @@ def _check_attention(path: str, _: nn.Module, cls: type[nn.Module], dtype: mx.Dt
 
 
 def _format(module: Any) -> tuple[object, ...]:
-    """What makes a matrix a kind of its own: its format, where other shapes take long."""
+    """The facts that make a matrix a kind of its own: its format alone where shapes take long."""
     if not device_of().stock_compiles:
         return _shapes(module), module.bits, module.mode
     names = (name for name in ("biases", "bias", "global_scale") if module.get(name) is not None)

@@ -1,7 +1,7 @@
 """A model's step as a graph, by MLX's exporter.
 
 The model's code runs twice, with a twin of the model and of its caches that differ in batch size
-and positions. What differs between the two graphs in the same way is a size or a position.
+and positions. Numbers that differ between the two graphs in the same way are sizes or positions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Side effects of a model's code: a graph of it would have them once, when it is captured.
 
-Modules are twins while a capture runs them (:mod:`.twin`). What they have in common with the model
-is looked at here: their classes, the globals of their files, what functions enclose, and where
-random numbers come from.
+Modules are twins while a capture runs them (:mod:`.twin`). This file looks at what they share with
+the model: their classes, the globals of their files, what functions enclose, and where random
+numbers come from.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def number_of(node: Node | None) -> Any:
 
 @dataclass(frozen=True)
 class Graph:
-    """A step: what comes out, by name. What goes in are the ``Input`` nodes."""
+    """A step: its outputs by name. Its inputs are the ``Input`` nodes."""
 
     outputs: dict[str, Node]
 

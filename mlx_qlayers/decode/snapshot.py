@@ -101,7 +101,7 @@ class Snapshot:
                     yield kind, name, old.get(name), part.get(name)
 
     def restore(self) -> None:
-        """Put back what was replaced. What was not stays there: other threads may look at it."""
+        """Put back what was replaced. The rest stays: other threads may look at it."""
         for part, before in zip(self.contents, self.before, strict=True):
             for name in part.keys() - before.keys():
                 dict.__delitem__(part, name)

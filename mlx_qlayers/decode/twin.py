@@ -1,7 +1,7 @@
 """Copies of models and caches with other arrays: a capture runs them, so that neither changes.
 
 A twin of a model has the stock classes of its modules, so a capture shows one form whatever was
-converted. What the exporter of MLX cannot write is spelled otherwise in it, with the same values.
+converted. Primitives that the exporter cannot write are spelled otherwise, with the same values.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def packed_rows(parts: Sequence[mx.array]) -> mx.array:
 
 
 def parts_of_rows(rows: mx.array, like: Sequence[Any]) -> tuple[mx.array, ...]:
-    """What :func:`packed_rows` was given, of the widths and dtypes of ``like``."""
+    """The inverse of :func:`packed_rows`, of the widths and dtypes of ``like``."""
     words, scales, _ = like
     first, groups = words.shape[-1], scales.shape[-1]
     behind = rows[..., first : first + 2 * groups * scales.dtype.size // 4].view(scales.dtype)

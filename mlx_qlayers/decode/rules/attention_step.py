@@ -85,7 +85,7 @@ BATCHES = ("BatchKVCache", "BatchRotatingKVCache")
 
 
 class TracedCaches(NamedTuple):
-    """What rules know of the caches that a step was captured with.
+    """The facts that rules know of the caches that a step was captured with.
 
     Attributes:
         keys: class, case and attributes of each cache, as in :class:`~..caches.Facts`.

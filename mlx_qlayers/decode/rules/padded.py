@@ -2,7 +2,7 @@
 
 Where a step takes the rows of a cache that count, this takes all that its buffers have. The rows
 behind go through everything that keeps rows apart, and are hidden where rows meet: in attention,
-softmax and other reductions. What is written into a buffer goes where an array says. Buffers hold
+softmax and other reductions. Writes into a buffer go where an array says. Buffers hold
 finite numbers, so those behind, times zero, are zero.
 """
 
