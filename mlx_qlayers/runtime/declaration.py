@@ -40,9 +40,9 @@ class Declaration:
 
     name: str
     file: str | Path
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    template: tuple[str, ...] = ()
+    inputs: tuple[str, ...] | None = None
+    outputs: tuple[str, ...] | None = None
+    template: tuple[str, ...] | None = None
     function: str = ""
     omitted: tuple[str, ...] = ()
     atomic_outputs: bool = False
@@ -75,7 +75,7 @@ class Declaration:
             ("template", self.template, tuple(name for name, _ in program.template)),
             ("atomic_outputs", self.atomic_outputs, program.atomic_outputs),
         ):
-            if declared != written:
+            if declared not in (None, written):
                 file = self._source[0].name
                 raise self.error(f"{what} declared as {declared}, {file} has {written}")
         if self.max_threads > MAX_THREADS:

@@ -33,8 +33,9 @@ _KEPT = 512
 class Kernel(Declaration):
     """A Metal kernel: where it is written, what it takes and what it needs.
 
-    Nothing is read, compiled or checked before the first call. The names given here must be those
-    of the Metal function's signature, in the same order; a difference is an error at that call.
+    Nothing is read, compiled or checked before the first call. Names that are given here must be
+    those of the Metal function's signature, in the same order; a difference is an error at that
+    call. Names that are left out are those of the signature.
 
     Args:
         name: the kernel's name, unique in the package; errors and traces name it.
@@ -58,7 +59,7 @@ class Kernel(Declaration):
         folder: where a relative ``file`` is looked up instead of beside that Python file.
 
     Example:
-        >>> exp = Kernel("exp_forward", "exp/exp.metal", ("x",), ("y",), template=("T",))
+        >>> exp = Kernel("exp_forward", "exp/exp.metal")
         >>> x = mx.ones(1000)
         >>> (y,) = exp(
         ...     [x],

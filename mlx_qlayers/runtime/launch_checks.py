@@ -68,7 +68,7 @@ class _Check:
         self.kernel, self.values, self.error = kernel, values, kernel.error
 
     def count(self, inputs: Inputs) -> None:
-        names = self.kernel.inputs
+        names = self.kernel.program.input_names
         if not isinstance(inputs, (list, tuple)):
             raise self.error(f"inputs must be a list of arrays, not {_kind(inputs)}")
         if len(inputs) != len(names):
@@ -79,12 +79,12 @@ class _Check:
 
     def template(self) -> list[tuple[str, TemplateValue]]:
         """The template's values, in declared order."""
-        values, declared = self.values, self.kernel.template
+        values, pairs = self.values, self.kernel.program.template
+        declared = tuple(name for name, _ in pairs)
         if not isinstance(values, Mapping):
             raise self.error(f"template must be a dict of values by name, not {_kind(values)}")
         if set(values) != set(declared):
             raise self.error(f"has template parameters {declared}, not {tuple(values)}")
-        pairs = self.kernel.program.template
         return [(name, self._template_value(name, kind, values[name])) for name, kind in pairs]
 
     def _template_value(self, name: str, kind: str, value: TemplateValue) -> TemplateValue:
@@ -173,7 +173,7 @@ class _Check:
         return dtypes
 
     def output_shapes(self, shapes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-        names = self.kernel.outputs
+        names = self.kernel.program.output_names
         if not isinstance(shapes, (list, tuple)):
             raise self.error(f"output_shapes must be a list of shapes, not {_kind(shapes)}")
         if len(shapes) != len(names):
@@ -194,7 +194,7 @@ class _Check:
 
     def multiples(self, inputs: Inputs) -> None:
         for name, axis, of in self.kernel.multiples:
-            shape = inputs[self.kernel.inputs.index(name)].shape
+            shape = inputs[self.kernel.program.input_names.index(name)].shape
             if not -len(shape) <= axis < len(shape):
                 raise self.error(f"input {name} {shape} has no axis {axis}")
             number = self.values[of] if isinstance(of, str) else of

@@ -15,37 +15,27 @@ from ...runtime.proof import first_proven
 from ...runtime.spec import Spec
 from .forward import LOG2E, Launcher, absent
 from .hopper import backward_once, cut
-from .layout import PARAMETERS, memory, registers
-from .tensor import KEYS_INPUTS, QUERIES_INPUTS, tensor_gradients, tensor_mask_gradient
+from .layout import memory, registers
+from .tensor import tensor_gradients, tensor_mask_gradient
 
 T = TypeVar("T")
 # What lowers the scores of a query that sees no key, as score_tile.metal has it.
 _BLANK = 1e38
 
-_RULE = ("T", "M", "D", "DV", "MASK", "SOFTCAP")
 _QUERIES, _MASK = (
     Kernel(
         name,
         "attention/backward.metal",
-        inputs=QUERIES_INPUTS,
-        outputs=outputs,
-        template=(*_RULE, *PARAMETERS),
         threadgroup_memory=lambda **values: memory("queries", values),
         registers=lambda **values: registers("queries", values),
         large=True,
         ensure_row_contiguous=False,
     )
-    for name, outputs in (
-        ("attention_backward_queries", ("d_q", "delta")),
-        ("attention_backward_mask", ("d_scores",)),
-    )
+    for name in ("attention_backward_queries", "attention_backward_mask")
 )
 _KEYS = Kernel(
     "attention_backward_keys",
     "attention/backward_keys.metal",
-    inputs=KEYS_INPUTS,
-    outputs=("d_k", "d_v"),
-    template=(*_RULE, "AVERAGE", "ROLES", *PARAMETERS),
     threadgroup_memory=lambda **values: memory("keys", values),
     registers=lambda **values: registers("keys", values),
     large=True,

@@ -28,10 +28,6 @@ _INPUTS = (
     *("q", "k", "k_scales", "k_biases", "v", "v_scales", "v_biases"),
     *("mask", "sinks", "held", "options"),
 )
-_COMMON = (
-    *("T", "K", "S", "M", "N", "D", "Dv", "group", "bits"),
-    *("seen", "windowed", "capped", "sinking"),
-)
 _LAYOUT = ("columns", "simds", "blocks", "slice", "run")
 
 
@@ -80,7 +76,6 @@ def _kernel(
     lacking = tuple(name for name in _INPUTS if not there.get(name, True))
     omitted = tuple(name for name in lacking if serial or name != "held")
     function = "attention_serial" if serial else "attention_decode"
-    own = ("max_rows", "block") if serial else (*_LAYOUT, "P", "split", "RESIDENT")
     return Kernel(
         function
         + "_packed" * packed
@@ -89,10 +84,7 @@ def _kernel(
         + "_counted" * counted,
         "attention/serial_decode.metal" if serial else "attention/decode.metal",
         function=function,
-        inputs=tuple(name for name in _INPUTS if name not in lacking),
         omitted=omitted + tuple(f"{name}_strides" for name in omitted if name != "held"),
-        outputs=("out",),
-        template=(*_COMMON, *own),
         threadgroup_memory=0 if serial else _memory,
         registers=0 if serial else _registers,
         large=True,
@@ -104,9 +96,6 @@ _COMBINE_SINKS = Kernel(
     "attention_combine_sinks",
     "attention/combine.metal",
     function="attention_combine",
-    inputs=("parts", "sinks"),
-    outputs=("out",),
-    template=("T", "N", "Dv", "simds", "sinking"),
     threadgroup_memory=lambda Dv, simds, **_: 4 * simds * (-(-Dv // 32) * 32 + 1),
     registers=lambda Dv, **_: -(-Dv // 32),
     large=True,
@@ -274,11 +263,10 @@ def _launches(
         seen = _BOOLEAN if mask.dtype == mx.bool_ else _ADDITIVE
     of_mask = (v[-1] if mask is None else mask).dtype
     of_sinks = of_mask if sinks is None else sinks.dtype
-    common: tuple[TemplateValue, ...] = (
-        *(q.dtype, k[0].dtype, k[-1].dtype, of_mask, of_sinks, width, v_width, group, bits),
-        *(seen, scores.window is not None, scores.softcap is not None, sinks is not None),
-    )
-    template = dict(zip(_COMMON, common, strict=True))
+    template: dict[str, TemplateValue] = {"T": q.dtype, "K": k[0].dtype, "S": k[-1].dtype}
+    template |= {"M": of_mask, "N": of_sinks, "D": width, "Dv": v_width}
+    template |= {"group": group, "bits": bits, "seen": seen, "sinking": sinks is not None}
+    template |= {"windowed": scores.window is not None, "capped": scores.softcap is not None}
     there = bits > 0, mask is not None, sinks is not None, counted
     kernel = _kernel(isinstance(config, Serial), *there)
     # One query a head needs no other order of the axes.
@@ -328,10 +316,10 @@ def attention_combine(
     kernel = COMBINE if sinks is None else _COMBINE_SINKS
     splits = Spec(parts, mx.float32)
     of_sinks = dtype if sinks is None else sinks.dtype
-    values: tuple[TemplateValue, ...] = dtype, of_sinks, width - 2, simds, sinks is not None
+    values: dict[str, TemplateValue] = {"T": dtype, "N": of_sinks, "Dv": width - 2}
     return kernel.bind(
         [splits] if sinks is None else [splits, sinks],
-        template=dict(zip(kernel.template, values, strict=True)),
+        template=values | {"simds": simds, "sinking": sinks is not None},
         grid=(32 * simds, heads, batch * queries),
         threadgroup=(32 * simds, 1, 1),
         output_shapes=[shape],

@@ -15,43 +15,28 @@ from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, Size, TemplateValue
 from ...runtime.spec import Spec
 from ..record import rounded
-from .layout import PARAMETERS, Layout, layout, memory, registers
+from .layout import Layout, layout, memory, registers
 
 # More queries or keys than there can be: positions are 32-bit numbers, and so are their sums.
 FAR = 2**28
 LOG2E = log2(e)
 _NO_MASK, _BOOLEAN, _ADDED = range(3)
 
-FORWARD_INPUTS = ("q", "k", "v", "mask", "sinks", "mean", "sizes", "factors")
 _GROUPS = ("k_scales", "k_biases", "v_scales", "v_biases")
 _FORWARD, _PACKED = (
     Kernel(
         name,
         "attention/forward.metal",
         function="attention_forward",
-        inputs=inputs,
-        outputs=("out", "norms"),
         omitted=omitted,
-        template=(
-            *("T", "K", "M", "N", "D", "DV", "BITS", "GROUP"),
-            *("MASK", "SOFTCAP", "SINKS", "AVERAGE", *PARAMETERS),
-        ),
         threadgroup_memory=lambda **values: memory("forward", values),
         registers=lambda **values: registers("forward", values),
         large=True,
         ensure_row_contiguous=False,
     )
-    for name, inputs, omitted in (
-        (
-            "attention_forward",
-            FORWARD_INPUTS,
-            (*_GROUPS, *(f"{name}_strides" for name in _GROUPS)),
-        ),
-        (
-            "attention_forward_packed",
-            ("q", "k", *_GROUPS[:2], "v", *_GROUPS[2:], *FORWARD_INPUTS[3:]),
-            (),
-        ),
+    for name, omitted in (
+        ("attention_forward", (*_GROUPS, *(f"{name}_strides" for name in _GROUPS))),
+        ("attention_forward_packed", ()),
     )
 )
 

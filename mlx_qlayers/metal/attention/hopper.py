@@ -15,26 +15,16 @@ from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, TemplateValue
 from ...runtime.spec import Spec
-from .forward import FORWARD_INPUTS, Launcher, absent, forward_inputs
+from .forward import Launcher, absent, forward_inputs
 from .layout import tile_bytes
 
-_CUT = ("SIMDS", "TILE", "RESIDENT", "SHARED")
 _kernel = partial(Kernel, large=True, ensure_row_contiguous=False)
 _AHEAD = _kernel(
     "attention_forward_ahead",
     "attention/forward_ahead.metal",
-    inputs=FORWARD_INPUTS,
-    outputs=("out", "norms"),
-    template=("T", "M", "N", "D", "DV", "MASK", "SOFTCAP", "SINKS", "AVERAGE", *_CUT),
     threadgroup_memory=lambda **values: _declared("forward", values),
 )
-_STATISTICS = _kernel(
-    "attention_backward_statistics",
-    "attention/backward_once.metal",
-    inputs=("out", "d_out", "norms"),
-    outputs=("statistics",),
-    template=("T", "DV"),
-)
+_STATISTICS = _kernel("attention_backward_statistics", "attention/backward_once.metal")
 # The gradients of keys that heads share are sums as those of the queries.
 _OF_KEYS = ("d_k", "d_v")
 _ONCE, _ONCE_OF_GROUPS = (
@@ -42,13 +32,7 @@ _ONCE, _ONCE_OF_GROUPS = (
         f"attention_backward_once{'_of_groups' if grouped else ''}",
         "attention/backward_once.metal",
         function="attention_backward_once",
-        inputs=("q", "k", "v", "mask", "d_out", "statistics", "average", "sizes", "factors"),
-        outputs=("sums", *(() if grouped else _OF_KEYS)),
         omitted=_OF_KEYS if grouped else (),
-        template=(
-            *("T", "M", "D", "DV", "MASK", "SOFTCAP", "AVERAGE", "GROUPED", "SLICES", "KEPT"),
-            *_CUT,
-        ),
         atomic_outputs=True,
         threadgroup_memory=lambda **values: _declared("backward", values),
     )
@@ -59,10 +43,7 @@ _ROWS, _ROWS_OF_GROUPS = (
         f"attention_backward_rows{'_of_groups' if grouped else ''}",
         "attention/backward_once.metal",
         function="attention_backward_rows",
-        inputs=("sums", "sizes"),
-        outputs=("d_q", *(_OF_KEYS if grouped else ())),
         omitted=() if grouped else _OF_KEYS,
-        template=("T", "D", "DV", "WIDTH", "GROUPED"),
     )
     for grouped in (False, True)
 )

@@ -61,11 +61,8 @@ class Layout:
         return 16 * self.blocks * self.simds // (self.slices * self.roles)
 
     def template(self) -> dict[str, TemplateValue]:
-        """The values of the template parameters :data:`PARAMETERS`."""
-        return {name: getattr(self, name.lower()) for name in PARAMETERS}
-
-
-PARAMETERS = ("BLOCKS", "SIMDS", "SLICES", "TILE", "ALTERNATE", "AHEAD", "RESIDENT")
+        """The values of the template parameters; ``ROLES`` is of keys and values alone."""
+        return {name.upper(): value for name, value in vars(self).items() if name != "roles"}
 
 
 def layout(kernel: str, device: str, dtype: mx.Dtype, width: int) -> Layout:

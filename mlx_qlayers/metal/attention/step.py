@@ -23,11 +23,7 @@ from ..rotary.launch import rates, two_floats
 from . import decode
 from .decode import attention_combine
 
-_INPUTS = (
-    *("q", "k", "v", "k_cache", "k_scales", "k_biases", "v_cache", "v_scales", "v_biases"),
-    *("k_tail", "v_tail", "positions", "mask", "freqs", "sinks", "q_norm", "k_norm"),
-    *("options", "tickets"),
-)
+_LAYOUT = ("columns", "simds", "blocks", "slice", "teams")
 # Splits and columns up to which the last threadgroup adds up what the others wrote.
 _MOST_JOINED, _MOST_COLUMNS = 64, 2
 # Words of the arrays of a thread, up to which it may read two blocks at once.
@@ -81,13 +77,6 @@ def _registers(*, T: mx.Dtype, bits: int, masked: bool, **values: Any) -> int:
 _KERNEL = Kernel(
     "attention_step",
     "attention/step.metal",
-    inputs=_INPUTS,
-    outputs=("out", "k_out", "v_out", "parts"),
-    template=(
-        *("T", "K", "D", "Dv", "group_size", "bits", "masked", "dims", "traditional", "listed"),
-        *("sinking", "normed", "columns", "simds", "blocks", "slice", "teams"),
-        *("P", "split", "joined", "RESIDENT"),
-    ),
     threadgroup_memory=_memory,
     registers=_registers,
     large=True,
@@ -215,17 +204,17 @@ def _options(
 
 def _values(
     call: StepCall, rotation: Rotation, config: Step, split: bool, joined: bool
-) -> tuple[TemplateValue, ...]:
-    """Those of the template's parameters, in turn."""
+) -> dict[str, TemplateValue]:
+    """Those of the template's parameters."""
     dtype, (group_size, bits) = call.q.dtype, call.packing
-    there = [a is not None for a in (call.mask, call.freqs, call.sinks, call.q_norm)]
-    return (
-        *(dtype, call.k_tail.dtype, call.width, call.v_width, group_size or 1, bits),
-        *(there[0], rotation.dims, rotation.traditional, *there[1:]),
-        *(config.columns, config.simds, config.blocks, config.slice),
-        *(config.teams, mx.float32 if split and not joined else dtype, split, joined),
-        config.resident,
-    )
+    values = {name: getattr(config, name) for name in _LAYOUT}
+    values |= {"T": dtype, "K": call.k_tail.dtype, "D": call.width, "Dv": call.v_width}
+    values |= {"group_size": group_size or 1, "bits": bits, "masked": call.mask is not None}
+    values |= {"dims": rotation.dims, "traditional": rotation.traditional}
+    values |= {"listed": call.freqs is not None, "sinking": call.sinks is not None}
+    values |= {"normed": call.q_norm is not None, "split": split, "joined": joined}
+    parts = mx.float32 if split and not joined else dtype
+    return values | {"P": parts, "RESIDENT": config.resident}
 
 
 def attention_step(
@@ -269,7 +258,6 @@ def attention_step(
     options = _options(sizes, mask, scale, rotation, epsilon)
     there = [each is not None for each in (mask, freqs, sinks, call.q_norm)]
     kernel = _kernel(packed, *there, joined)
-    values = _values(call, rotation, config, split, joined)
     shape, parts = (batch, 1, heads * v_width), (batch, 1, heads, splits, v_width + 2)
     # What may be left out, in the kernel's order: an array's place and its dtype in the launch.
     kinds = {1: mx.bool_, 0: mx.float32, 2: q.dtype, 3: q.dtype, 4: q.dtype}
@@ -282,7 +270,7 @@ def attention_step(
             *[Spec(arrays[i].shape, kind) for i, kind in optional],
             *(Spec.of(options), *behind),
         ],
-        template=dict(zip(kernel.template, values, strict=True)),
+        template=_values(call, rotation, config, split, joined),
         grid=(threads * (splits + _COPYING), kv_heads * blocks, batch),
         threadgroup=(threads, 1, 1),
         output_shapes=[

@@ -11,13 +11,7 @@ from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, Size
 from ...runtime.spec import Spec
-from .forward import FORWARD_INPUTS, Launcher, absent, forward_inputs
-
-QUERIES_INPUTS = ("q", "k", "v", "mask", "out", "d_out", "norms", "sizes", "factors")
-KEYS_INPUTS = (
-    *("q", "k", "v", "mask", "d_out"),
-    *("norms", "delta", "average", "sizes", "factors"),
-)
+from .forward import Launcher, absent, forward_inputs
 
 # Keys that a turn takes, and queries that a SIMD group owns.
 TILE, ROWS = 32, 16
@@ -37,15 +31,9 @@ def _threadgroup_memory(SIMDS: int, TILE: int, TOGETHER: bool, **_: object) -> i
     return 4 if TOGETHER else 4 * SIMDS * ROWS * (TILE + 2)
 
 
-# What is asked, and how SIMD groups share the work.
-_RULE = ("T", "M", "D", "DV", "MASK", "SOFTCAP")
-_SHARES = ("SIMDS", "SPLIT", "TILE", "TOGETHER", "SHARED", "HANDED")
 _FORWARD = Kernel(
     "attention_tensor",
     "attention/tensor_forward.metal",
-    inputs=FORWARD_INPUTS,
-    outputs=("out", "norms"),
-    template=(*_RULE[:2], "N", *_RULE[2:], "SINKS", "AVERAGE", *_SHARES, "RESIDENT"),
     threadgroup_memory=_threadgroup_memory,
     registers=_registers,
     large=True,
@@ -68,26 +56,20 @@ _QUERIES, _MASK = (
         name,
         "attention/tensor_queries.metal",
         function="attention_tensor_queries",
-        inputs=QUERIES_INPUTS,
-        outputs=outputs,
         omitted=omitted,
-        template=(*_RULE, *_SHARES),
         threadgroup_memory=_threadgroup_memory,
         registers=registers,
         large=True,
         ensure_row_contiguous=False,
     )
-    for name, outputs, omitted, registers in (
-        ("attention_tensor_queries", ("d_q", "delta"), ("d_scores",), _of_gradients(3, 5, "D")),
-        ("attention_tensor_mask", ("d_scores",), ("d_q", "delta"), 3 * ROWS * TILE // 32 + 10),
+    for name, omitted, registers in (
+        ("attention_tensor_queries", ("d_scores",), _of_gradients(3, 5, "D")),
+        ("attention_tensor_mask", ("d_q", "delta"), 3 * ROWS * TILE // 32 + 10),
     )
 )
 _KEYS = Kernel(
     "attention_tensor_keys",
     "attention/tensor_keys.metal",
-    inputs=KEYS_INPUTS,
-    outputs=("gradient",),
-    template=(*_RULE, "AVERAGE", "VALUES", *_SHARES),
     threadgroup_memory=_threadgroup_memory,
     registers=_of_gradients(3, 0, "D"),
     large=True,

@@ -40,7 +40,7 @@ def bind_groups(
     width = min(_ROW, -(-count * lanes // threads) * threads)
     launch = kernel.bind(
         [*specs, *map(Spec.of, constants)],
-        template={name: given[name] for name in kernel.template},
+        template={name: given[name] for name, _ in kernel.program.template},
         grid=(width, -(-count * lanes // width), 1),
         threadgroup=(threads, 1, 1),
         output_shapes=output_shapes,

@@ -15,9 +15,6 @@ from ..record import Inputs, Path, Record, normal
 KERNEL = Kernel(
     "row_sum",
     "common/row_sum.metal",
-    inputs=("x", "shape"),
-    outputs=("y",),
-    template=("T", "upcast", "unroll", "local", "group", "blocked", "padded"),
     threadgroup_memory=lambda upcast, local, group, **_: 4 * upcast * local * group,
     registers=lambda upcast, unroll, **_: upcast * (1 + unroll),
     large=True,

@@ -24,11 +24,7 @@ def without(kernel: Kernel, omitted: tuple[str, ...], name: str = "") -> Kernel:
         omitted: what it does without: null pointers in its function.
         name: by default the kernel's and a number that tells what is omitted.
     """
-    return replace(
-        kernel,
-        name=name or kernel.name + numbered(kernel.inputs + kernel.outputs[1:], omitted),
-        function=kernel.function or kernel.name,
-        inputs=tuple(each for each in kernel.inputs if each not in omitted),
-        outputs=tuple(each for each in kernel.outputs if each not in omitted),
-        omitted=omitted,
-    )
+    if not name:
+        program = kernel.program
+        name = kernel.name + numbered(program.input_names + program.output_names[1:], omitted)
+    return replace(kernel, name=name, function=kernel.function or kernel.name, omitted=omitted)

@@ -21,24 +21,12 @@ _FILE = "deformable/deformable.metal"
 _FORWARD = Kernel(
     "deformable_forward",
     _FILE,
-    inputs=("values", "locations", "weights", "levels", "options"),
-    outputs=("out",),
-    template=(
-        *("T", "G", "W", "I", "V", "ALIGN", "LANES", "POINTS", "STEP"),
-        *("BORDER", "PIXELS"),
-    ),
     # Of samples under way, where and how much each of four pixels is, and their channels; sums.
     registers=lambda T, V, STEP, **index: STEP * (4 + index["I"].size + V * T.size) + V,
     large=True,
 )
 _GRADIENT = Kernel(
-    "deformable_gradient",
-    _FILE,
-    inputs=("values", "locations", "weights", "cotangent", "levels", "options"),
-    outputs=("d_values", "d_locations", "d_weights"),
-    template=("T", "G", "W", "I", "V", "LANES", "POINTS", "BORDER", "PIXELS", "ATOMIC"),
-    registers=lambda V, **index: 8 + index["I"].size + V,
-    large=True,
+    "deformable_gradient", _FILE, registers=lambda V, **index: 8 + index["I"].size + V, large=True
 )
 
 

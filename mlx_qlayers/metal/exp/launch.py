@@ -10,16 +10,9 @@ from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound
 from ...runtime.spec import Spec
 
-_FORWARD = Kernel("exp_forward", "exp/exp.metal", inputs=("x",), outputs=("y",), template=("T",))
-_STRIDED = Kernel(
-    "exp_strided",
-    "exp/exp.metal",
-    inputs=("x",),
-    outputs=("y",),
-    template=("T",),
-    ensure_row_contiguous=False,
-)
-_GRADIENT = Kernel("exp_gradient", "exp/exp.metal", ("dy", "y"), outputs=("dx",), template=("T",))
+_FORWARD = Kernel("exp_forward", "exp/exp.metal")
+_STRIDED = Kernel("exp_strided", "exp/exp.metal", ensure_row_contiguous=False)
+_GRADIENT = Kernel("exp_gradient", "exp/exp.metal")
 
 
 def exp(x: Spec, strided: bool) -> Bound:

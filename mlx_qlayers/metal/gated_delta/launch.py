@@ -28,9 +28,6 @@ _MASKED = Kernel(
     "gated_delta_masked",
     "gated_delta/gated_delta.metal",
     function="gated_delta",
-    inputs=("q", "k", "v", "g", "beta", "state", "mask", "shape"),
-    outputs=("y", "state_out"),
-    template=("T", "G", "B", "columns", "normed", "lanes", "each", "ahead"),
     registers=lambda T, columns, each, ahead, **_: (
         4 * each + ahead * each * (T.size // 2 + columns)
     ),

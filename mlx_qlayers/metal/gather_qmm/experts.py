@@ -40,21 +40,10 @@ def _registers(*, rows: int, outputs: int, run: int, **_: Any) -> int:
     return (rows > 1) * outputs * run + 2 * run + rows * 7
 
 
-PRODUCTS = Kernel(
-    "experts_products",
-    "gather_qmm/experts.metal",
-    inputs=_INPUTS,
-    outputs=("y", "y1"),
-    template=("T", "S", "mode", "group", "bits", "gate", "rows", "outputs", "height", "run"),
-    registers=_registers,
-    large=True,
-)
+PRODUCTS = Kernel("experts_products", "gather_qmm/experts.metal", registers=_registers, large=True)
 COMBINED = Kernel(
     "experts_combined",
     "gather_qmm/experts.metal",
-    inputs=("x", "right", "scores", *_MATRIX, "residual", "shape"),
-    outputs=("y",),
-    template=("T", "S", "W", "mode", "group", "bits", "outputs", "run", "simds"),
     threadgroup_memory=lambda outputs, simds, **_: 4 * outputs * simds,
     registers=lambda outputs, run, **_: 2 * run + 4 * outputs,
     large=True,
@@ -62,12 +51,6 @@ COMBINED = Kernel(
 CHOSEN = Kernel(
     "experts_chosen",
     "gather_qmm/experts_chosen.metal",
-    inputs=("logits", "bias", "factors", "numbers"),
-    outputs=("right", "weights"),
-    template=(
-        *("T", "B", "F", "W", "per", "J", "score"),
-        *("groups", "dropped", "pairs", "masked", "last", "normed"),
-    ),
     registers=lambda per, groups, **_: (2 + (groups > 1)) * per + 12,
     large=True,
 )
@@ -159,7 +142,7 @@ def experts_combined(
         A function of the arrays that there are that gives (..., N).
     """
     arrays = x, right, scores, *matrix, residual
-    names = dict(zip(COMBINED.inputs, arrays, strict=False))
+    names = dict(zip(COMBINED.program.input_names, arrays, strict=False))
     given = {name: spec for name, spec in names.items() if spec is not None}
     (*leading, share), n = right.shape, matrix.w.shape[1]
     rows = prod(leading)

@@ -20,21 +20,12 @@ from ..quantized_matmul.tile import packed_template
 from .gather_qmv import Pairs, Products
 
 _LIST = Kernel(
-    "gather_qmm_list",
-    "gather_qmm/gather_qmm.metal",
-    inputs=("right", "shape"),
-    outputs=("list",),
-    template=("threads",),
-    threadgroup_memory=lambda threads: 4 * threads,
+    "gather_qmm_list", "gather_qmm/gather_qmm.metal", threadgroup_memory=lambda threads: 4 * threads
 )
-_INPUTS = ("x", "w", "scales", "biases", "factors", "list", "shape")
 _TEMPLATE = ("T", "S", "mode", "group", "bits", "transposed")
 _TILES = Kernel(
     "gather_qmm_tiles",
     "gather_qmm/gather_qmm.metal",
-    inputs=_INPUTS,
-    outputs=("y",),
-    template=(*_TEMPLATE, *TILING, "aligned", "scaled"),
     threadgroup_memory=threadgroup_memory,
     registers=registers,
     large=True,
@@ -42,9 +33,6 @@ _TILES = Kernel(
 _TENSORS = Kernel(
     "gather_qmm_tensor",
     "gather_qmm/gather_qmm_tensor.metal",
-    inputs=_INPUTS,
-    outputs=("y",),
-    template=(*_TEMPLATE, *TENSOR_TILING, "scaled"),
     threadgroup_memory=qmm_tensor.threadgroup_memory,
     registers=qmm_tensor.registers,
     large=True,

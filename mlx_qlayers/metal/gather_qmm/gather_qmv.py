@@ -16,26 +16,16 @@ from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
 from ...runtime.spec import Spec
-from ..quantized_matmul.tile import PARAMETERS, Tile, packed_template, registers
+from ..quantized_matmul.tile import Tile, packed_template, registers
 
-_kernel: Callable[..., Kernel] = partial(
-    Kernel,
-    file="gather_qmm/gather_qmv.metal",
-    inputs=("x", "w", "scales", "biases", "factors", "left", "right", "shape"),
-    outputs=("y",),
-    large=True,
-)
-_FORMAT = ("T", "S", "mode", "group", "bits")
+_kernel: Callable[..., Kernel] = partial(Kernel, file="gather_qmm/gather_qmv.metal", large=True)
 _ROWS = _kernel(
     "gather_qmm_rows",
-    template=(*_FORMAT, *PARAMETERS["qmv"], "listed", "scaled"),
     # And where each row of x is.
     registers=lambda rows, **values: registers(rows=rows, **values) + 2 * rows,
 )
 _COLUMNS = _kernel(
-    "gather_qmm_columns",
-    template=(*_FORMAT, "rows", "run", "deep", "wide", "lanes", "listed", "scaled"),
-    registers=lambda rows, run, deep, **_: (rows + deep) * run + 2 * rows,
+    "gather_qmm_columns", registers=lambda rows, run, deep, **_: (rows + deep) * run + 2 * rows
 )
 
 

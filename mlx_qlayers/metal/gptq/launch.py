@@ -13,24 +13,8 @@ from ...runtime.spec import Spec
 BLOCK = 128
 SEARCH = 24
 _FILE = "gptq/gptq.metal"
-_BLOCK = Kernel(
-    "gptq_block",
-    _FILE,
-    inputs=("w", "u", "rows"),
-    outputs=("codes", "errors", "scales", "biases"),
-    template=("T", "BITS", "GROUP", "SEARCH"),
-    registers=16,
-    large=True,
-)
-_FIXED = Kernel(
-    "gptq_fixed_block",
-    _FILE,
-    inputs=("w", "u", "scales", "biases", "rows"),
-    outputs=("codes", "errors"),
-    template=("BITS",),
-    registers=12,
-    large=True,
-)
+_BLOCK = Kernel("gptq_block", _FILE, registers=16, large=True)
+_FIXED = Kernel("gptq_fixed_block", _FILE, registers=12, large=True)
 
 
 def gptq_block(

@@ -49,85 +49,28 @@ def _scatter_registers(*, NDIM: int, TAPS: int, **_: object) -> int:
 Sampled = Callable[..., mx.array]
 
 _sampling: Callable[..., Kernel] = partial(
-    Kernel,
-    file="grid_sample/grid_sample.metal",
-    template=("T", "G", "NDIM", "TAPS", "V", "ALIGN", "LANES", "RUN", "ONCE", "NEAR"),
-    large=True,
-    ensure_row_contiguous=False,
+    Kernel, file="grid_sample/grid_sample.metal", large=True, ensure_row_contiguous=False
 )
-_FORWARD = _sampling(
-    "grid_sample_forward",
-    inputs=("x", "grid", "size", "options"),
-    outputs=("out",),
-    registers=_forward_registers,
-)
-_GRADIENT_GRID = _sampling(
-    "grid_sample_gradient_grid",
-    inputs=("x", "grid", "cotangent", "size", "options"),
-    outputs=("d_grid",),
-    registers=_gradient_registers,
-)
+_FORWARD = _sampling("grid_sample_forward", registers=_forward_registers)
+_GRADIENT_GRID = _sampling("grid_sample_gradient_grid", registers=_gradient_registers)
 _by_atomics: Callable[..., Kernel] = partial(
-    Kernel,
-    file="grid_sample/atomic_gradient.metal",
-    atomic_outputs=True,
-    large=True,
+    Kernel, file="grid_sample/atomic_gradient.metal", atomic_outputs=True, large=True
 )
-_FIND_ROWS = _by_atomics(
-    "grid_sample_find_rows",
-    inputs=("pixel", "options"),
-    outputs=("row",),
-    template=("I", "K"),
-)
-_GRADIENT_ROWS = _by_atomics(
-    "grid_sample_gradient_x_rows",
-    inputs=("row", "pixel", "weight", "cotangent", "options"),
-    outputs=("sums",),
-    template=("T", "I", "K", "LANES"),
-)
+_FIND_ROWS = _by_atomics("grid_sample_find_rows")
+_GRADIENT_ROWS = _by_atomics("grid_sample_gradient_x_rows")
 _SPREAD_ROWS = _by_atomics(
     "grid_sample_gradient_x_spread",
     atomic_outputs=False,
-    inputs=("row", "weight", "cotangent", "sums", "options", "pixels"),
-    outputs=("d_x",),
-    template=("T", "K", "V", "LANES"),
     registers=lambda T, V, **_: _SPREAD * (2 + -(-V * T.size // 4)) + V,
 )
-_GRADIENT_X = _by_atomics(
-    "grid_sample_gradient_x",
-    registers=_scatter_registers,
-    inputs=("grid", "cotangent", "size", "options"),
-    outputs=("d_x",),
-    template=("T", "G", "NDIM", "TAPS", "LANES"),
-)
+_GRADIENT_X = _by_atomics("grid_sample_gradient_x", registers=_scatter_registers)
 _by_shares: Callable[..., Kernel] = partial(
     Kernel, file="grid_sample/sorted_gradient.metal", large=True
 )
-_LIST_SHARES = _by_shares(
-    "grid_sample_list_shares",
-    registers=_scatter_registers,
-    inputs=("grid", "size", "options"),
-    outputs=("pixel", "weight"),
-    template=("G", "I", "NDIM", "TAPS"),
-)
-_BANDS = _by_shares(
-    "grid_sample_gradient_x_bands",
-    inputs=("pixel", "weight", "cotangent", "options", "pixels"),
-    outputs=("d_x",),
-    template=("T", "I", "K"),
-)
-_CARRIES = _by_shares(
-    "grid_sample_carries",
-    inputs=("pixel", "order", "weight", "cotangent", "options"),
-    outputs=("carry",),
-    template=("T", "I", "K", "LANES"),
-)
-_SORTED = _by_shares(
-    "grid_sample_gradient_x_sorted",
-    inputs=("pixel", "order", "weight", "cotangent", "carry", "options"),
-    outputs=("d_x",),
-    template=("T", "I", "K", "LANES"),
-)
+_LIST_SHARES = _by_shares("grid_sample_list_shares", registers=_scatter_registers)
+_BANDS = _by_shares("grid_sample_gradient_x_bands")
+_CARRIES = _by_shares("grid_sample_carries")
+_SORTED = _by_shares("grid_sample_gradient_x_sorted")
 
 
 @dataclass(frozen=True)
@@ -250,7 +193,8 @@ class _Job:
         **options: Any,
     ) -> Callable[..., list[mx.array]]:
         """As :func:`bind_groups`, with the constants that the kernel takes."""
-        constants = [self.constants[name] for name in kernel.inputs if name in self.constants]
+        names = kernel.program.input_names
+        constants = [self.constants[name] for name in names if name in self.constants]
         given = kernel, specs, constants, self.values, shapes
         return bind_groups(*given, lanes=lanes, threads=threads or self.config.threads, **options)
 

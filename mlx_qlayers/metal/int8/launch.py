@@ -24,9 +24,6 @@ _RUN, _MOST_RUNS = 8, 5
 _ROWS = Kernel(
     "int8_rows",
     "int8/int8.metal",
-    inputs=("x", "other", "shape"),
-    outputs=("q", "scales"),
-    template=("T", "threads", "runs", "block", "gate", "normed"),
     threadgroup_memory=lambda threads, **_: threads // 4,
     registers=lambda runs, **_: (runs + 1) * _RUN,
     large=True,
@@ -38,15 +35,7 @@ def registers(tile_m: int, tile_n: int, **_: object) -> int:
     return tile_m * tile_n // _THREADS
 
 
-_PRODUCT = Kernel(
-    "int8_product",
-    "int8/int8.metal",
-    inputs=("x", "w", "row_scales", "column_scales", "bias", "shape"),
-    outputs=("y",),
-    template=("T", "tile_m", "tile_n", "biased", "SHARED"),
-    registers=registers,
-    large=True,
-)
+_PRODUCT = Kernel("int8_product", "int8/int8.metal", registers=registers, large=True)
 
 
 def int8_rows(

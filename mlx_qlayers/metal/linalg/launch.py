@@ -34,9 +34,6 @@ def _registers(THREADS: int, **_: object) -> int:
 _CHOLESKY = Kernel(
     "cholesky_block",
     _FILE,
-    inputs=("w", "before", "first"),
-    outputs=("r", "info"),
-    template=("THREADS",),
     threadgroup_memory=2 * _TILE_BYTES + 4,
     registers=_registers,
     large=True,
@@ -45,9 +42,6 @@ _CHOLESKY = Kernel(
 _SOLVE = Kernel(
     "solve_lower",
     _FILE,
-    inputs=("l", "b"),
-    outputs=("x",),
-    template=("THREADS",),
     threadgroup_memory=_TILE_BYTES,
     registers=_registers,
     large=True,
@@ -56,9 +50,6 @@ _SOLVE = Kernel(
 _SUBTRACT = Kernel(
     "subtract_product",
     _FILE,
-    inputs=("b", "a", "x"),
-    outputs=("y",),
-    template=("THREADS", "ACROSS", "EACH", "UPPER"),
     threadgroup_memory=lambda THREADS, ACROSS, **_: THREADS // ACROSS * _TILE_BYTES,
     registers=lambda ACROSS, EACH, **_: EACH * (32 + 8) + _TILE * _TILE // ACROSS,
     large=True,

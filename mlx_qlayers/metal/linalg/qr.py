@@ -21,9 +21,6 @@ _AHEAD = 8
 _PANEL = Kernel(
     "qr_panel",
     "linalg/qr.metal",
-    inputs=("a",),
-    outputs=("h", "tau", "v", "s"),
-    template=("SIMDS", "FULL"),
     threadgroup_memory=lambda SIMDS, **_: 128 * (SIMDS + 1),
     registers=_AHEAD,
     large=True,

@@ -17,16 +17,12 @@ from .tile import packed_template
 
 # Rows of a thread: enough to have several words on their way from memory.
 _COUNT = 4
-_ARRAYS = ("w", "scales", "biases")
 
 
 _KERNEL = Kernel(
     "dequantize",
     "quantized_matmul/dequantize.metal",
     function="dequantize_matrices",
-    inputs=(*(name + number for number in ("", "1", "2") for name in _ARRAYS), "shape"),
-    outputs=("y",),
-    template=("T", "S", "mode", "group", "bits", "run", "count", "threads"),
     # Packed words with their scales and biases, and what a run of them unpacks to.
     registers=lambda bits, run, count, **_: count * (run * bits // 32 + 2) + run,
     large=True,
@@ -56,8 +52,9 @@ def dequantize(
     blocks = -(-columns // (threads * run)) * -(-sum(rows) // _COUNT)
     begins = [sum(rows[:i]) for i in range(1, MAX_MATRICES)]
     shape = mx.array([columns, sum(rows), *begins], mx.int32)
-    given = [name for name in _KERNEL.inputs[: 3 * len(matrices)] if affine or "biases" not in name]
-    omitted = tuple(name for name in _KERNEL.inputs[:-1] if name not in given)
+    names = _KERNEL.program.input_names[:-1]
+    given = [name for name in names[: 3 * len(matrices)] if affine or "biases" not in name]
+    omitted = tuple(name for name in names if name not in given)
     name = f"dequantize_{len(matrices)}{'_affine' * affine}"
     launch = without(_KERNEL, omitted, name).bind(
         [*arrays, shape],
@@ -74,9 +71,6 @@ _AFFINE_ROWS = Kernel(
     "dequantize_rows_affine",
     "quantized_matmul/dequantize.metal",
     function="dequantize_rows",
-    inputs=("numbers", *_ARRAYS, "shape"),
-    outputs=("y",),
-    template=("T", "S", "mode", "group", "bits", "run", "threads"),
     registers=lambda bits, run, **_: run * bits // 32 + 2 + run,
     large=True,
 )

@@ -13,10 +13,7 @@ from .qmv import GATES, Gate
 # Neighbours of a thread.
 RUN = 8
 
-_FILE, _TEMPLATE = "quantized_matmul/gated.metal", ("T", "gate")
-_ROWS = Kernel(
-    "gated_rows", _FILE, ("x", "shape"), ("y",), _TEMPLATE, registers=3 * RUN, large=True
-)
+_ROWS = Kernel("gated_rows", "quantized_matmul/gated.metal", registers=3 * RUN, large=True)
 
 
 def gated_rows(x: Spec, gate: Gate) -> Callable[[mx.array], mx.array]:

@@ -32,22 +32,15 @@ def _registers(T: mx.Dtype, group: int, **_: object) -> int:
 
 
 _kernel: Callable[..., Kernel] = partial(
-    Kernel,
-    file="quantized_matmul/gradients.metal",
-    inputs=("left", "right", "w", "left_rows", "right_rows", "offsets", "shape"),
-    outputs=("d_scales", "d_biases"),
-    large=True,
+    Kernel, file="quantized_matmul/gradients.metal", large=True
 )
 _TILES = _kernel(
     "quantized_gradients_tiles",
-    template=("T", "S", "group", "bits", "wide", "gathered"),
     max_threads=_THREADS,
     threadgroup_memory=_tile_memory,
     registers=_registers,
 )
-_GROUPS = _kernel(
-    "quantized_gradients_groups", template=("T", "S", "group", "bits", "outputs", "gathered")
-)
+_GROUPS = _kernel("quantized_gradients_groups")
 
 
 def scales_and_biases_gradient(

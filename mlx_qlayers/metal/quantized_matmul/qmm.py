@@ -16,9 +16,6 @@ from ...runtime.launch import Size, TemplateValue
 from ...runtime.spec import Spec
 from .tile import packed_template
 
-# What kernels of one product take, and how their templates begin.
-PRODUCT_INPUTS = ("x", "w", "scales", "biases", "bias", "shape")
-PRODUCT_TEMPLATE = ("T", "O", "S", "mode", "group", "bits")
 TILING = ("tile_m", "tile_n", "tile_k", "simds_m", "simds_n", "run", "stages", "ahead")
 PADDING = 8
 
@@ -53,22 +50,12 @@ def registers(
 QMM = Kernel(
     "qmm",
     "quantized_matmul/qmm.metal",
-    inputs=PRODUCT_INPUTS,
-    outputs=("y",),
-    template=(*PRODUCT_TEMPLATE, "transposed", *TILING, "aligned", "biased"),
     threadgroup_memory=threadgroup_memory,
     registers=registers,
     large=True,
 )
 
-QMM_SUM = Kernel(
-    "qmm_sum",
-    "quantized_matmul/qmm.metal",
-    inputs=("parts", "bias", "shape"),
-    outputs=("y",),
-    template=("T", "biased"),
-    large=True,
-)
+QMM_SUM = Kernel("qmm_sum", "quantized_matmul/qmm.metal", large=True)
 
 
 @dataclass(frozen=True)
@@ -191,8 +178,7 @@ def split_k(
     """The launch of a product whose depth several threadgroups may share (split-K).
 
     Args:
-        kernel: takes :data:`PRODUCT_INPUTS`, and a template that begins with
-            :data:`PRODUCT_TEMPLATE` and ends with ``biased``.
+        kernel: takes x, w, scales, biases, bias and shape, as ``qmm`` does.
         call: the product.
         depth: of each threadgroup's part of it.
         template: the rest of its template.

@@ -194,36 +194,22 @@ _INPUTS = (
     *("x", "w", "scales", "biases", "bias"),
     *("residual", "w1", "scales1", "biases1", "bias1"),
 )
-_PRODUCT: Callable[..., Kernel] = partial(Kernel, outputs=("y",), large=True)
+_PRODUCT: Callable[..., Kernel] = partial(Kernel, large=True)
 _KERNELS: dict[type, Kernel] = {
     TensorConfig: _PRODUCT(
         "qmm_tensor",
         "quantized_matmul/qmm_tensor.metal",
-        inputs=(*_INPUTS, "shape"),
-        template=(
-            *("T", "O", "S", "mode", "group", "bits", "transposed"),
-            *(*TENSOR_TILING, "gate", "RESIDENT", "TOGETHER"),
-        ),
         threadgroup_memory=threadgroup_memory,
         registers=registers,
     ),
     CodesConfig: _PRODUCT(
         "qmm_codes",
         "quantized_matmul/qmm_codes.metal",
-        inputs=(*_INPUTS, "x_sums", "shape"),
-        template=("T", "S", "group", "rows", "columns", "simds", "gate"),
         threadgroup_memory=lambda rows, columns, **_: 4 * columns * (rows + 2 * _AT_ONCE),
         registers=codes_registers,
     ),
 }
-_GROUP_SUMS = Kernel(
-    "group_sums",
-    "quantized_matmul/qmm_codes.metal",
-    inputs=("x", "shape"),
-    outputs=("sums",),
-    template=("T", "group"),
-    large=True,
-)
+_GROUP_SUMS = Kernel("group_sums", "quantized_matmul/qmm_codes.metal", large=True)
 
 
 def qmm_tensor(
@@ -288,7 +274,7 @@ def qmm_tensor(
     shape = (*x.shape[:-1], n)
     launch = kernel.bind(
         [*(spec for spec in taken if spec is not None), *more, sizes],
-        template={name: values[name] for name in kernel.template},
+        template={name: values[name] for name, _ in kernel.program.template},
         grid=(-(-m // config.tile_m) * threads, -(-n // config.tile_n), parts),
         threadgroup=(threads, 1, 1),
         output_shapes=[(parts, m, n) if parts > 1 else shape],

@@ -24,7 +24,6 @@ from ...runtime.spec import Spec
 from ..common.without import numbered, without
 from .qmv_config import any_units, within_memory
 from .tile import (
-    PARAMETERS,
     Tile,
     matrix_registers,
     packed_template,
@@ -168,29 +167,22 @@ def takes_deferred_norm(config: Tile, matrices: Sequence[PackedMatrix]) -> bool:
 
 _INPUTS = (*_ARRAYS, "shape")
 _OUTPUTS = ("y", "y1", "y2", "scaled", "scaled_squares")
-# What only the kernels on the matrix units have.
-_DEFERRED = ("tile_squares", "next_weight", "scaled", "scaled_squares")
-_TEMPLATE = ("T", "S", "mode", "group", "bits", "gate", "normed", "epsilon")
 
 
-# What each kernel lacks, its threadgroup memory and registers. Those on
-# the matrix units read the shapes of their arrays.
+# Of each kernel its threadgroup memory and registers.
 _KERNELS = {
     name: Kernel(
         name,
         f"quantized_matmul/{name}.metal",
-        inputs=tuple(each for each in _INPUTS if each not in absent),
-        outputs=tuple(each for each in _OUTPUTS if each not in absent),
-        template=(*_TEMPLATE, *PARAMETERS[name], *["O"] * (name == "qmm_skinny")),
         threadgroup_memory=memory,
         registers=held,
         large=True,
     )
-    for name, absent, memory, held in (
-        ("qmv", _DEFERRED, 0, registers),
-        ("qmv_matrix", ("shape",), threadgroup_memory, matrix_registers),
-        ("qmv_persistent", ("shape",), persistent_memory, persistent_registers),
-        ("qmm_skinny", ("norm_weight", "shape"), skinny_memory, skinny_registers),
+    for name, memory, held in (
+        ("qmv", 0, registers),
+        ("qmv_matrix", threadgroup_memory, matrix_registers),
+        ("qmv_persistent", persistent_memory, persistent_registers),
+        ("qmm_skinny", skinny_memory, skinny_registers),
     )
 }
 
@@ -205,14 +197,7 @@ _SUM = ("planes", "bias", "residual", "next_weight")
 
 
 # Adds up the planes of a product.
-SUM = Kernel(
-    "qmm_skinny_sum",
-    "quantized_matmul/qmm_skinny.metal",
-    inputs=_SUM,
-    outputs=("y", "scaled", "scaled_squares"),
-    template=("T",),
-    large=True,
-)
+SUM = Kernel("qmm_skinny_sum", "quantized_matmul/qmm_skinny.metal", large=True)
 
 
 def _bind_parts(
@@ -229,7 +214,7 @@ def _bind_parts(
     launch, _ = _bind(plain, fmt, config, epsilon, gate, [planes.shape])
     there = [each for each in finish if each is not None]
     omitted = [name for name, each in zip(_SUM[1:], finish, strict=True) if each is None]
-    omitted += SUM.outputs[1:] if specs.next_weight is None else ()
+    omitted += _OUTPUTS[3:] if specs.next_weight is None else ()
     shapes = [(*leading, n)] * (1 if specs.next_weight is None else 2)
     rows = planes.shape[1]
     total = without(SUM, tuple(omitted)).bind(

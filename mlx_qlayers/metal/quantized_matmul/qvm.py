@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ...options import MatmulCall
 from ...runtime.kernel import Kernel
-from .qmm import PRODUCT_INPUTS, PRODUCT_TEMPLATE, split_k
+from .qmm import split_k
 from .qmv_config import MAX_QMV_ROWS
 
 # Threads of a threadgroup, and rows of the matrix that a thread unpacks before it multiplies them.
@@ -19,9 +19,6 @@ _THREADS, _BLOCK = 8, 8
 _QVM = Kernel(
     "qvm",
     "quantized_matmul/qvm.metal",
-    inputs=PRODUCT_INPUTS,
-    outputs=("y",),
-    template=(*PRODUCT_TEMPLATE, "rows", "run", "block", "biased"),
     registers=lambda rows, run, block, **_: (rows + block) * run,
     large=True,
 )

@@ -13,17 +13,7 @@ from ...runtime.launch import Launching
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
 
-_INPUTS = ("q", "k", "offset", "freqs", "sizes", "rates")
-_AT, _EACH = (
-    Kernel(
-        name,
-        "rotary/rotary.metal",
-        inputs=_INPUTS,
-        outputs=("q_out", "k_out"),
-        template=("T", "traditional", "listed"),
-    )
-    for name in ("rotary_at", "rotary_each")
-)
+_AT, _EACH = (Kernel(name, "rotary/rotary.metal") for name in ("rotary_at", "rotary_each"))
 
 
 def rotary_embedding(
