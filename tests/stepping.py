@@ -58,10 +58,10 @@ def sequences(kind: str) -> int:
 
 
 class Stepped:
-    """A model whose tokens are by tails, or by its own code."""
+    """A model whose tokens are by graphs, or by its own code."""
 
-    def __init__(self, model: nn.Module, kind: str, by_tails: bool, prompt: int = 5) -> None:
-        self.model, self.by_tails, self.at = model, by_tails, prompt
+    def __init__(self, model: nn.Module, kind: str, by_graph: bool, prompt: int = 5) -> None:
+        self.model, self.by_graph, self.at = model, by_graph, prompt
         self.cache, self.rows = begun(model, kind, prompt), sequences(kind)
 
     def __call__(self, count: int) -> mx.array:
@@ -69,7 +69,7 @@ class Stepped:
         made = []
         for i in range(self.at, self.at + count):
             token = TOKENS[: self.rows, i : i + 1]
-            step = engine.step if self.by_tails else lambda m, t, c: m(t, cache=c)
+            step = engine.step if self.by_graph else lambda m, t, c: m(t, cache=c)
             logits = step(self.model, token, self.cache)
             assert logits is not None, engine.stopped(self.model)
             made.append(logits)

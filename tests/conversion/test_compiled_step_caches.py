@@ -56,8 +56,10 @@ def test_rings(name: str, ring: tuple[int, int, int], graphs: list[object]) -> N
 
 
 @pytest.mark.parametrize(("name", "keep"), [("gemma3_text", 0), ("phi3", 2)])
-def test_a_full_ring_is_read_beside_a_tail(name: str, keep: int, graphs: list[object]) -> None:
-    """Until the tail is full, or somebody takes the ring's keys: then it has none of them."""
+def test_a_full_ring_is_read_beside_an_append_buffer(
+    name: str, keep: int, graphs: list[object]
+) -> None:
+    """Until that is full, or somebody takes the ring's keys: then it has none of them."""
     results, buffers = [], list[mx.array | None]()
     tokens = mx.random.randint(0, VOCABULARY, (2, 60), key=mx.random.key(1))
     for model in pair(name):

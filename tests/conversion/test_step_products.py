@@ -315,7 +315,7 @@ def test_report_switches_copies_and_back():
 @pytest.mark.parametrize("gpu_path", ["kernels"], indirect=True)
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "phi3"])
 def test_launches_that_share_arrays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights side by side, tails too, and what launches give for each other: the same numbers."""
+    """Weights and append buffers side by side, and results for other launches: the same numbers."""
 
     plain, theirs = decoded(pair(name)[1])
     has_device(monkeypatch, "host", launches_views=True)
@@ -324,8 +324,8 @@ def test_launches_that_share_arrays(name: str, monkeypatch: pytest.MonkeyPatch) 
     shared, ours = decoded(again)
     assert mx.array_equal(shared, plain)
     for one, other in zip(ours, theirs, strict=True):
-        tails = [vars(each)["keys"][0] for each in (one, other)]
-        assert [len(each.buffers) // len(each.arrays) for each in tails] == [2, 1]
+        behind = [vars(each)["keys"][0] for each in (one, other)]
+        assert [len(each.buffers) // len(each.arrays) for each in behind] == [2, 1]
         assert mx.array_equal(one.keys, other.keys) and mx.array_equal(one.values, other.values)
     (plan,) = (p for p in engine._steps.values() if p.model() is again)
     assert plan.weights is not None

@@ -18,7 +18,7 @@ from mlx_qlayers.metal.attention.step_record import AttentionStepRecord
 from mlx_qlayers.runtime import metal as metal_backend
 from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.spec import Spec
-from tests.conversion.test_cache_tail import TOKENS, begun
+from tests.conversion.test_append_caches import TOKENS, begun
 
 
 @pytest.fixture
@@ -81,11 +81,11 @@ def test_bytes_of_a_token_of_a_layer_as_wide_as_7b(metal, tmp_path):
         for launch in launches[:7]:
             outputs = map(Spec, launch.output_shapes, launch.output_dtypes)
             moved += sum(s.size * s.dtype.size for s in (*launch.inputs, *outputs))
-        # What the tail holds is not read in the buffers. A merge reads and writes these.
+        # What the append buffer holds is not read in the buffers. A merge reads and writes these.
         (last,) = engine._steps[id(model)].progress.values()
-        (tail,) = last.state.append_buffers
-        parts = [a for buffer in tail.buffers for a in append_buffers.arrays_of(buffer)]
-        held, whole = (sum(a.nbytes for a in given) for given in (tail.arrays, parts))
+        (beside,) = last.state.append_buffers
+        parts = [a for buffer in beside.buffers for a in append_buffers.arrays_of(buffer)]
+        held, whole = (sum(a.nbytes for a in given) for given in (beside.arrays, parts))
         necessary = sum(a.nbytes for _, a in tree_flatten(model.parameters())) + whole
         extra = moved - held + 2 * whole / append_buffers._ROWS - necessary
         assert 0 < extra <= 0.01 * necessary

@@ -1,4 +1,4 @@
-"""Tails beside the buffers of caches: no copies, and caches that show the truth all the time."""
+"""Append buffers beside caches: no copies, and caches that hold at any time what stock's hold."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ import pytest
 from architecture_table import ARCHITECTURES
 from architectures import build
 from interrupts import interrupted
-from mlx_lm.models.cache import (
-    RotatingKVCache,
-    make_prompt_cache,
-)
+from mlx.utils import tree_map
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from small_qwen import qwen
 from stepping import KINDS, TOKENS, Stepped, assert_same, state
 
@@ -26,7 +24,7 @@ from mlx_qlayers.decode import append_buffers, append_form, caches, engine
 
 @pytest.fixture(autouse=True)
 def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Steps by tails of four tokens, of which MLX compiles nothing."""
+    """Steps by append buffers of four tokens, of which MLX compiles nothing."""
     monkeypatch.setattr(engine, "where", lambda: "a GPU")
     monkeypatch.setattr(append_buffers, "_ROWS", 4)
     mx.disable_compile()
@@ -37,7 +35,7 @@ def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_token_is_by_tails_while_caches_grow_and_go_round(kind: str) -> None:
+def test_every_token_is_by_append_buffers_while_caches_grow_and_go_round(kind: str) -> None:
     model = qwen()
     ours, theirs = Stepped(model, kind, True), Stepped(model, kind, False)
     for count in (1, 6, 1, 20, 13):
@@ -45,7 +43,7 @@ def test_every_token_is_by_tails_while_caches_grow_and_go_round(kind: str) -> No
         assert engine.stopped(model) is None
         held = [vars(c)["keys"] for c in ours.cache]
         assert all(isinstance(each[0], append_buffers.AppendBuffer) for each in held), (
-            "a cache has no tail"
+            "a cache has no append buffer"
         )
         assert_same(state(copy.deepcopy(ours.cache)), state(theirs.cache), kind, ours.at)
     assert_same(state(ours.cache), state(theirs.cache), kind, "behind all")
@@ -82,17 +80,24 @@ def test_windows_smaller_than_a_ring(keep: int) -> None:
     assert_same(*logits, "window", keep)
 
 
+def _write(array: mx.array) -> None:
+    """Change an array in place."""
+    array[...] = array * (1.5 if mx.issubdtype(array.dtype, mx.floating) else 1)
+
+
 LOOKS: dict[str, Callable[[list[Any]], Any]] = {
     "state": lambda cache: [c.state for c in cache],
+    "keys": lambda cache: mx.eval([c.keys for c in cache]),
+    "copy": copy.deepcopy,
     "one layer": lambda cache: mx.eval(cache[1].values),
     "pickle": pickle.dumps,
     "bytes": lambda cache: [c.nbytes for c in cache],
-    "written": lambda cache: [c.keys.__setitem__(..., c.keys * 1.5) for c in cache],
+    "written": lambda cache: [tree_map(_write, c.keys) for c in cache],
 }
 
 
 @pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize("kind", ["plain", "kept", "batch of rings"])
+@pytest.mark.parametrize("kind", ["plain", "kept", "bits", "batch of rings"])
 def test_whoever_looks_sees_what_stock_shows(look: str, kind: str) -> None:
     model = qwen()
     runs = Stepped(model, kind, True), Stepped(model, kind, False)
@@ -105,7 +110,7 @@ def test_whoever_looks_sees_what_stock_shows(look: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "bits", "ring", "batch", "batch of rings"])
-def test_trimmed_in_the_midst_of_a_tail(kind: str) -> None:
+def test_trimmed_in_the_midst_of_an_append_buffer(kind: str) -> None:
     model = qwen()
     runs = Stepped(model, kind, True), Stepped(model, kind, False)
     for count, cut in ((1, 1), (3, 2), (5, 4), (3, 1), (9, 0)):
@@ -118,7 +123,7 @@ def test_batches_that_are_filtered_extended_and_extracted() -> None:
     model = qwen()
     for kind in ("batch", "batch of rings"):
         runs = Stepped(model, kind, True), Stepped(model, kind, False)
-        others = [Stepped(model, kind, run.by_tails, prompt=7) for run in runs]
+        others = [Stepped(model, kind, run.by_graph, prompt=7) for run in runs]
         for count, rows in ((9, [0, 2]), (11, [1])):
             assert_same(*(run(count) for run in runs), kind, rows)
             assert_same(*(run(count) for run in others), kind, rows)
@@ -140,7 +145,7 @@ def test_batches_that_are_filtered_extended_and_extracted() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "bits", "batch of rings"])
 def test_buffers_are_not_copied(kind: str) -> None:
-    """Neither by a token, nor where a tail is full, nor by who looks at caches."""
+    """Neither by a token, nor where one is full, nor by who looks at caches."""
     model, rows = qwen(), 1 << 12
     run = Stepped(model, kind, True)
     for c in run.cache:

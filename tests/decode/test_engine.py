@@ -298,9 +298,9 @@ def test_steps_that_are_compiled(backend: str, monkeypatch: pytest.MonkeyPatch) 
     assert mx.abs(arrays[1][:, :, :rows] - others[1][:, :, :rows]).max() < 1e-4
 
 
-# Models in whose compiled steps every cache of keys has a tail, of each kind that mlx-lm takes:
+# Models in whose compiled steps every cache of keys has an append buffer, of each kind of mlx-lm's:
 # batches of rings and masks of windows, sinks, keys that layers share, positions of their own.
-TAILED = [
+APPENDING = [
     "qwen2",
     "gemma3_text",
     "gemma4",
@@ -313,8 +313,8 @@ TAILED = [
 ]
 
 
-@pytest.mark.parametrize("name", TAILED)
-def test_logits_by_tails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", APPENDING)
+def test_logits_by_append_buffers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, but that MLX compiles nothing, which takes minutes."""
     monkeypatch.setattr(engine, "where", lambda: "a GPU")
     stock, model = (build(name, ARCHITECTURES[name]) for _ in range(2))

@@ -1,4 +1,4 @@
-"""A token of small models by tails takes the kernels that it took before there were graphs."""
+"""A token by append buffers takes the kernels that it took before there were graphs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNUSED = {"rotary_at"}
 
 @pytest.fixture(autouse=True)
 def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Steps by tails, of which MLX compiles nothing: their launches run one by one."""
+    """Steps by append buffers, of which MLX compiles nothing: their launches run one by one."""
     monkeypatch.setattr(engine, "where", lambda: "a GPU")
     mx.disable_compile()
     yield

@@ -1,10 +1,9 @@
-"""The tail beside a cache's buffers: no copies, and a cache that shows the truth all the time."""
+"""Append buffers of converted models: their caches hold at any time what stock's hold."""
 
 from __future__ import annotations
 
 import copy
 import io
-import pickle
 import re
 from itertools import chain
 from typing import Any
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 from architectures import VOCABULARY
 from converted import pair
-from interrupts import interrupted
 from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 from mlx_lm.models.cache import (
     BatchKVCache,
@@ -27,7 +25,7 @@ from mlx_lm.models.cache import (
 from numerics import assert_same_model, assert_same_states
 
 from mlx_qlayers import use_backend
-from mlx_qlayers.decode import append_buffers, append_form, engine
+from mlx_qlayers.decode import append_buffers, engine
 from mlx_qlayers.ops.attention_step import Rotation, attention_step
 from mlx_qlayers.runtime.backend import Mode, mode
 from mlx_qlayers.runtime.host import checks
@@ -37,8 +35,8 @@ TOKENS = mx.random.randint(0, VOCABULARY, (3, 40), key=mx.random.key(1))
 
 
 @pytest.fixture
-def tail(gpu_path, monkeypatch):
-    """Attention is by kernel on a CPU too, with a tail of four tokens."""
+def four_rows(gpu_path, monkeypatch):
+    """Attention is by kernel on a CPU too, with append buffers of four tokens."""
     monkeypatch.setattr(append_buffers, "_ROWS", 4)
 
 
@@ -93,16 +91,16 @@ def stepped(model: nn.Module, cache: list, steps: range, batch: int = 1) -> list
     return [model(TOKENS[:batch, i : i + 1], cache=cache) for i in steps]
 
 
-def test_a_tail_is_short_where_sequences_are_many() -> None:
+def test_append_buffers_are_short_where_sequences_are_many() -> None:
     """Bytes that a token writes, of a layer of a 7B model, as the checked build counts them."""
     written = {}
     for batch in (1, 8):
         for rows in (256, append_buffers.append_rows((batch, 4), 1024)):
             q, k = (mx.zeros((batch, 1, heads * 128), mx.bfloat16) for heads in (28, 4))
-            cache, tail = (mx.zeros((batch, 4, n, 128), mx.bfloat16) for n in (16, rows))
+            cache, rows_behind = (mx.zeros((batch, 4, n, 128), mx.bfloat16) for n in (16, rows))
             at = mx.array([16, rows // 2, *[16 + rows // 2] * 8])
             with use_backend("host"), checks() as report:
-                arrays = q, k, k, cache, cache, tail, tail, at
+                arrays = q, k, k, cache, cache, rows_behind, rows_behind, at
                 mx.eval(attention_step(*arrays, scale=0.1, rotation=Rotation(128)))
             written[batch, rows] = report.total("bytes_written") // batch
     row, out = 2 * 4 * 128 * 2, 28 * 128 * 2
@@ -113,31 +111,8 @@ def test_a_tail_is_short_where_sequences_are_many() -> None:
     }
 
 
-LOOKS = {
-    "state": lambda cache: [c.state for c in cache],
-    "keys": lambda cache: mx.eval([c.keys for c in cache]),
-    "one layer": lambda cache: mx.eval(cache[1].values),
-    "copy": copy.deepcopy,
-    "pickle": pickle.dumps,
-    "bytes": lambda cache: [c.nbytes for c in cache],
-}
-
-
-@pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize(("kind", "batch"), [("own", 1), ("batch", 3), ("bits 8", 2)])
-def test_whoever_looks_sees_what_stock_shows(look, kind, batch, tail):
-    def run(model):
-        cache, logits = begun(model, kind, batch), []
-        for i in range(5, 15):
-            logits += stepped(model, cache, range(i, i + 1), batch)
-            LOOKS[look](cache)
-        return mx.concatenate(logits, axis=1), cache
-
-    agree(run, look)
-
-
 @pytest.mark.parametrize(("kind", "bits"), [("own", None), ("bits 4", 4)])
-def test_each_token_is_there_at_once(kind, bits, tail):
+def test_each_token_is_there_at_once(kind, bits, four_rows):
     stock, model = pair()
     found = []
     for m in (stock, model):
@@ -149,26 +124,8 @@ def test_each_token_is_there_at_once(kind, bits, tail):
             assert_same_states(mx.array(a), mx.array(b), bits=bits, what="a token")
 
 
-@pytest.mark.parametrize(
-    ("cut", "kind"),
-    [*((n, "own") for n in (1, 2, 3, 6, 11)), *((n, "bits 4") for n in (2, 6))],
-)
-def test_trimmed_in_the_midst_of_a_tail(cut, kind, tail):
-    """Within the tail, to its start, and to what the buffers hold."""
-
-    def run(model):
-        cache, logits = begun(model, kind), []
-        for _ in range(3):
-            logits += stepped(model, cache, range(5, 12))
-            trim_prompt_cache(cache, cut)
-        logits += stepped(model, cache, range(20, 30))
-        return mx.concatenate(logits, axis=1), cache
-
-    agree(run, f"cut by {cut}")
-
-
 @pytest.mark.parametrize("rows", [4, 256])
-def test_prompts_and_cuts_between_tokens(rows, tail, monkeypatch):
+def test_prompts_and_cuts_between_tokens(rows, four_rows, monkeypatch):
     """As in speculative decoding: mlx-lm writes a prompt's keys into the arrays of a cache."""
     monkeypatch.setattr(append_buffers, "_ROWS", rows)
 
@@ -185,7 +142,7 @@ def test_prompts_and_cuts_between_tokens(rows, tail, monkeypatch):
     agree(run, "prompts")
 
 
-def test_arrays_that_somebody_writes_into(tail):
+def test_arrays_that_somebody_writes_into(four_rows):
     def run(model):
         cache = begun(model)
         logits = stepped(model, cache, range(5, 8))
@@ -198,7 +155,7 @@ def test_arrays_that_somebody_writes_into(tail):
 
 
 @pytest.mark.parametrize(("kind", "batch"), [("own", 1), ("batch", 2), ("bits 4", 1)])
-def test_a_cache_is_what_it_was(kind, batch, tail):
+def test_a_cache_is_what_it_was(kind, batch, four_rows):
     """Its kind, and what does not have to be computed."""
     _, model = pair()
     cache = begun(model, kind, batch)
@@ -211,7 +168,7 @@ def test_a_cache_is_what_it_was(kind, batch, tail):
         assert c.keys is vars(c)["keys"] and type(c) is stock
 
 
-def test_saved_and_loaded(tail, tmp_path):
+def test_saved_and_loaded(four_rows, tmp_path):
     def run(model):
         cache = begun(model)
         logits = stepped(model, cache, range(5, 12))
@@ -224,7 +181,7 @@ def test_saved_and_loaded(tail, tmp_path):
     agree(run, "loaded")
 
 
-def test_batches_that_are_merged_filtered_and_extracted(tail):
+def test_batches_that_are_merged_filtered_and_extracted(four_rows):
     def run(model):
         ones = [begun(model, prompt=n) for n in (3, 5)]
         logits = [x for c in ones for x in stepped(model, c, range(5, 11))]
@@ -245,7 +202,7 @@ def test_batches_that_are_merged_filtered_and_extracted(tail):
     agree(run, "batches")
 
 
-def test_speculative_decoding(tail):
+def test_speculative_decoding(four_rows):
     stock, model = pair()
     _, draft = pair(num_hidden_layers=1)
     prompt, found = TOKENS[0, :7], []
@@ -256,7 +213,7 @@ def test_speculative_decoding(tail):
     assert found == [found[0]] * 3 == [alone] * 3 and len(alone) == 16
 
 
-def test_generation_in_batches_takes_and_gives_caches(tail):
+def test_generation_in_batches_takes_and_gives_caches(four_rows):
     stock, model = pair()
     found = []
     for m in (stock, model):
@@ -272,38 +229,7 @@ def test_generation_in_batches_takes_and_gives_caches(tail):
     assert found[0] == found[1]
 
 
-def test_interrupted_anywhere_all_layers_hold_the_token_or_none(tail, gpu_path):
-    """An exception at every line that runs, as Ctrl-C raises it."""
-    if gpu_path == "kernels":  # nothing of it depends on how a launch runs
-        return
-    stock, model = pair()
-    truth = begun(stock)
-    wanted = mx.concatenate(stepped(stock, truth, range(5, 9)), axis=1)
-    cache = begun(model)
-    stepped(model, cache, range(5, 6))
-    files = {each.__file__ for each in (engine, append_form, append_buffers)} | {__file__}
-    lines, goes_on = 0, True
-    while goes_on:
-        lines += 1
-        one = copy.deepcopy(cache) if lines % 2 else cache
-        logits, before = [], one[0].offset
-
-        def step(cache: list[Any] = one, made: list[Any] = logits) -> None:
-            made += stepped(model, cache, range(6, 7))
-
-        goes_on = interrupted(step, lines, files)
-        offsets = {c.offset for c in one}
-        assert len(offsets) == 1
-        if offsets == {before}:
-            logits = stepped(model, one, range(6, 7))
-        logits += stepped(model, one, range(7, 9))
-        if len(logits) == 3:
-            assert_same_model(mx.concatenate(logits, 1), wanted[:, 1:], bits=None, what=str(lines))
-        trim_prompt_cache(one, 3)
-    assert lines > 40
-
-
-def test_threads_with_caches_of_their_own(tail):
+def test_threads_with_caches_of_their_own(four_rows):
     _, model = pair()
     wanted = mx.concatenate(stepped(model, begun(model), range(5, 20)), axis=1)
     mx.eval(wanted)
@@ -318,16 +244,16 @@ def test_threads_with_caches_of_their_own(tail):
         assert_same_model(logits, wanted, bits=None, what="in a thread")
 
 
-def test_nobody_computes_what_a_cache_shows(tail):
+def test_nobody_computes_what_a_cache_shows(four_rows):
     """As long as nobody looks: the buffers stay those that the prompt left."""
     _, model = pair()
     cache = begun(model)
     stepped(model, cache, range(5, 7))
     now = engine._steps[id(model)].progress[cache[0]].state
-    (tail,) = now.append_buffers
+    (before,) = now.append_buffers
     mx.eval(stepped(model, cache, range(7, 8)))
     (other,) = engine._steps[id(model)].progress[cache[0]].state.append_buffers
-    assert all(a is b for a, b in zip(other.buffers, tail.buffers, strict=True))
+    assert all(a is b for a, b in zip(other.buffers, before.buffers, strict=True))
     graph = io.StringIO()
     mx.export_to_dot(graph, *(c.keys for c in cache), *(c.values for c in cache))
     assert len(re.findall("DynamicSliceUpdate", graph.getvalue())) == 2 * len(cache)
@@ -337,8 +263,8 @@ def test_nobody_computes_what_a_cache_shows(tail):
     assert "SliceUpdate" not in graph.getvalue()
 
 
-def test_tails_start_where_buffers_have_room():
-    """Also in buffers smaller than a tail."""
+def test_append_buffers_start_where_buffers_have_room():
+    """Also in buffers smaller than an append buffer."""
     _, model = pair()
     with mode(Mode.INFERENCE):
         cache = begun(model)
@@ -346,10 +272,10 @@ def test_tails_start_where_buffers_have_room():
             for c in cache:
                 c.keys, c.values = (mx.ones((1, 2, rows, 32)) for _ in range(2))
                 c.offset = length
-            tail = append_buffers.append_buffer_of(cache)
-            assert (tail.start, tail.held) == (start, length - start)
-            assert tail.arrays[0].shape[2] == min(256, rows)
-            assert tail.start <= length < tail.start + tail.arrays[0].shape[2]
+            made = append_buffers.append_buffer_of(cache)
+            assert (made.start, made.held) == (start, length - start)
+            assert made.arrays[0].shape[2] == min(256, rows)
+            assert made.start <= length < made.start + made.arrays[0].shape[2]
 
 
 def test_a_long_cache_grows_by_a_quarter(graphs):
