@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +63,17 @@ def kernels_hash(name: str, root: Path | None = None) -> str:
     """
     if root is None and (found := find_spec("mlx_qlayers")) and found.origin:
         root = Path(found.origin).parents[1]
-    folder = ((root or ROOT) / "mlx_qlayers" / "metal").resolve()
+    rooms = [((root or ROOT) / "mlx_qlayers" / room).resolve() for room in ("metal", "ops")]
     name = re.sub("_(cuda|metal)$", "", name)
     known = (name.rsplit("_", i)[0] for i in range(name.count("_") + 1))
     patterns = next((KERNELS[each] for each in known if each in KERNELS), ("*/*",))
     if not patterns:
         return "none"
-    timed = {path for pattern in patterns for path in folder.glob(f"{pattern}.metal")}
-    digest = hashlib.sha256()
-    for path in sorted(_with_includes(timed, folder)):
-        digest.update(f"{path.relative_to(folder).as_posix()}\n{_code(path)}\n".encode())
+    globs = (room.glob(f"{pattern}.metal") for room in rooms for pattern in patterns)
+    timed, digest = _with_includes(chain.from_iterable(globs), rooms[0]), hashlib.sha256()
+    parents = {path: next(room for room in rooms if room in path.parents) for path in timed}
+    for name, path in sorted((path.relative_to(room), path) for path, room in parents.items()):
+        digest.update(f"{name.as_posix()}\n{_code(path)}\n".encode())
     return digest.hexdigest()[:12]
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 import mlx.core as mx
 
+from .. import ops
 from ..formats import Format
 from ..metal.attention.backward import attention_backward
 from ..metal.attention.forward import Launcher, absent
@@ -21,7 +24,6 @@ from ..ops.attention_step import attention_step
 from ..ops.deform_conv2d import deform_conv2d
 from ..ops.deformable_attention import deformable_attention
 from ..ops.embedding import quantized_rows
-from ..ops.exp import exp
 from ..ops.experts import experts_chosen, experts_combined, experts_products
 from ..ops.fused_products import fused_products
 from ..ops.gated_delta import gated_delta
@@ -55,10 +57,11 @@ def examples(family: str) -> Iterator[Example]:
         yield example._replace(name=f"{family}, {example.name}")
 
 
-def _exp() -> Iterator[Example]:
-    for dtype in (mx.float16, mx.bfloat16):
-        yield Example(_of(dtype), exp, {"x": _normal((7, 41), dtype)}, ("x",))
-    yield Example("strided", exp, {"x": _normal((7, 41)).T, "strided": True})
+def _of_folder(name: str) -> Iterator[Example]:
+    """Those of an operation that has a folder of its own."""
+    module = import_module(f"{ops.__name__}.{name}")
+    for what, arguments, gradients in module.examples():
+        yield Example(what, getattr(module, name), arguments, gradients)
 
 
 def _rotary() -> Iterator[Example]:
@@ -220,14 +223,12 @@ def _by_tensors(
     if chosen is None:
         if requested() == "reference":
             return quantized_matmul(x, w, scales, biases, transpose)
-        product: mx.array = tensor_product(codes, call)(x, *packed, None)
-        return product
+        return tensor_product(codes, call)(x, *packed, None)
     if requested() == "reference":
         stock = partial(gather_qmm, transpose=transpose, sorted_indices=True)
         return stock(x, w, scales, biases, rhs_indices=chosen)
     launch = gather_qmm_sorted(call, Pairs(chosen.shape, 1, True), config)
-    product = launch(x, *packed, None, chosen, None)
-    return product
+    return launch(x, *packed, None, chosen, None)
 
 
 def _heads(queries: int, keys: int, width: int, dtype: mx.Dtype = mx.float16) -> dict[str, Any]:
@@ -322,7 +323,7 @@ def _unpacked(**arguments: Any) -> mx.array:
 
 
 _FAMILIES: dict[str, Callable[[], Iterator[Example]]] = {
-    "exp": _exp,
+    **{name: partial(_of_folder, name) for _, name, folder in iter_modules(ops.__path__) if folder},
     "rotary_embedding": _rotary,
     "gated_delta": _gated_delta,
     "grid_sample": _grid_sample,

@@ -108,8 +108,7 @@ def attention_step(
     rest = positions, freqs, mask, sinks, *weights, tickets
     arrays = q, k, v, *of_k, *of_v, k_tail, v_tail, *rest
     static = scale, rotation, epsilon if norms else 0.0, len(of_k), len(of_v)
-    outputs: list[mx.array] = dispatch(ATTENTION_STEP, arrays, static)
-    return outputs
+    return dispatch(ATTENTION_STEP, arrays, static)
 
 
 def _plan(

@@ -81,10 +81,8 @@ def _plan(
     _, down, across, _ = offset.shape
     taps, parts = kh * kw, channels // depth
     groups = offset.shape[3] // (2 * taps)
-    samples, split = (
-        (batch, down * across * taps, groups, 1, 1),
-        (batch, down, across, groups, taps),
-    )
+    samples = batch, down * across * taps, groups, 1, 1
+    split = batch, down, across, groups, taps
     # Values, not operations, which a graph would fuse to kernels that MLX compiles at run time.
     rows, columns = (
         mx.array([[i * s - p + j * d for j in range(k)] for i in range(n)], mx.float32)

@@ -55,8 +55,7 @@ def quantized_rows(
     Source: ``mlx.nn.QuantizedEmbedding``.
     """
     arrays = numbers, w, scales, biases
-    rows: mx.array = dispatch(QUANTIZED_ROWS, arrays, (group_size, bits, mode))
-    return rows
+    return dispatch(QUANTIZED_ROWS, arrays, (group_size, bits, mode))
 
 
 def _plan(arrays: Sequence[Any], group_size: int | None, bits: int | None, mode: str) -> Plan:

@@ -67,8 +67,7 @@ def experts_products(
     flat = [array for matrix in matrices for array in PackedMatrix(*matrix)]
     squares, epsilon = norm or (None, 0.0)
     arrays = x, experts, squares, *flat
-    outputs: list[mx.array] = dispatch(EXPERTS_PRODUCTS, arrays, (fmt, gate, epsilon))
-    return outputs
+    return dispatch(EXPERTS_PRODUCTS, arrays, (fmt, gate, epsilon))
 
 
 def experts_combined(
@@ -104,9 +103,7 @@ def experts_combined(
     Source: ``mx.gather_qmm``.
     """
     arrays = (x, experts, scores, *PackedMatrix(*matrix), residual)
-    (y,) = dispatch(EXPERTS_COMBINED, arrays, (fmt,))
-    combined: mx.array = y
-    return combined
+    return dispatch(EXPERTS_COMBINED, arrays, (fmt,))[0]
 
 
 def experts_chosen(
@@ -139,8 +136,7 @@ def experts_chosen(
 
     Source: the routers of mlx-lm's models; of groups, DeepSeek-V3 (https://arxiv.org/abs/2412.19437).
     """
-    outputs: list[mx.array] = dispatch(EXPERTS_CHOSEN, (logits, bias, factors), (router,))
-    return outputs
+    return dispatch(EXPERTS_CHOSEN, (logits, bias, factors), (router,))
 
 
 def _plan_chosen(arrays: Sequence[Any], router: Router) -> Plan:
@@ -152,10 +148,8 @@ def _plan_chosen(arrays: Sequence[Any], router: Router) -> Plan:
     composed = partial(reference.experts_chosen, router=router)
     few = router.top_k <= _MAX_CHOSEN and router.groups <= _MAX_CHOSEN
     fits = few and logits.size and experts <= _MAX_EXPERTS
-    sizes, form = (
-        (logits.size // experts, experts),
-        (router, bias is not None, factors is not None),
-    )
+    sizes = logits.size // experts, experts
+    form = router, bias is not None, factors is not None
     question = "router", sizes, logits.dtype, form
     choice = choose_measured("experts_chosen", KERNELS if fits else (), *question)
     if choice.path == "reference":

@@ -55,8 +55,7 @@ def gated_delta(
     Source: mlx-lm's ``gated_delta_ops``; arXiv 2412.06464.
     """
     arrays = q, k, v, g, beta, state, mask
-    outputs: list[mx.array] = dispatch(GATED_DELTA, arrays, (norms,))
-    return outputs
+    return dispatch(GATED_DELTA, arrays, (norms,))
 
 
 def left_to_mlx_lm() -> bool:

@@ -46,8 +46,7 @@ def int8_matmul(
 
     Source: LLM.int8() (Dettmers et al. 2022), without its outliers.
     """
-    y: mx.array = int8_products(x, w, scales, bias)[0]
-    return y
+    return int8_products(x, w, scales, bias)[0]
 
 
 def int8_products(
@@ -78,8 +77,7 @@ def int8_products(
         >>> [y.shape for y in int8_products(mx.ones((3, 64), mx.float16), *w, *w)]
         [(3, 8), (3, 8)]
     """
-    products: list[mx.array] = dispatch(_INT8_PRODUCTS, (x, other, *flat), (block, eps, gate))
-    return products
+    return dispatch(_INT8_PRODUCTS, (x, other, *flat), (block, eps, gate))
 
 
 _TAKES = Signature("""

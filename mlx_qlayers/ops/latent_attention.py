@@ -50,8 +50,7 @@ def latent_attention(
 
     Source: multi-head latent attention, arXiv 2405.04434; mlx-lm's ``deepseek_v3``.
     """
-    y: mx.array = dispatch(LATENT_ATTENTION, (q, r, c, p, last, mask), (scale,))[0]
-    return y
+    return dispatch(LATENT_ATTENTION, (q, r, c, p, last, mask), (scale,))[0]
 
 
 def _choose(q: Any, r: Any, c: Any) -> Choice:

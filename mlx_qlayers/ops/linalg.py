@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -206,12 +207,8 @@ def _plan_cholesky(arrays: Sequence[Spec], upper: bool) -> Plan:
     if not a.size:
         empty = mx.zeros(a.shape), mx.zeros(flat.shape[0], mx.int32)
         return Plan(choice, lambda a: [*empty])
-    return Plan(
-        choice,
-        lambda a: forward(compute, a),
-        (Gradient((0,), gradient),),
-        lambda a: forward(reference.cholesky, a),
-    )
+    run, stock = partial(forward, compute), partial(forward, reference.cholesky)
+    return Plan(choice, run, (Gradient((0,), gradient),), stock)
 
 
 def _plan_solve(arrays: Sequence[Spec], upper: bool, transpose: bool) -> Plan:
@@ -242,12 +239,8 @@ def _plan_solve(arrays: Sequence[Spec], upper: bool, transpose: bool) -> Plan:
 
     if not prod(shape):
         return Plan(choice, lambda a, b: mx.zeros(shape))
-    return Plan(
-        choice,
-        lambda a, b: forward(compute, a, b),
-        (Gradient((0, 1), gradient),),
-        lambda a, b: forward(reference.solve_lower, a, b),
-    )
+    run, stock = partial(forward, compute), partial(forward, reference.solve_lower)
+    return Plan(choice, run, (Gradient((0, 1), gradient),), stock)
 
 
 def _plan_qr(arrays: Sequence[Spec], mode: str) -> Plan:

@@ -84,8 +84,7 @@ def skinny_spread(path: str, rows: int, n: int, k: int, fmt: Format, single: boo
     asked = "qmm_skinny", rows, n, k, mx.bfloat16, fmt
     best = found(*asked) if device_of(path).tensor_cores else None
     if best is not None and best.config.runs and (single or best.config.parts(k) == 1):
-        config: Tile = best.config
-        return config
+        return best.config
     return skinny_config(path, rows, n, k, fmt, single)
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from .devices.record import MAX_THREADS
 from .parse import parse
 from .program import Program
-from .source import METAL, SourceError
+from .source import METAL, OPERATIONS, SourceError
 
 
 class KernelError(ValueError):
@@ -109,7 +109,8 @@ class Declaration:
         if isinstance(self.file, str) and re.search(r"[\n{]", self.file):
             return beside / f"{self.name}.metal", self.file
         # A plain name is one of the package's own before it is one of the caller's.
-        folders = [METAL, beside, Path()] if isinstance(self.file, str) else [beside, Path(), METAL]
+        own, others = [METAL, OPERATIONS], [beside, Path()]
+        folders = own + others if isinstance(self.file, str) else others + own
         for path in [folder / self.file for folder in folders]:
             if path.is_file():
                 return path, None

@@ -41,7 +41,7 @@ class Kernel(Declaration):
         name: the kernel's name, unique in the package; errors and traces name it.
         file: the ``.metal`` file, or its text. A ``Path`` that is relative is looked up beside the
             Python file that declares the kernel, then in the working directory; a ``str`` is looked
-            up in ``mlx_qlayers/metal`` before.
+            up in ``mlx_qlayers/metal`` and ``mlx_qlayers/ops`` before.
         inputs: the names of the inputs, in order.
         outputs: the names of the outputs, in order.
         template: the names of the template's parameters, in order.

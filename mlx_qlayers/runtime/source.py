@@ -17,7 +17,7 @@ class SourceError(ValueError):
     """A ``.metal`` file cannot be read; the message names the file and line."""
 
 
-METAL = Path(__file__).parent.parent / "metal"
+METAL, OPERATIONS = (Path(__file__).parents[1] / folder for folder in ("metal", "ops"))
 # Both stand in front of every kernel that MLX compiles.
 _IN_PREAMBLE = ("<metal_stdlib>", "<metal_atomic>", "<metal_simdgroup>", "<metal_simdgroup_matrix>")
 

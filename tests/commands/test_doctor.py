@@ -17,7 +17,7 @@ from mlx_qlayers.commands import doctor_run, examples
 from mlx_qlayers.commands.example import Example
 from mlx_qlayers.runtime import Kernel, tensor_ops
 from mlx_qlayers.runtime.launch import Launch
-from mlx_qlayers.runtime.source import METAL
+from mlx_qlayers.runtime.source import METAL, OPERATIONS
 from tests.gpus import HERE, on_gpus
 from tests.machine import has_gpu
 
@@ -96,7 +96,7 @@ def test_every_kernel_is_launched(
     assert main(["doctor", "--one-process", "--only", *examples._FAMILIES]) == 1
     out, _ = capsys.readouterr()
     assert not re.search(r" right ", out) and re.search(r"^0 of \d+ checks were right$", out, re.M)
-    texts = (path.read_text() for path in METAL.rglob("*.metal"))
+    texts = (path.read_text() for room in (METAL, OPERATIONS) for path in room.rglob("*.metal"))
     every = {name for text in texts for name in re.findall(r"\]\] void (\w+)\(", text)}
     assert every - launched == other | NOT_LAUNCHED
 
@@ -128,7 +128,7 @@ def work_that_crashes(*given: Any) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
         return [x]
 
-    first, *others = examples._exp()
+    first, *others = examples._FAMILIES["exp"]()
     planted = Example("planted", crashes, {"x": mx.zeros(8)})
     examples._FAMILIES["exp"] = lambda: iter([first, planted, *others])
     doctor_run.work(*given)  # of a process where no test has replaced it

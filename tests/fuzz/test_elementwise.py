@@ -10,8 +10,7 @@ import mlx.core as mx
 import numpy as np
 from hypothesis import strategies as st
 
-from mlx_qlayers.layers.exp import Exp
-from mlx_qlayers.ops.exp import exp
+from mlx_qlayers.ops.exp import Exp, exp
 from mlx_qlayers.ops.rotary import rotary_embedding
 from tests.fuzz import arrays
 from tests.fuzz.target import fuzz

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from hypothesis import strategies as st
 
-from mlx_qlayers.metal import exp
+from mlx_qlayers.ops import exp
 from mlx_qlayers.runtime.host import CompileError
 from mlx_qlayers.runtime.kernel import Kernel, KernelError
 from tests.fuzz.arrays import JUNK, changes, running, spoilt

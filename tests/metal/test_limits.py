@@ -14,7 +14,7 @@ from pkgutil import walk_packages
 import mlx.core as mx
 import pytest
 
-from mlx_qlayers import metal
+from mlx_qlayers import metal, ops
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention import backward, decode, step
 from mlx_qlayers.metal.attention.forward import Launcher, attention_forward
@@ -26,7 +26,6 @@ from mlx_qlayers.metal.attention.tensor import (
     tensor_mask_gradient,
 )
 from mlx_qlayers.metal.deformable import launch as deformable
-from mlx_qlayers.metal.exp.launch import exp, exp_gradient
 from mlx_qlayers.metal.gated_delta import launch as gated_delta
 from mlx_qlayers.metal.gather_qmm.experts import (
     experts_chosen,
@@ -55,6 +54,7 @@ from mlx_qlayers.metal.quantized_matmul.qmv_config import qmv_config
 from mlx_qlayers.metal.quantized_matmul.tile import Tile
 from mlx_qlayers.metal.records import RECORDS
 from mlx_qlayers.metal.rotary.launch import rotary_embedding
+from mlx_qlayers.ops import exp
 from mlx_qlayers.options import (
     AttentionCall,
     Clipped,
@@ -284,7 +284,7 @@ def test_rotary_and_elementwise(device):
         ):
             rotary_embedding(q, k, offset, Rotation(dims, base=base), 4)
         x = Spec((41, dims), dtype)
-        exp(x, False), exp(x, True), exp_gradient(x)
+        exp.bind(exp.FORWARD, x), exp.bind(exp.STRIDED, x), exp.bind(exp.GRADIENT, x, x)
 
 
 def test_deformable(device):
@@ -331,7 +331,7 @@ def test_gptq_and_routers(device):
         experts_chosen(Spec((4, count), mx.float32), None, None, router)
 
 
-NAME = f"{metal.__name__}."
+PACKAGES = tuple(f"{package.__name__}." for package in (metal, ops))
 HOPPER = {"attention_forward_ahead"} | {
     f"attention_backward_{name}{groups}"
     for name in ("once", "rows")
@@ -341,9 +341,10 @@ ARRAY = re.compile(r"(?:^|[;{}])(?!threadgroup|constant|return)[\w:]+(?:<[^;{}]*
 
 
 def test_kernels_that_hold_arrays_say_how_many_words():
-    for module in walk_packages(metal.__path__, NAME):
-        import_module(module.name)
-    inside = (vars(module) for name, module in sys.modules.items() if name.startswith(NAME))
+    for package, name in zip((metal, ops), PACKAGES, strict=True):
+        for module in walk_packages(package.__path__, name):
+            import_module(module.name)
+    inside = (vars(module) for name, module in sys.modules.items() if name.startswith(PACKAGES))
     own = {k for values in inside for k in values.values() if isinstance(k, Kernel)}
     assert len(own) > 30
     silent = {k.name for k in own if not k.registers and ARRAY.search(k.program.source)}

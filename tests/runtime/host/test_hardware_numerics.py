@@ -10,9 +10,9 @@ import pytest
 
 from mlx_qlayers.runtime import Kernel, use_backend
 from mlx_qlayers.runtime.host import checks
-from mlx_qlayers.runtime.source import METAL, head, read
+from mlx_qlayers.runtime.source import METAL, OPERATIONS, head, read
 
-PATHS = sorted(METAL.rglob("*.metal"))
+PATHS = sorted(path for room in (METAL, OPERATIONS) for path in room.rglob("*.metal"))
 TEXT = """
 #include <metal_stdlib>
 using namespace metal;

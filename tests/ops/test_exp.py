@@ -1,4 +1,4 @@
-"""The tutorial kernels compute exp and its gradient, on every backend that is here."""
+"""The tutorial kernels compute exp and its gradient, on every backend that is here; its layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_qlayers.ops.exp import exp
+from mlx_qlayers.ops.exp import Exp, exp
 from mlx_qlayers.runtime.backend import use_backend
 from mlx_qlayers.runtime.explain import explain
 from mlx_qlayers.runtime.host import checks
@@ -86,3 +86,11 @@ def test_what_it_does_without_a_kernel():
 
 def test_an_empty_array(backend):
     assert exp(mx.zeros((0, 3))).shape == (0, 3)
+
+
+def test_a_layer_calls_its_operation():
+    x, layer = sample((2, 3), mx.float32), Exp()
+    explain(reset=True)
+    check(layer(x), x)
+    assert [d.op for d in explain() if not d.op.startswith("kernel ")] == ["exp"]
+    assert layer.parameters() == {}

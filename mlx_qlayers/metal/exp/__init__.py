@@ -1,1 +1,0 @@
-"""The exponential: the smallest kernel family, and the example of one."""
