@@ -25,7 +25,6 @@ from mlx_qlayers.ops.gptq import gptq
 from mlx_qlayers.ops.int8_matmul import int8_matmul
 from mlx_qlayers.ops.latent_attention import latent_attention
 from mlx_qlayers.ops.linalg import subtract_product
-from mlx_qlayers.ops.mish import mish
 from mlx_qlayers.ops.quantized_matmul import quantized_matmul
 from mlx_qlayers.ops.rotary import rotary_embedding
 from mlx_qlayers.options import PackedMatrix, Rotation, Router
@@ -218,7 +217,6 @@ _EXP = Calls(
         ({"strided": "x"}, "strided must be True or False, not 'x'"),
     ],
 )
-_MISH = Calls(mish, [{"x": _ones((2, 3))}], [({"x": mx.arange(4)}, r"x must be float32.*int32")])
 _ROTARY = Calls(
     rotary_embedding,
     [{"q": _zeros((2, 3, 4, 8)), "k": _zeros((2, 3, 2, 8)), "offset": mx.array(7), "dims": 8}],
