@@ -18,6 +18,16 @@ FORMATS = [
     for bits in widths
 ]
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+# Each number of bits of each mode, with the group sizes in turn. dequantize, qmv, fuzzers and GPUs
+# take every format; other kernels unpack as these do.
+EACH_WIDTH = [
+    Format(sizes[n % len(sizes)], bits, mode)
+    for mode, (sizes, widths) in MODES.items()
+    for n, bits in enumerate(widths)
+]
+every_width = pytest.mark.parametrize(
+    ("fmt", "transpose", "dtype"), in_turn(pairwise(EACH_WIDTH, (True, False)), DTYPES), ids=str
+)
 every_format_and_dtype = pytest.mark.parametrize(
     ("fmt", "dtype", "transpose"), pairwise(FORMATS, DTYPES, (True, False)), ids=str
 )

@@ -110,9 +110,8 @@ def expected(arrays, options, dtype, precision):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case[:9]))
 def test_against_float64(case, dtype, path):
     which = CASES.index(case)
-    some = which % 3 if path == "checked" or which > 1 else None
-    if path in ("host", "checked") and some not in (None, DTYPES.index(dtype)):
-        return
+    if path in ("host", "checked") and which % 3 != DTYPES.index(dtype):
+        return  # Each case of another dtype is a kernel more to compile.
     arrays, options = make(case, dtype, path)
     with trace() as launches:
         out, *tails = attention_step(*arrays, **options)
@@ -141,7 +140,7 @@ def test_against_float64(case, dtype, path):
 )
 def test_packed_caches(case, group_size, bits, dtype, path):
     """The token's row is packed as by mx.quantize, and attended to as it is then."""
-    if path == "checked" and dtype == mx.float16:
+    if path == ("checked" if dtype == mx.float16 else "host"):
         return
     arrays, options = make(case, dtype)
     packed = [mx.quantize(a, group_size, bits) for a in arrays[3:7]]

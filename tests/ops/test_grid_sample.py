@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from numerics import assert_accurate, assert_gradient, assert_same_sums, random, round_to, to64
+from pairwise import in_turn, pairwise
 from sampling import LONG_CASES, check_long, long_images
 
 from mlx_qlayers.ops.grid_sample import MODES, PADDING_MODES, affine_grid, grid_sample
@@ -29,9 +30,9 @@ def inputs(seed, shape=(2, 5, 7, 3), out=(4, 6), dtype=mx.float32, reach=1.3):
     return random(rng, shape, dtype), round_to(grid, dtype), random(rng, (*out, shape[-1]), dtype)
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("padding_mode", PADDING_MODES)
+@pytest.mark.parametrize(
+    ("mode", "padding_mode", "dtype"), in_turn(pairwise(MODES, PADDING_MODES), HALF), ids=str
+)
 def test_half_precision_is_float32_rounded_once(dtype, mode, padding_mode):
     x, grid, row = inputs(1, dtype=dtype)
     cotangent = mx.broadcast_to(row, (2, *row.shape))

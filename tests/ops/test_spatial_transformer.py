@@ -87,9 +87,8 @@ def accuracy(model: Transformer, x: mx.array, y: mx.array) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["reference", "host"])
-def test_a_spatial_transformer_learns_to_undo_rotations(backend: str) -> None:
-    with use_backend(backend):
+def test_a_spatial_transformer_learns_to_undo_rotations() -> None:
+    with use_backend("host"):
         learnt, test = digits(seed=1)
         models = []
         for turns in (True, False):

@@ -23,6 +23,8 @@ from tests.packed import dequantize64
 from tests.pairwise import in_turn, pairwise
 
 MASKS = ["none", "causal", "boolean", "padded", "one key", "additive", "hidden"]
+# Those that share a kernel.
+COMPILED = [("none",), ("causal",), ("boolean", "padded", "one key"), ("additive", "hidden")]
 EXTRAS = [*attention_cases.EXTRAS[:4], {"window": 70, "softcap": 30.0, "sinks": True}]
 # B, H, Hkv, L, S: one query and more, one tile of keys, more splits, and just around both.
 SHAPES = [(1, 1, 1, 1, 1), (2, 3, 1, 3, 8), (1, 8, 1, 1, 65), (2, 7, 7, 8, 129), (1, 14, 2, 1, 257)]
@@ -45,23 +47,25 @@ def by_kernel(arrays, options, device="cuda", **changes):
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind", "extra", "dtype", "device"),
-    pairwise(SHAPES, MASKS, EXTRAS, DTYPES, ("cuda", "host")),
+    ("kinds", "extra", "dtype", "device", "shape"),
+    in_turn(pairwise(COMPILED, EXTRAS), DTYPES, ("cuda", "host"), SHAPES),
     ids=str,
 )
-def test_against_float64(shape, kind, extra, dtype, device):
-    arrays, options = make(0, shape, dtype=dtype, kind=kind, extra=extra)
-    check(by_kernel(arrays, options, device), arrays, options)
+def test_against_float64(kinds, extra, dtype, device, shape):
+    for kind in kinds:
+        arrays, options = make(0, shape, dtype=dtype, kind=kind, extra=extra)
+        check(by_kernel(arrays, options, device), arrays, options)
 
 
-# The head sizes of keys and of values; one query, and some.
+# The head sizes of keys and of values, all of them on GPUs; one query, and some.
 WIDTHS = [(width, width) for width in range(32, 257, 8)] + [(40, 72), (192, 128), (104, 200)]
+MODELS = [(width, width) for width in (32, 56, 64, 80, 96, 128, 136, 256)] + WIDTHS[-3:]
 LENGTHS = [((1, 7, 1, 1, 257), "none"), ((1, 4, 2, 3, 130), "causal")]
 
 
 @pytest.mark.parametrize(
     ("widths", "dtype", "length", "device"),
-    in_turn(pairwise(WIDTHS), DTYPES, LENGTHS, ("cuda", "host")),
+    in_turn(pairwise(MODELS), DTYPES, LENGTHS, ("cuda", "host")),
     ids=str,
 )
 def test_every_head_size(widths, dtype, length, device):
@@ -89,14 +93,13 @@ def test_many_rows(rows):
     ],
 )
 def test_packed_keys_and_values(bits, group_size, dtype, widths):
-    for number, (shape, kind) in enumerate(
-        [((1, 7, 1, 1, 257), "none"), ((2, 4, 4, 7, 9), "causal")]
-    ):
+    cases = [((1, 7, 1, 1, 257), "none"), ((2, 4, 4, 7, 9), "causal")]
+    devices = ("cuda", "host") if bits == 8 else ("host", "cuda")
+    for number, ((shape, kind), device) in enumerate(zip(cases, devices, strict=True)):
         (q, *dense), options = make(number, shape, widths, dtype, kind)
         packed = [tuple(mx.quantize(a, group_size, bits)) for a in dense]
         exact = [(dequantize64(*a, Format(group_size, bits)),) for a in packed]
-        for device in ("cuda", "host"):
-            check(by_kernel((q, *packed), options, device), (q, *exact), options, device)
+        check(by_kernel((q, *packed), options, device), (q, *exact), options, device)
 
 
 @on_gpus

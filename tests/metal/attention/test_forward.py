@@ -27,19 +27,18 @@ from mlx_qlayers.runtime.devices import device_of
 from mlx_qlayers.runtime.host import checks
 from tests.gpus import on_gpus
 
-# B, H, Hkv, L, S: every length and number of heads of the issue.
+# B, H, Hkv, L, S; the first are as few queries as the decoding kernels take.
 SHAPES = [
     (1, 1, 1, 1, 1),
-    (2, 3, 1, 7, 257),
+    (2, 3, 1, 17, 257),
     (1, 7, 7, 33, 8),
     (1, 8, 1, 33, 65),
     (1, 3, 3, 129, 65),
-    (2, 8, 8, 7, 1),
 ]
 # Bytes that a threadgroup may have.
 MEMORY = {name: device_of(name).threadgroup_memory for name in ("metal", "cuda")}
 ALL = {"window": 9, "softcap": 30.0, "sinks": True}
-DEVICES, KINDS = ("metal", "cuda"), ("none", "causal")
+KINDS = ("none", "causal")
 KERNELS = ("forward", "queries", "keys")
 # The head sizes of keys and of values.
 WIDTHS = [(width, width) for width in range(32, 257, 8)] + [(192, 128), (40, 72)]
@@ -74,12 +73,12 @@ def as_on(device):
 
 
 # Masks that kernels are compiled for; those of one kind differ in values and shapes.
-COMPILED = {"none": 0, "causal": 1, "additive": 3, "biased": 3}
+COMPILED = {"none": 0, "causal": 0, "additive": 2, "biased": 2}
 every_mask_and_dtype = pytest.mark.parametrize(
     ("shape", "kind", "extra", "dtype"),
     [
-        # A dtype meets all others too, but rows of one mask and extra share their kernels.
-        (shape, kind, extra, DTYPES[(COMPILED.get(kind, 2) + 2 * EXTRAS.index(extra)) % 3])
+        # A dtype meets all shapes, and masks with and without a cap; such rows share kernels.
+        (shape, kind, extra, DTYPES[(COMPILED.get(kind, 1) + ("softcap" in extra)) % 3])
         for shape, kind, extra in (row.values for row in pairwise(SHAPES, MASKS, EXTRAS))
     ],
     ids=str,
@@ -92,28 +91,26 @@ def test_every_mask_and_dtype(shape, kind, extra, dtype):
 
 
 def head_sizes():
-    """Rows in which each kernel runs in each of its layouts, for either device.
+    """Rows in which each kernel runs in each of its layouts for Apple GPUs, and some for CUDA.
 
-    Each layout has columns whose last 16 are all there and columns whose are not, where heads of
-    it have both: kernels of a larger one loop longer. The types of two bytes, which share their
-    layouts, and the kinds of masks take turns. On GPUs all run.
+    Each dtype has heads whose last 16 columns are all there and heads whose are not. The types of
+    two bytes, which share their layouts, and the kinds of masks take turns. On GPUs all run.
     """
     rows: dict[tuple, set] = {}
-    for widths, dtype, device in product(WIDTHS, DTYPES, DEVICES):
-        runs = {
-            (kernel, dtype.size, layout(kernel, device, dtype, max(widths))) for kernel in KERNELS
-        }
-        rows[widths, dtype, device] = {(run, widths[0] % 16) for run in runs}
-        if widths[0] != widths[1]:
-            rows[widths, dtype, device].add(widths)
+    for widths, dtype in product(WIDTHS, DTYPES):
+        layouts = [layout(kernel, "metal", dtype, max(widths)) for kernel in KERNELS]
+        runs = {*zip(KERNELS, [dtype.size] * len(KERNELS), layouts, strict=True)}
+        own = {widths} if widths[0] != widths[1] else set()
+        rows[widths, dtype] = runs | own | {(dtype, widths[0] % 16)}
     missing, used, found = set().union(*rows.values()), Counter(), []
     while missing:
-        # Of those that add most, the row whose type and device were used least.
-        row = max(rows, key=lambda r: (len(missing & rows[r]), -used[r[1:]]))
+        # Of those that add most, the row whose type was used least.
+        row = max(rows, key=lambda r: (len(missing & rows[r]), -used[r[1]]))
         missing -= rows[row]
-        used[row[1:]] += 1
-        found.append((*row, KINDS[len(found) % 2]))
-    return found
+        used[row[1]] += 1
+        found.append((*row, "metal", KINDS[len(found) % 2]))
+    on_cuda = ((56, mx.float16), (128, mx.bfloat16), (256, mx.float16))
+    return found + [((width, width), dtype, "cuda", "causal") for width, dtype in on_cuda]
 
 
 @pytest.mark.parametrize(("widths", "dtype", "device", "kind"), head_sizes(), ids=str)

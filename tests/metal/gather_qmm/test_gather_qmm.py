@@ -20,7 +20,7 @@ from tests.experts import check_gathered, random_experts
 from tests.gpus import on_gpus
 from tests.launchers import in_registers
 from tests.numerics import assert_same_sums, random
-from tests.packed import DTYPES, FORMATS, every_format, every_format_and_dtype
+from tests.packed import DTYPES, EACH_WIDTH, every_format, every_format_and_dtype
 from tests.pairwise import in_turn, pairwise
 
 SMALL = Format(32, 4)
@@ -54,9 +54,9 @@ def check_all(fmt, dtype, transpose, rows=72, groups=3, each=1, right=RIGHT, **o
 
 
 @pytest.mark.parametrize(
-    ("fmt", "transpose", "dtype"), in_turn(pairwise(FORMATS), (True, False), DTYPES), ids=str
+    ("fmt", "transpose", "dtype"), in_turn(pairwise(EACH_WIDTH), (True, False), DTYPES), ids=str
 )
-def test_every_format(fmt, transpose, dtype):
+def test_every_width(fmt, transpose, dtype):
     check_all(fmt, dtype, transpose)
 
 

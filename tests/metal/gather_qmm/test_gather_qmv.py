@@ -14,7 +14,7 @@ from mlx_qlayers.runtime.host import checks
 from tests.experts import check_gathered, random_experts
 from tests.gpus import on_gpus
 from tests.numerics import behind_one, random
-from tests.packed import DTYPES, FORMATS, every_format_and_dtype
+from tests.packed import DTYPES, EACH_WIDTH, every_format_and_dtype
 from tests.pairwise import in_turn, pairwise
 
 AFFINE, SMALL = Format(64, 4), Format(32, 4)
@@ -53,10 +53,10 @@ def check_all(fmt, dtype, transpose, shapes=SHAPES, cases=tuple(CASES), **others
 
 @pytest.mark.parametrize(
     ("fmt", "transpose", "dtype", "case", "device"),
-    in_turn(pairwise(FORMATS), (True, False), DTYPES, tuple(CASES), ("host", "metal")),
+    in_turn(pairwise(EACH_WIDTH), (True, False), DTYPES, tuple(CASES), ("host", "metal")),
     ids=str,
 )
-def test_every_format(fmt, dtype, transpose, case, device):
+def test_every_width(fmt, dtype, transpose, case, device):
     check_all(fmt, dtype, transpose, cases=[case], device=device)
 
 

@@ -13,11 +13,13 @@ from tests.gpus import GPUS, on_gpus
 from tests.launchers import scales_and_biases_gradient
 from tests.numerics import assert_accurate, assert_same_sums, behind_one, random, round_to, to64
 from tests.oracles import product
-from tests.packed import FORMATS, codes, random_packed
+from tests.packed import EACH_WIDTH, FORMATS, codes, random_packed
 from tests.pairwise import in_turn, pairwise
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
-AFFINE = [fmt for fmt in FORMATS if fmt.mode == "affine"]
+AFFINE, WIDTHS = (
+    [fmt for fmt in formats if fmt.mode == "affine"] for formats in (FORMATS, EACH_WIDTH)
+)
 SMALL = Format(32, 4)
 # Rows, rows of the matrix, its groups: no whole tiles, more than a tile, one of everything.
 SHAPES = [(1, 1, 1), (7, 41, 3), (41, 8, 5), (16, 72, 1), (70, 80, 2)]
@@ -63,9 +65,9 @@ def check_all(fmt, dtype, shapes=SHAPES, **options):
 
 
 @pytest.mark.parametrize(
-    ("fmt", "device", "dtype"), in_turn(pairwise(AFFINE), ("host", "metal"), DTYPES), ids=str
+    ("fmt", "device", "dtype"), in_turn(pairwise(WIDTHS), ("host", "metal"), DTYPES), ids=str
 )
-def test_every_format_and_dtype(fmt, device, dtype):
+def test_every_width_and_dtype(fmt, device, dtype):
     check_all(fmt, dtype, device=device)
 
 

@@ -21,8 +21,8 @@ from tests.packed import (
     DTYPES,
     FORMATS,
     check_product,
-    every_format,
     every_format_and_dtype,
+    every_width,
     random_packed,
 )
 
@@ -52,8 +52,8 @@ def check_all(fmt, dtype, transpose, shapes=SHAPES, **options):
         check_product(y, x, packed, fmt, transpose)
 
 
-@every_format
-def test_every_format(fmt, dtype, transpose):
+@every_width
+def test_every_width(fmt, dtype, transpose):
     check_all(fmt, dtype, transpose)
 
 

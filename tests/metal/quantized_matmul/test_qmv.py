@@ -20,7 +20,7 @@ from tests.gpus import on_gpus
 from tests.launchers import matrix, persistent, qmv
 from tests.numerics import assert_accurate, random, round_to, to64
 from tests.oracles import product
-from tests.packed import FORMATS, FORMATS_IN_TURN, dequantize64, random_packed, terms64
+from tests.packed import EACH_WIDTH, FORMATS, FORMATS_IN_TURN, dequantize64, random_packed, terms64
 from tests.pairwise import in_turn, pairwise
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
@@ -28,6 +28,7 @@ AFFINE = Format(64, 4)
 # One column, fewer and more than a tile, no whole tiles; one group, three, and many.
 SHAPES = [(1, 1), (8, 3), (41, 1), (520, 3), (41, 256)]
 ROWS = (1, 3, 7, 16)
+DEVICES = ("host", "metal", "cuda")
 
 
 def check(y, x, packed, fmt, bias=None):
@@ -79,7 +80,7 @@ def test_on_gpus(gpu, fmt, dtype):
 
 
 @pytest.mark.parametrize(
-    ("fmt", "dtype", "rows"), in_turn(pairwise(FORMATS), DTYPES[1:], ROWS), ids=str
+    ("fmt", "dtype", "rows"), in_turn(pairwise(EACH_WIDTH), DTYPES[1:], ROWS), ids=str
 )
 def test_matrix_units(fmt, dtype, rows):
     check_all(fmt, dtype, rows, device="cuda")
@@ -157,8 +158,7 @@ def test_matrix_units_with_runs_ahead(run, fragments, ahead):
             check(by_kernel(x, packed, AFFINE, config=config), x, packed, AFFINE)
 
 
-@pytest.mark.parametrize("fmt", FORMATS[::5], ids=str)
-@pytest.mark.parametrize("device", ["host", "metal", "cuda"])
+@pytest.mark.parametrize(("fmt", "device"), in_turn(pairwise(FORMATS[::4]), DEVICES), ids=str)
 def test_clean_with_checks(fmt, device):
     """Nothing out of bounds, unset, misaligned or raced for; with the configuration of GPUs too."""
     with checks():
@@ -217,8 +217,11 @@ def test_reads_the_matrix_once(rows, device):
         assert each == 1
 
 
-@pytest.mark.parametrize("fmt", [AFFINE, Format(32, 3), Format(32, 8, "mxfp8")], ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize(
+    ("rows", "fmt"),
+    in_turn(pairwise((1, 2, 4, 8, 16)), (AFFINE, Format(32, 3), Format(32, 8, "mxfp8"))),
+    ids=str,
+)
 def test_matrix_units_read_the_matrix_once(rows, fmt):
     rng = np.random.default_rng(rows)
     x, packed = sample(rng, rows, 64, 256, fmt, mx.bfloat16)
@@ -252,19 +255,18 @@ def test_reads_no_more_than_mlx(rows):
         assert ours <= theirs.bytes_read + theirs.bytes_written, device
 
 
-def fused(rng, dtype, rows, sizes, k, fmt, **options):
-    """Fused products on both kernels."""
+def fused(rng, device, dtype, rows, sizes, k, fmt, **options):
+    """Fused products with checks, with the configuration of a device."""
     x = random(rng, (rows, k), dtype)
     matrices = packed_matrices(rng, sizes, k, dtype, fmt)
     if options.pop("residual", False):
         options["residual"] = random(rng, (rows, sizes[0]), dtype)
     if "norm" in options:
         options["norm"] = (random(rng, (k,), dtype) if options["norm"] else None, 1e-3)
-    for device in ("host", "metal", "cuda"):
-        config = configs.qmv_config(device, rows, sum(sizes), k, dtype, fmt)
-        with use_backend("host"), checks():
-            found = qmv(x, matrices, fmt, config, **options)
-        check_fused(found, x, matrices, fmt, **options)
+    config = configs.qmv_config(device, rows, sum(sizes), k, dtype, fmt)
+    with use_backend("host"), checks():
+        found = qmv(x, matrices, fmt, config, **options)
+    check_fused(found, x, matrices, fmt, **options)
 
 
 def check_fused(found, x, matrices, fmt, **options):
@@ -307,42 +309,51 @@ def activation(y, gate, kind):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rows", "sizes"), pairwise(DTYPES, (1, 7, 16), ([41], [24, 8], [33, 8, 41])), ids=str
+    ("device", "sizes", "dtype", "rows"),
+    in_turn(pairwise(DEVICES, ([41], [24, 8], [33, 8, 41])), DTYPES, (1, 7, 16)),
+    ids=str,
 )
-def test_fused_matrices(dtype, rows, sizes):
+def test_fused_matrices(device, sizes, dtype, rows):
     """Queries, keys and values: other sizes, some with a bias, in one launch of a GPU."""
-    fused(np.random.default_rng(rows), dtype, rows, sizes, 192, AFFINE)
+    fused(np.random.default_rng(rows), device, dtype, rows, sizes, 192, AFFINE)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "gate", "rows"), pairwise(DTYPES, ("silu", "gelu", "gelu_approx"), (1, 5)), ids=str
+    ("device", "gate", "dtype", "rows"),
+    in_turn(pairwise(DEVICES, ("silu", "gelu", "gelu_approx")), DTYPES, (1, 5)),
+    ids=str,
 )
-def test_gates(dtype, gate, rows):
-    fused(np.random.default_rng(len(gate)), dtype, rows, [41, 41], 192, AFFINE, gate=gate)
+def test_gates(device, gate, dtype, rows):
+    fused(np.random.default_rng(len(gate)), device, dtype, rows, [41, 41], 192, AFFINE, gate=gate)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "weighted", "fmt", "gate"),
-    pairwise(
-        DTYPES, (False, True), (AFFINE, Format(16, 4, "nvfp4"), Format(32, 3)), (None, "silu")
+    ("device", "gate", "dtype", "weighted", "fmt"),
+    in_turn(
+        pairwise(DEVICES, (None, "silu")),
+        *(DTYPES, (False, True), (AFFINE, Format(16, 4, "nvfp4"), Format(32, 3))),
     ),
     ids=str,
 )
-def test_norm(dtype, weighted, fmt, gate):
+def test_norm(device, gate, dtype, weighted, fmt):
     rows, sizes = (9, [24, 24]) if gate else (3, [24, 8])
-    fused(np.random.default_rng(7), dtype, rows, sizes, 192, fmt, norm=weighted, gate=gate)
+    fused(np.random.default_rng(7), device, dtype, rows, sizes, 192, fmt, norm=weighted, gate=gate)
 
 
-@pytest.mark.parametrize(("dtype", "rows"), in_turn(pairwise(DTYPES), (1, 16)), ids=str)
-def test_residual(dtype, rows):
-    fused(np.random.default_rng(8), dtype, rows, [41], 192, Format(32, 8, "mxfp8"), residual=True)
+@pytest.mark.parametrize(
+    ("device", "dtype", "rows"), in_turn(pairwise(DEVICES), DTYPES, (1, 16)), ids=str
+)
+def test_residual(device, dtype, rows):
+    fmt = Format(32, 8, "mxfp8")
+    fused(np.random.default_rng(8), device, dtype, rows, [41], 192, fmt, residual=True)
 
 
 def test_one_launch_for_all():
     """On a GPU all matrices, a norm and a gate are one launch."""
     rng = np.random.default_rng(9)
     with trace() as launches:
-        fused(rng, mx.bfloat16, 2, [16, 16], 64, AFFINE, norm=True, gate="silu")
+        for device in DEVICES:
+            fused(rng, device, mx.bfloat16, 2, [16, 16], 64, AFFINE, norm=True, gate="silu")
     # On a processor whose threads share nothing a norm is one of its own, by MLX.
     assert len(launches) == 3
     assert ["matrix_" in launch.kernel for launch in launches] == [False, False, True]

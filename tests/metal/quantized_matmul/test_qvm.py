@@ -11,7 +11,7 @@ from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.launchers import qvm
 from tests.numerics import random
-from tests.packed import DTYPES, FORMATS, check_product, random_packed
+from tests.packed import DTYPES, EACH_WIDTH, check_product, random_packed
 from tests.pairwise import in_turn, pairwise
 
 AFFINE = Format(64, 4)
@@ -38,10 +38,10 @@ def check_all(fmt, dtype, shapes=SHAPES):
 
 @pytest.mark.parametrize(
     ("fmt", "dtype", "shapes"),
-    in_turn(pairwise(FORMATS), DTYPES, (SHAPES[:2], SHAPES[2:])),
+    in_turn(pairwise(EACH_WIDTH), DTYPES, (SHAPES[:2], SHAPES[2:])),
     ids=str,
 )
-def test_every_format(fmt, dtype, shapes):
+def test_every_width(fmt, dtype, shapes):
     check_all(fmt, dtype, shapes)
 
 

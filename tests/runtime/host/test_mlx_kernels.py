@@ -18,7 +18,7 @@ import pytest
 
 from mlx_qlayers.runtime.host import Uninitialised
 from tests.numerics import ROUNDINGS
-from tests.pairwise import pairwise
+from tests.pairwise import in_turn, pairwise
 
 from . import mlx_kernels as mk
 
@@ -94,14 +94,15 @@ def _check_affine(
 
 
 @pytest.mark.parametrize(
-    ("kernel", "bits", "group", "dtype"),
+    ("kernel", "dtype", "bits", "group"),
     [
-        *pairwise(KERNELS, (2, 3, 4, 5, 6, 8), (32, 64, 128), DTYPES),
-        ("qmv_quad", 4, 64, mx.float16),
+        *in_turn(pairwise(KERNELS, DTYPES), (2, 3, 4, 5, 6, 8), (32, 64, 128)),
+        pytest.param("qmv_quad", mx.float16, 4, 64),
     ],
+    ids=str,
 )
 def test_affine(
-    kernel: str, bits: int, group: int, dtype: mx.Dtype, record_property: Record
+    kernel: str, dtype: mx.Dtype, bits: int, group: int, record_property: Record
 ) -> None:
     _check_affine(kernel, bits, group, dtype, record_property)
 
