@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -177,6 +177,31 @@ def _adapters(model: Any) -> None:
     model.eval()
 
 
+def _hooked(model: Any) -> None:
+    model.model.norm = Hooked(_norm(model), lambda x: -x)
+
+
+def _a_call_of_a_class(model: Any) -> None:
+    Doubled.__call__ = lambda self, x: _DOUBLED(self, x) + 1  # type: ignore[method-assign]
+
+
+def _of_the_model_itself(model: Any) -> None:
+    cls = type(model)
+    model.__class__ = type("Other", (cls,), {"__call__": lambda *a, **b: 2 * cls.__call__(*a, **b)})
+
+
+class Hooked(nn.Module):
+    """Calls something with what a module gives."""
+
+    def __init__(self, inner: nn.Module, hook: Callable[[mx.array], mx.array]) -> None:
+        super().__init__()
+        self.inner, self.hook = inner, hook
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """The result of the hook."""
+        return self.hook(self.inner(x))
+
+
 class Doubled(nn.RMSNorm):
     """A norm whose class has a setting."""
 
@@ -187,14 +212,24 @@ class Doubled(nn.RMSNorm):
         return super().__call__(x) * self.factor
 
 
+_DOUBLED = Doubled.__call__
 CHANGES: list[Callable[[Any], None]] = [
     *(_replaced, _multiplied, _overwritten, _an_element, _elsewhere, _evaluated, _scales, _codes),
     *(_bias, _embedding, _updated, _loaded, _trained, _applied, _epsilon, _scale, _module),
-    *(_without_arrays, _of_the_same_arrays, _layers, _copied, _class, _of_a_class, _fewer_layers),
-    *(_shared_memory, _adapters),
+    *(_without_arrays, _of_the_same_arrays, _layers, _copied, _class, _of_a_class),
+    *(_a_call_of_a_class, _fewer_layers, _shared_memory, _hooked, _of_the_model_itself, _adapters),
 ]
 
 
+@pytest.fixture
+def doubled() -> Iterator[None]:
+    """A class that a test may change."""
+    Doubled.factor = 2.0
+    yield
+    Doubled.__call__ = _DOUBLED  # type: ignore[method-assign]
+
+
+@pytest.mark.usefixtures("doubled")
 @pytest.mark.parametrize("name", ["qwen2", "gemma3_text"])
 def test_every_change_of_a_model_is_seen(name: str, compiled_steps: None) -> None:
     """In place, too: what was computed of a weight follows it (of Gemma's norms 1 + w)."""
@@ -202,7 +237,6 @@ def test_every_change_of_a_model_is_seen(name: str, compiled_steps: None) -> Non
     caches, results, at = [make_prompt_cache(model) for model in models], list[Any](), 3
     for model, cache in zip(models, caches, strict=True):
         model(TOKENS[:, :at], cache=cache)
-    Doubled.factor = 2.0
     for change in CHANGES:
         before = [mx.array(0.0)] * 2
         for changed in (False, True):
@@ -222,11 +256,7 @@ def test_every_change_of_a_model_is_seen(name: str, compiled_steps: None) -> Non
 # Code that is not the same twice.
 
 
-NOISES = [
-    *(noises.of_mlx, noises.jitter, noises.dropout, noises.of_numpy, noises.of_python),
-    *(noises.a_generator, noises.a_global_generator, noises.own_key),
-    *(noises.a_count_of_a_class, noises.a_global),
-]
+NOISES = [noises.of_mlx, noises.dropout, noises.of_numpy, noises.a_count_of_a_class]
 
 
 @pytest.mark.parametrize("noise", NOISES, ids=lambda noise: noise.__name__)
