@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from architecture_table import ARCHITECTURES
-from architectures import VOCABULARY, build
-from decoding import BITS, KINDS, logits
+from architectures import build
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
-from numerics import assert_same_model
 from small_qwen import qwen
 from stepping import ByGraph
 
@@ -22,39 +19,11 @@ from mlx_qlayers.decode import captured, engine
 from mlx_qlayers.decode.append_form import AppendForm
 from mlx_qlayers.runtime.tracing import trace
 
-# One of each kind of block: norms on both sides, experts, states, latent keys, sinks, rings.
-NAMES = [
-    "gemma3_text",
-    "gpt_oss",
-    "phi3",
-    "qwen3_moe",
-    "qwen3_next",
-    "deepseek_v3",
-    "mamba2",
-    "baichuan_m1",
-    "gemma3n",
-    "glm_moe_dsa",
-    "nemotron_h",
-]
-DECODED = [kind for kind in KINDS if kind != "none"]
-
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     yield
     engine._steps.clear()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_logits(name: str) -> None:
-    stock, model = (build(name, ARCHITECTURES[name]) for _ in range(2))
-    for i, kind in enumerate(k for k in DECODED if k not in ARCHITECTURES[name].without):
-        stepped = ByGraph(model)
-        steps = zip(*logits([stock, stepped], kind, (1, 3)[i % 2], VOCABULARY), strict=True)
-        for number, (want, found) in enumerate(steps):
-            bits = BITS if kind == "quantized" else None
-            assert_same_model(found, want, bits=bits, what=f"{name}, cache {kind}, step {number}")
-        assert stepped.steps == 3, engine.stopped(model)
 
 
 def decoded(model: Any, cache: list[Any], length: int) -> mx.array:
@@ -296,40 +265,3 @@ def test_steps_that_are_compiled(backend: str, monkeypatch: pytest.MonkeyPatch) 
     rows = cache[1].offset
     assert mx.abs(arrays[0] - others[0]).max() < 1e-4
     assert mx.abs(arrays[1][:, :, :rows] - others[1][:, :, :rows]).max() < 1e-4
-
-
-# Models in whose compiled steps every cache of keys has an append buffer, of each kind of mlx-lm's:
-# batches of rings and masks of windows, sinks, keys that layers share, positions of their own.
-APPENDING = [
-    "qwen2",
-    "gemma3_text",
-    "gemma4",
-    "gpt_oss",
-    "gpt2",
-    "mamba2",
-    "ministral3",
-    "qwen3_moe",
-    "qwen3_next",
-]
-
-
-@pytest.mark.parametrize("name", APPENDING)
-def test_logits_by_append_buffers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, but that MLX compiles nothing, which takes minutes."""
-    monkeypatch.setattr(engine, "where", lambda: "a GPU")
-    stock, model = (build(name, ARCHITECTURES[name]) for _ in range(2))
-    mx.disable_compile()
-    try:
-        for i, kind in enumerate(k for k in DECODED if k not in ARCHITECTURES[name].without):
-            engine._steps.clear()
-            stepped = ByGraph(model)
-            with use_backend("reference"):
-                found = logits([stock, stepped], kind, (1, 3)[i % 2], VOCABULARY)
-            bits = BITS if kind == "quantized" else None
-            for number, (want, each) in enumerate(zip(*found, strict=True)):
-                assert_same_model(each, want, bits=bits, what=f"{name}, {kind}, step {number}")
-            found = chain(*engine._steps[id(model)].steps.values())
-            forms = {type(form) for step in found for form in step.programs.values()}
-            assert stepped.steps == 3 and forms == {AppendForm}
-    finally:
-        mx.enable_compile()
