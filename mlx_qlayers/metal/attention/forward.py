@@ -14,6 +14,7 @@ from ...runtime.backend import backend, requested, use_backend
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, Size, TemplateValue
 from ...runtime.spec import Spec
+from ..common.without import without
 from ..record import rounded
 from .layout import Layout, layout, memory, registers
 
@@ -23,22 +24,17 @@ LOG2E = log2(e)
 _NO_MASK, _BOOLEAN, _ADDED = range(3)
 
 _GROUPS = ("k_scales", "k_biases", "v_scales", "v_biases")
-_FORWARD, _PACKED = (
-    Kernel(
-        name,
-        "attention/forward.metal",
-        function="attention_forward",
-        omitted=omitted,
-        threadgroup_memory=lambda **values: memory("forward", values),
-        registers=lambda **values: registers("forward", values),
-        large=True,
-        ensure_row_contiguous=False,
-    )
-    for name, omitted in (
-        ("attention_forward", (*_GROUPS, *(f"{name}_strides" for name in _GROUPS))),
-        ("attention_forward_packed", ()),
-    )
+_PACKED = Kernel(
+    "attention_forward_packed",
+    "attention/forward.metal",
+    function="attention_forward",
+    threadgroup_memory=lambda **values: memory("forward", values),
+    registers=lambda **values: registers("forward", values),
+    large=True,
+    ensure_row_contiguous=False,
 )
+_OF_PACKED = *_GROUPS, *(f"{name}_strides" for name in _GROUPS)
+_FORWARD = without(_PACKED, _OF_PACKED, "attention_forward")
 
 
 class Launcher:
@@ -125,6 +121,25 @@ class Launcher:
                 init_value=init_value,
             )
 
+    def forward(
+        self, kernel: Kernel, grid: Size, threadgroup: Size, /, **values: Any
+    ) -> Callable[..., list[mx.array]]:
+        """The launch of a forward pass, as :func:`attention_forward` describes it."""
+        nothing = Spec.of(absent())
+        sinks = nothing if self.sinks is None else self.sinks
+        mean = Spec((self.batch, self.kv_heads, self.v_width), mx.float32)
+        values |= {"N": sinks.dtype, "SINKS": self.sinks is not None, "AVERAGE": self.average}
+        norms = self.batch, self.heads, self.queries, 2
+        shapes = [(self.batch, self.queries, self.heads, self.v_width), norms]
+        others = [sinks, mean if self.average else nothing]
+        launch = self.bound(kernel, others, grid, threadgroup, shapes, **values)
+
+        def run(*arrays: mx.array | None) -> list[mx.array]:
+            out, norms = launch(forward_inputs(self, *arrays))
+            return [out.swapaxes(1, 2), norms]
+
+        return run
+
     def layout(self, kernel: str) -> Layout:
         """How a kernel spreads the work, as the table says."""
         return layout(kernel, self.device, self.q.dtype, max(self.width, self.v_width))
@@ -149,28 +164,12 @@ def attention_forward(at: Launcher, chosen: Layout | None = None) -> Callable[..
         comes next wants them; and (B, H, L, 2) float32, for each query the largest score in units
         of log2, and the sum of 2 to the scores less that.
     """
-    average, nothing = at.average, Spec.of(absent())
-    sinks = nothing if at.sinks is None else at.sinks
     group_size, bits = at.packing
-    launch = at.bind(
-        _PACKED if bits else _FORWARD,
-        [sinks, Spec((at.batch, at.kv_heads, at.v_width), mx.float32) if average else nothing],
-        chosen or at.layout("packed" if bits else "forward"),
-        (at.queries, at.heads),
-        [(at.batch, at.queries, at.heads, at.v_width), (at.batch, at.heads, at.queries, 2)],
-        K=mx.uint32 if bits else at.q.dtype,
-        N=sinks.dtype,
-        BITS=bits,
-        GROUP=group_size,
-        SINKS=at.sinks is not None,
-        AVERAGE=average,
-    )
-
-    def run(*arrays: mx.array | None) -> list[mx.array]:
-        out, norms = launch(forward_inputs(at, *arrays))
-        return [out.swapaxes(1, 2), norms]
-
-    return run
+    chosen = chosen or at.layout("packed" if bits else "forward")
+    values = {"K": mx.uint32 if bits else at.q.dtype, "BITS": bits, "GROUP": group_size}
+    grid = chosen.threads * -(-at.queries // chosen.rows), at.heads, at.batch
+    kernel, threads = _PACKED if bits else _FORWARD, (chosen.threads, 1, 1)
+    return at.forward(kernel, grid, threads, **chosen.template() | values)
 
 
 def forward_inputs(at: Launcher, q: Any, *others: Any) -> list[mx.array]:

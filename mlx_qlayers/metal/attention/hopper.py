@@ -13,40 +13,33 @@ from ...measurements.thresholds import row_of, threshold
 from ...runtime.backend import use_backend
 from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
-from ...runtime.launch import Bound, TemplateValue
+from ...runtime.launch import Size, TemplateValue
 from ...runtime.spec import Spec
-from .forward import Launcher, absent, forward_inputs
+from ..common.without import without
+from .forward import Launcher, absent
 from .layout import tile_bytes
 
 _kernel = partial(Kernel, large=True, ensure_row_contiguous=False)
+_FILE = "attention/backward_once.metal"
 _AHEAD = _kernel(
     "attention_forward_ahead",
     "attention/forward_ahead.metal",
     threadgroup_memory=lambda **values: _declared("forward", values),
 )
-_STATISTICS = _kernel("attention_backward_statistics", "attention/backward_once.metal")
+_STATISTICS = _kernel("attention_backward_statistics", _FILE)
 # The gradients of keys that heads share are sums as those of the queries.
 _OF_KEYS = ("d_k", "d_v")
-_ONCE, _ONCE_OF_GROUPS = (
-    _kernel(
-        f"attention_backward_once{'_of_groups' if grouped else ''}",
-        "attention/backward_once.metal",
-        function="attention_backward_once",
-        omitted=_OF_KEYS if grouped else (),
-        atomic_outputs=True,
-        threadgroup_memory=lambda **values: _declared("backward", values),
-    )
-    for grouped in (False, True)
+_ONCE = _kernel(
+    "attention_backward_once",
+    _FILE,
+    atomic_outputs=True,
+    threadgroup_memory=lambda **values: _declared("backward", values),
 )
-_ROWS, _ROWS_OF_GROUPS = (
-    _kernel(
-        f"attention_backward_rows{'_of_groups' if grouped else ''}",
-        "attention/backward_once.metal",
-        function="attention_backward_rows",
-        omitted=() if grouped else _OF_KEYS,
-    )
-    for grouped in (False, True)
+_ONCE_OF_GROUPS = without(_ONCE, _OF_KEYS, "attention_backward_once_of_groups")
+_ROWS_OF_GROUPS = _kernel(
+    "attention_backward_rows_of_groups", _FILE, function="attention_backward_rows"
 )
+_ROWS = without(_ROWS_OF_GROUPS, _OF_KEYS, "attention_backward_rows")
 
 
 @dataclass(frozen=True)
@@ -101,23 +94,7 @@ def cut(kernel: str, at: Launcher) -> Cut | None:
 
 def forward_ahead(at: Launcher, chosen: Cut) -> Callable[..., list[mx.array]]:
     """The launch of :func:`.forward.attention_forward` as ``chosen`` spreads it."""
-    average, nothing = at.average, Spec.of(absent())
-    sinks = nothing if at.sinks is None else at.sinks
-    launch = _bind(
-        _AHEAD,
-        at,
-        chosen,
-        [sinks, Spec((at.batch, at.kv_heads, at.v_width), mx.float32) if average else nothing],
-        at.queries,
-        [(at.batch, at.queries, at.heads, at.v_width), (at.batch, at.heads, at.queries, 2)],
-        chosen.template("forward", at) | {"N": sinks.dtype, "SINKS": at.sinks is not None},
-    )
-
-    def run(*arrays: mx.array | None) -> list[mx.array]:
-        out, norms = launch(forward_inputs(at, *arrays))
-        return [out.swapaxes(1, 2), norms]
-
-    return run
+    return at.forward(_AHEAD, *_sizes(at, chosen, at.queries), **chosen.template("forward", at))
 
 
 def backward_once(at: Launcher, chosen: Cut) -> Callable[..., list[mx.array]]:
@@ -167,15 +144,13 @@ def backward_once(at: Launcher, chosen: Cut) -> Callable[..., list[mx.array]]:
     average = (at.batch, at.kv_heads, at.v_width) if at.average else absent().shape
     # A float holds two numbers of 16 bits.
     packed = [] if grouped else [(*keys, shape[-1] * dtype.size // 4) for shape in shapes]
-    launch = _bind(
+    launch = at.bound(
         _ONCE_OF_GROUPS if grouped else _ONCE,
-        at,
-        chosen,
         [out, norms, Spec(average, mx.float32)],
-        at.keys * chosen.slices,
+        *_sizes(at, chosen, at.keys * chosen.slices),
         [sums.shape, *packed],
-        chosen.template("backward", at) | {"GROUPED": grouped},
         init_value=0,
+        **chosen.template("backward", at) | {"GROUPED": grouped, "AVERAGE": at.average},
     )
 
     def run(given: list[mx.array], *others: mx.array) -> list[mx.array]:
@@ -188,21 +163,11 @@ def backward_once(at: Launcher, chosen: Cut) -> Callable[..., list[mx.array]]:
     return run
 
 
-def _bind(
-    kernel: Kernel,
-    at: Launcher,
-    chosen: Cut,
-    others: list[Spec],
-    rows: int,
-    shapes: list[tuple[int, ...]],
-    values: dict[str, TemplateValue],
-    init_value: float | None = None,
-) -> Bound:
-    """The launch of as many threadgroups as own so many rows of all query heads."""
+def _sizes(at: Launcher, chosen: Cut, rows: int) -> tuple[Size, Size]:
+    """The grid of as many threadgroups as own so many rows of all query heads, and theirs."""
     threads, beside = 32 * chosen.simds, _heads_beside(at)
     grid = threads * beside, -(-rows // (16 * chosen.simds)), at.heads // beside * at.batch
-    values["AVERAGE"] = at.average
-    return at.bound(kernel, others, grid, (threads, 1, 1), shapes, init_value, **values)
+    return grid, (threads, 1, 1)
 
 
 def _heads_beside(at: Launcher) -> int:

@@ -11,7 +11,7 @@ from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, Size
 from ...runtime.spec import Spec
-from .forward import Launcher, absent, forward_inputs
+from .forward import Launcher
 
 # Keys that a turn takes, and queries that a SIMD group owns.
 TILE, ROWS = 32, 16
@@ -109,30 +109,10 @@ def _together(at: Launcher) -> bool:
 def attention_tensor(at: Launcher) -> Callable[..., list[mx.array]]:
     """The launch of :func:`~.forward.attention_forward` by tensor operations."""
     split = _parts(at.v_width)
-    nothing, average = Spec.of(absent()), (at.batch, at.kv_heads, at.v_width)
-    sinks = nothing if at.sinks is None else at.sinks
-    launch = at.bound(
-        _FORWARD,
-        [sinks, Spec(average, mx.float32) if at.average else nothing],
-        _grid(at, at.queries, at.heads * split),
-        _THREADS,
-        [(at.batch, at.queries, at.heads, at.v_width), (at.batch, at.heads, at.queries, 2)],
-        N=sinks.dtype,
-        SINKS=at.sinks is not None,
-        AVERAGE=at.average,
-        **_shares(at, split, at.keys),
-        RESIDENT=3,
-    )
-
-    def run(
-        q: mx.array, k: mx.array, v: mx.array, mask: mx.array | None, sinks: mx.array | None
-    ) -> list[mx.array]:
-        # Rows may lie anywhere, but the columns of a tensor are neighbours.
-        q, k, v = map(mx.contiguous, (q, k, v))
-        out, norms = launch(forward_inputs(at, q, k, v, mask, sinks))
-        return [out.swapaxes(1, 2), norms]
-
-    return run
+    grid = _grid(at, at.queries, at.heads * split)
+    launch = at.forward(_FORWARD, grid, _THREADS, **_shares(at, split, at.keys), RESIDENT=3)
+    # Rows may lie anywhere, but the columns of a tensor are neighbours.
+    return lambda q, k, v, mask, sinks: launch(*map(mx.contiguous, (q, k, v)), mask, sinks)
 
 
 def tensor_mask_gradient(at: Launcher, others: Sequence[Spec]) -> Bound:
