@@ -278,7 +278,7 @@ def checked() -> str:
     table = _table(heads, ((", ".join(tools), *row) for row, tools in rows.items()), texts=2)
     links = [_link(text, _path(name), TESTING) for text, name in CHECKED.items()]
     return (
-        f"{tests.device}: {'; '.join(runs)} ({links[0]}). "
+        f"{tests.device}: {'; '.join(runs)} ({links[0]}, {_commit(tests)}).\n"
         f"Under `compute-sanitizer` ({links[1]}, {_commit(sanitized)}):\n\n{table}"
     )
 
