@@ -273,6 +273,12 @@ class CallRecord(Record):
     configs, values = (Fixed,), {}
     sizes_measured: ClassVar[tuple[int, ...]] = CALIBRATED_ROWS
 
+    @property
+    def fmt(self) -> Format:
+        """That of matrices, with which a form begins: mode, group size and bits."""
+        mode, group_size, bits, *_ = self.form
+        return Format(group_size, bits, mode)
+
     def heuristic(self, device: str) -> Fixed:
         return Fixed()
 

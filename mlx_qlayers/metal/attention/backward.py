@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound
 from ...runtime.proof import first_proven
 from ...runtime.spec import Spec
+from ..common.kernels import strided_kernel
 from .forward import LOG2E, Launcher, absent
 from .hopper import backward_once, cut
 from .layout import memory, registers
@@ -23,23 +23,19 @@ T = TypeVar("T")
 _BLANK = 1e38
 
 _QUERIES, _MASK = (
-    Kernel(
+    strided_kernel(
         name,
         "attention/backward.metal",
         threadgroup_memory=lambda **values: memory("queries", values),
         registers=lambda **values: registers("queries", values),
-        large=True,
-        ensure_row_contiguous=False,
     )
     for name in ("attention_backward_queries", "attention_backward_mask")
 )
-_KEYS = Kernel(
+_KEYS = strided_kernel(
     "attention_backward_keys",
     "attention/backward_keys.metal",
     threadgroup_memory=lambda **values: memory("keys", values),
     registers=lambda **values: registers("keys", values),
-    large=True,
-    ensure_row_contiguous=False,
 )
 
 # Of lists: q, k, v, mask and sinks; the cotangents of what :func:`attention_forward` gave for them,

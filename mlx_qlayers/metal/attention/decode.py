@@ -17,17 +17,13 @@ from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, Launching, TemplateValue
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
-from ..common.without import without
+from ..common.kernels import large_kernel, strided_kernel, without
 from ..record import rounded
 
 MAX_QUERIES = 8
 MAX_WIDTH = 256
 BITS = (4, 8)
 
-_INPUTS = (
-    *("q", "k", "k_scales", "k_biases", "v", "v_scales", "v_biases"),
-    *("mask", "sinks", "held", "options"),
-)
 _LAYOUT = ("columns", "simds", "blocks", "slice", "run")
 
 
@@ -66,39 +62,36 @@ def _registers(
     return keys + values + kept + rows + columns * slice // 4
 
 
+# With all that there may be: where threads run side by side, and one by one.
+_WHOLE = (
+    strided_kernel(
+        *("attention_decode", "attention/decode.metal"),
+        threadgroup_memory=_memory,
+        registers=_registers,
+    ),
+    strided_kernel("attention_serial", "attention/serial_decode.metal"),
+)
+
+
 @cache
 def _kernel(
     serial: bool, packed: bool, masked: bool, sinking: bool, counted: bool = False
 ) -> Kernel:
     """A kernel that takes what there is: every array that is passed costs time at each launch."""
-    there = {"mask": masked, "sinks": sinking, "held": counted}
+    whole, there = _WHOLE[serial], {"mask": masked, "sinks": sinking}
     there |= dict.fromkeys(("k_scales", "k_biases", "v_scales", "v_biases"), packed)
-    lacking = tuple(name for name in _INPUTS if not there.get(name, True))
-    omitted = tuple(name for name in lacking if serial or name != "held")
-    function = "attention_serial" if serial else "attention_decode"
-    return Kernel(
-        function
-        + "_packed" * packed
-        + "_masked" * masked
-        + "_sinks" * sinking
-        + "_counted" * counted,
-        "attention/serial_decode.metal" if serial else "attention/decode.metal",
-        function=function,
-        omitted=omitted + tuple(f"{name}_strides" for name in omitted if name != "held"),
-        threadgroup_memory=0 if serial else _memory,
-        registers=0 if serial else _registers,
-        large=True,
-        ensure_row_contiguous=False,
-    )
+    lacking = [name for name, given in there.items() if not given]
+    omitted = *lacking, *(f"{name}_strides" for name in lacking), *["held"] * (not counted)
+    words = {"_packed": packed, "_masked": masked, "_sinks": sinking, "_counted": counted}
+    return without(whole, omitted, whole.name + "".join(w for w, given in words.items() if given))
 
 
-_COMBINE_SINKS = Kernel(
+_COMBINE_SINKS = large_kernel(
     "attention_combine_sinks",
     "attention/combine.metal",
     function="attention_combine",
     threadgroup_memory=lambda Dv, simds, **_: 4 * simds * (-(-Dv // 32) * 32 + 1),
     registers=lambda Dv, **_: -(-Dv // 32),
-    large=True,
 )
 COMBINE = without(_COMBINE_SINKS, ("sinks",), "attention_combine")
 

@@ -14,7 +14,7 @@ from ...runtime.backend import backend, requested, use_backend
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, Size, TemplateValue
 from ...runtime.spec import Spec
-from ..common.without import without
+from ..common.kernels import strided_kernel, without
 from ..record import rounded
 from .layout import Layout, layout, memory, registers
 
@@ -24,14 +24,12 @@ LOG2E = log2(e)
 _NO_MASK, _BOOLEAN, _ADDED = range(3)
 
 _GROUPS = ("k_scales", "k_biases", "v_scales", "v_biases")
-_PACKED = Kernel(
+_PACKED = strided_kernel(
     "attention_forward_packed",
     "attention/forward.metal",
     function="attention_forward",
     threadgroup_memory=lambda **values: memory("forward", values),
     registers=lambda **values: registers("forward", values),
-    large=True,
-    ensure_row_contiguous=False,
 )
 _OF_PACKED = *_GROUPS, *(f"{name}_strides" for name in _GROUPS)
 _FORWARD = without(_PACKED, _OF_PACKED, "attention_forward")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -12,31 +11,29 @@ import mlx.core as mx
 from ...measurements.thresholds import row_of, threshold
 from ...runtime.backend import use_backend
 from ...runtime.devices import device_of
-from ...runtime.kernel import Kernel
 from ...runtime.launch import Size, TemplateValue
 from ...runtime.spec import Spec
-from ..common.without import without
+from ..common.kernels import strided_kernel, without
 from .forward import Launcher, absent
 from .layout import tile_bytes
 
-_kernel = partial(Kernel, large=True, ensure_row_contiguous=False)
 _FILE = "attention/backward_once.metal"
-_AHEAD = _kernel(
+_AHEAD = strided_kernel(
     "attention_forward_ahead",
     "attention/forward_ahead.metal",
     threadgroup_memory=lambda **values: _declared("forward", values),
 )
-_STATISTICS = _kernel("attention_backward_statistics", _FILE)
+_STATISTICS = strided_kernel("attention_backward_statistics", _FILE)
 # The gradients of keys that heads share are sums as those of the queries.
 _OF_KEYS = ("d_k", "d_v")
-_ONCE = _kernel(
+_ONCE = strided_kernel(
     "attention_backward_once",
     _FILE,
     atomic_outputs=True,
     threadgroup_memory=lambda **values: _declared("backward", values),
 )
 _ONCE_OF_GROUPS = without(_ONCE, _OF_KEYS, "attention_backward_once_of_groups")
-_ROWS_OF_GROUPS = _kernel(
+_ROWS_OF_GROUPS = strided_kernel(
     "attention_backward_rows_of_groups", _FILE, function="attention_backward_rows"
 )
 _ROWS = without(_ROWS_OF_GROUPS, _OF_KEYS, "attention_backward_rows")

@@ -11,10 +11,9 @@ import mlx.core as mx
 
 from ...runtime.devices import device_of
 from ...runtime.devices.record import most_threads
-from ...runtime.kernel import Kernel
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
-from ..common.without import without
+from ..common.kernels import strided_kernel, without
 from .decode import attention_combine
 
 # Rows of a cache for which a threadgroup is started, and the most that share the rows of a head.
@@ -50,14 +49,12 @@ def _heads(width: int, turned: int) -> int:
     )
 
 
-_MASKED = Kernel(
+_MASKED = strided_kernel(
     "latent_step_masked",
     "attention/latent.metal",
     function="latent_step",
     threadgroup_memory=lambda heads, **_: 4 * 33 * heads,
     registers=_registers,
-    large=True,
-    ensure_row_contiguous=False,
 )
 KERNEL = without(_MASKED, ("mask",), "latent_step")
 

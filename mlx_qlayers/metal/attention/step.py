@@ -17,7 +17,7 @@ from ...runtime.devices.record import MAX_THREADGROUP_MEMORY, most_threads
 from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
 from ...runtime.spec import Spec
-from ..common.without import without
+from ..common.kernels import large_kernel, without
 from ..record import rounded
 from ..rotary.launch import rates, two_floats
 from . import decode
@@ -74,12 +74,11 @@ def _registers(*, T: mx.Dtype, bits: int, masked: bool, **values: Any) -> int:
     return decode._registers(T=T, bits=bits, seen=seen, run=_run(T, bits), **values)
 
 
-_KERNEL = Kernel(
+_KERNEL = large_kernel(
     "attention_step",
     "attention/step.metal",
     threadgroup_memory=_memory,
     registers=_registers,
-    large=True,
 )
 
 

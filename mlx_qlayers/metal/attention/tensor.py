@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 
 from ...runtime.devices import device_of
-from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, Size
 from ...runtime.spec import Spec
+from ..common.kernels import strided_kernel
 from .forward import Launcher
 
 # Keys that a turn takes, and queries that a SIMD group owns.
@@ -31,13 +31,11 @@ def _threadgroup_memory(SIMDS: int, TILE: int, TOGETHER: bool, **_: object) -> i
     return 4 if TOGETHER else 4 * SIMDS * ROWS * (TILE + 2)
 
 
-_FORWARD = Kernel(
+_FORWARD = strided_kernel(
     "attention_tensor",
     "attention/tensor_forward.metal",
     threadgroup_memory=_threadgroup_memory,
     registers=_registers,
-    large=True,
-    ensure_row_contiguous=False,
 )
 
 
@@ -52,28 +50,24 @@ def _of_gradients(tiles: int, statistics: int, width: str) -> Callable[..., int]
 
 
 _QUERIES, _MASK = (
-    Kernel(
+    strided_kernel(
         name,
         "attention/tensor_queries.metal",
         function="attention_tensor_queries",
         omitted=omitted,
         threadgroup_memory=_threadgroup_memory,
         registers=registers,
-        large=True,
-        ensure_row_contiguous=False,
     )
     for name, omitted, registers in (
         ("attention_tensor_queries", ("d_scores",), _of_gradients(3, 5, "D")),
         ("attention_tensor_mask", ("d_q", "delta"), 3 * ROWS * TILE // 32 + 10),
     )
 )
-_KEYS = Kernel(
+_KEYS = strided_kernel(
     "attention_tensor_keys",
     "attention/tensor_keys.metal",
     threadgroup_memory=_threadgroup_memory,
     registers=_of_gradients(3, 0, "D"),
-    large=True,
-    ensure_row_contiguous=False,
 )
 
 

@@ -11,13 +11,13 @@ import mlx.core as mx
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
 from ..record import Inputs, Path, Record, normal
+from .kernels import large_kernel
 
-KERNEL = Kernel(
+KERNEL = large_kernel(
     "row_sum",
     "common/row_sum.metal",
     threadgroup_memory=lambda upcast, local, group, **_: 4 * upcast * local * group,
     registers=lambda upcast, unroll, **_: upcast * (1 + unroll),
-    large=True,
 )
 
 

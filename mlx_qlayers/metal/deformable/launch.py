@@ -15,18 +15,18 @@ from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
 from ...runtime.spec import Spec
+from ..common.kernels import large_kernel
 from ..common.lanes import bind_groups, lanes_for
 
 _FILE = "deformable/deformable.metal"
-_FORWARD = Kernel(
+_FORWARD = large_kernel(
     "deformable_forward",
     _FILE,
     # Of samples under way, where and how much each of four pixels is, and their channels; sums.
     registers=lambda T, V, STEP, **index: STEP * (4 + index["I"].size + V * T.size) + V,
-    large=True,
 )
-_GRADIENT = Kernel(
-    "deformable_gradient", _FILE, registers=lambda V, **index: 8 + index["I"].size + V, large=True
+_GRADIENT = large_kernel(
+    "deformable_gradient", _FILE, registers=lambda V, **index: 8 + index["I"].size + V
 )
 
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...runtime.kernel import Kernel
 from ...runtime.launch import Launching
 from ...runtime.spec import Spec
-from ..common.without import without
+from ..common.kernels import large_kernel, without
 
 # Elements of a row of the state that a lane has, tokens that it reads ahead, lanes of a row.
 _EACH, _AHEAD, _LANES = 16, 2, (1, 2, 4, 8, 16, 32)
@@ -24,14 +23,13 @@ def takes(width: int) -> bool:
     return width % _EACH == 0 and width // _EACH in _LANES
 
 
-_MASKED = Kernel(
+_MASKED = large_kernel(
     "gated_delta_masked",
     "gated_delta/gated_delta.metal",
     function="gated_delta",
     registers=lambda T, columns, each, ahead, **_: (
         4 * each + ahead * each * (T.size // 2 + columns)
     ),
-    large=True,
 )
 _KERNEL = without(_MASKED, ("mask",), "gated_delta")
 

@@ -13,9 +13,8 @@ from ...formats import Format
 from ...options import SCORES, Clipped, PackedMatrix, Router
 from ...runtime.devices import device_of
 from ...runtime.devices.record import most_threads
-from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
-from ..common.without import without
+from ..common.kernels import large_kernel, without
 from ..quantized_matmul.qmv import GATES
 from ..quantized_matmul.tile import packed_template
 
@@ -40,19 +39,17 @@ def _registers(*, rows: int, outputs: int, run: int, **_: Any) -> int:
     return (rows > 1) * outputs * run + 2 * run + rows * 7
 
 
-PRODUCTS = Kernel("experts_products", "gather_qmm/experts.metal", registers=_registers, large=True)
-COMBINED = Kernel(
+PRODUCTS = large_kernel("experts_products", "gather_qmm/experts.metal", registers=_registers)
+COMBINED = large_kernel(
     "experts_combined",
     "gather_qmm/experts.metal",
     threadgroup_memory=lambda outputs, simds, **_: 4 * outputs * simds,
     registers=lambda outputs, run, **_: 2 * run + 4 * outputs,
-    large=True,
 )
-CHOSEN = Kernel(
+CHOSEN = large_kernel(
     "experts_chosen",
     "gather_qmm/experts_chosen.metal",
     registers=lambda per, groups, **_: (2 + (groups > 1)) * per + 12,
-    large=True,
 )
 
 

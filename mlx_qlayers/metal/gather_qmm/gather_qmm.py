@@ -13,6 +13,7 @@ from ...options import MatmulCall
 from ...runtime.devices.record import MAX_THREADS
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
+from ..common.kernels import large_kernel
 from ..quantized_matmul import qmm_tensor
 from ..quantized_matmul.qmm import TILING, QmmConfig, registers, threadgroup_memory
 from ..quantized_matmul.qmm_tensor import TENSOR_TILING, TensorConfig
@@ -23,19 +24,17 @@ _LIST = Kernel(
     "gather_qmm_list", "gather_qmm/gather_qmm.metal", threadgroup_memory=lambda threads: 4 * threads
 )
 _TEMPLATE = ("T", "S", "mode", "group", "bits", "transposed")
-_TILES = Kernel(
+_TILES = large_kernel(
     "gather_qmm_tiles",
     "gather_qmm/gather_qmm.metal",
     threadgroup_memory=threadgroup_memory,
     registers=registers,
-    large=True,
 )
-_TENSORS = Kernel(
+_TENSORS = large_kernel(
     "gather_qmm_tensor",
     "gather_qmm/gather_qmm_tensor.metal",
     threadgroup_memory=qmm_tensor.threadgroup_memory,
     registers=qmm_tensor.registers,
-    large=True,
 )
 
 

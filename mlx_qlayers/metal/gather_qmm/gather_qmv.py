@@ -16,9 +16,10 @@ from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
 from ...runtime.spec import Spec
+from ..common.kernels import large_kernel
 from ..quantized_matmul.tile import Tile, packed_template, registers
 
-_kernel: Callable[..., Kernel] = partial(Kernel, file="gather_qmm/gather_qmv.metal", large=True)
+_kernel: Callable[..., Kernel] = partial(large_kernel, file="gather_qmm/gather_qmv.metal")
 _ROWS = _kernel(
     "gather_qmm_rows",
     # And where each row of x is.

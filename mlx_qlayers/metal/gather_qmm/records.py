@@ -18,8 +18,8 @@ from ...runtime import tensor_ops
 from ...runtime.backend import backend
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
-from ..quantized_matmul.qmm_tensor import tensor_config
-from ..quantized_matmul.records import packed
+from ..quantized_matmul.qmm_tensor import TensorConfig, tensor_config
+from ..quantized_matmul.records import matrix_bytes, packed
 from ..record import (
     CALIBRATED_PROMPTS,
     CallRecord,
@@ -60,12 +60,12 @@ class ExpertsRecord(CallRecord):
         return (replace(e, form=(*self.form[:-1], kinds[e.variant(None)])) for e in every)
 
     def bytes(self) -> float:
-        (rows, count, each, n, k), (_, group, bits, kind) = self.sizes, self.form
+        (rows, count, each, n, k), kind = self.sizes, self.form[-1]
         matrices = min(rows * each, count) * (1 + (kind in ("pair", "gate")))
-        return float(matrices * n * k * (bits + 32 / group) / 8)
+        return matrices * matrix_bytes(n, k, self.fmt)
 
     def inputs(self) -> Inputs:
-        (rows, count, each, n, k), (mode, group, bits, kind) = self.sizes, self.form
+        (rows, count, each, n, k), kind = self.sizes, self.form[-1]
         # Of others nothing is read; whether rows share experts stays as it is.
         count = min(count, 2 * rows * each)
         x = normal(self.dtype, (rows, each, k) if kind in ("each", "sum") else (rows, k))
@@ -73,7 +73,7 @@ class ExpertsRecord(CallRecord):
         found = [*x, chosen.astype(mx.uint32)]
         found += [mx.random.uniform(shape=(rows, each))] * (kind == "sum")
         for _ in range(1 + (kind in ("pair", "gate"))):
-            parts = packed((count * n, k), self.dtype, Format(group, bits, mode))
+            parts = packed((count * n, k), self.dtype, self.fmt)
             found += [a.reshape(count, n, -1) for a in parts]
         return found
 
@@ -87,17 +87,16 @@ class ExpertsRecord(CallRecord):
 
     def bind(self, inputs: Inputs, config: Fixed) -> Path:
         x, chosen, scores, matrices = self._parts([*map(Spec.of, inputs)])
-        mode, group, bits, kind = self.form
-        fmt = Format(group, bits, mode)
+        kind = self.form[-1]
         if kind == "sum":
-            return experts.experts_combined(x, chosen, scores, matrices[0], None, fmt)
+            return experts.experts_combined(x, chosen, scores, matrices[0], None, self.fmt)
         gate, share = {"gate": "silu"}.get(kind), 1 if kind == "each" else self.sizes[2]
-        return experts.experts_products(x, chosen, matrices, fmt, gate, share)
+        return experts.experts_products(x, chosen, matrices, self.fmt, gate, share)
 
     def stock(self, inputs: Inputs) -> Inputs:
         x, chosen, scores, matrices = self._parts(inputs)
         rows = x[..., None, :] if x.ndim > chosen.ndim else x[..., None, None, :]
-        found = [_gathered(rows, matrix, chosen, self.form).squeeze(-2) for matrix in matrices]
+        found = [_gathered(rows, matrix, chosen, self.fmt).squeeze(-2) for matrix in matrices]
         if scores is not None:
             return [(found[0] * scores[..., None]).sum(axis=-2).astype(x.dtype)]
         gated = self.form[-1] == "gate"
@@ -119,10 +118,12 @@ class GatherRecord(CallRecord):
         return (replace(self, sizes=(self.sizes[0] * n, *self.sizes[1:])) for n in (2, 4, 8))
 
     def variant(self, config: Fixed) -> Any:
-        (rows, count, _, k), (mode, group, bits) = self.sizes, self.form
-        fmt = Format(group, bits, mode)
-        tensors = tensor_config(rows // count, k, self.dtype, fmt, True)
-        return gather_qmm.gather_qmm_config(rows, count, self.dtype, fmt), tensors
+        rows, count, *_ = self.sizes
+        return gather_qmm.gather_qmm_config(rows, count, self.dtype, self.fmt), self._tensors()
+
+    def _tensors(self) -> TensorConfig:
+        rows, count, _, k = self.sizes
+        return tensor_config(rows // count, k, self.dtype, self.fmt, True)
 
     def kernels(self) -> tuple[Kernel, ...]:
         return gather_qmm._LIST, gather_qmm._TILES, gather_qmm._TENSORS
@@ -132,25 +133,25 @@ class GatherRecord(CallRecord):
         return (rounded(rows), *others), "-".join(map(str, self.form))
 
     def bytes(self) -> float:
-        (rows, count, n, k), (_, group, bits) = self.sizes, self.form
-        return float(min(rows, count) * n * k * (bits + 32 / group) / 8)
+        rows, count, n, k = self.sizes
+        return min(rows, count) * matrix_bytes(n, k, self.fmt)
 
     def operations(self) -> float:
         rows, _, n, k = self.sizes
         return 2.0 * rows * n * k
 
     def inputs(self) -> Inputs:
-        (rows, count, n, k), (mode, group, bits) = self.sizes, self.form
-        parts = packed((count * n, k), self.dtype, Format(group, bits, mode))
+        rows, count, n, k = self.sizes
+        parts = packed((count * n, k), self.dtype, self.fmt)
         chosen = mx.arange(rows) * count // rows
         x, matrix = normal(self.dtype, (rows, 1, k)), (a.reshape(count, n, -1) for a in parts)
         return [*x, chosen.astype(mx.uint32), *matrix]
 
     def bind(self, inputs: Inputs, config: Any) -> Path:
         """By a configuration of tensor operations, or as the launcher chooses."""
-        (rows, count, *_), (mode, group, bits) = self.sizes, self.form
+        rows, count, *_ = self.sizes
         x, _, *matrix = map(Spec.of, inputs)
-        call = MatmulCall(x, PackedMatrix(*matrix), True, Format(group, bits, mode))
+        call = MatmulCall(x, PackedMatrix(*matrix), True, self.fmt)
         pairs = Pairs((rows,), 1, True)
         if config == Fixed():
             config = gather_qmm.gather_qmm_config(rows, count, self.dtype, call.fmt)
@@ -162,16 +163,12 @@ class GatherRecord(CallRecord):
     def stock(self, inputs: Inputs) -> Inputs:
         x, chosen, *matrix = inputs
         # Rows in no order go one by one, so that no unit of TF32 has a part in the right result.
-        return [_gathered(x, PackedMatrix(*matrix), chosen, self.form, not exactly.get())]
+        return [_gathered(x, PackedMatrix(*matrix), chosen, self.fmt, not exactly.get())]
 
     def paths(self, inputs: Inputs) -> dict[str, Path]:
         found = super().paths(inputs)
         if backend() == "metal" and tensor_ops.missing() is None:
-            (rows, count, _, k), (mode, group, bits) = self.sizes, self.form
-            fmt = Format(group, bits, mode)
-            found["tensor"] = self.bind(
-                inputs, tensor_config(rows // count, k, self.dtype, fmt, True)
-            )
+            found["tensor"] = self.bind(inputs, self._tensors())
         return found
 
 
@@ -214,11 +211,10 @@ class RouterRecord(CallRecord):
 
 
 def _gathered(
-    x: mx.array, matrix: PackedMatrix, chosen: mx.array, form: Any, in_order: bool = False
+    x: mx.array, matrix: PackedMatrix, chosen: mx.array, fmt: Format, in_order: bool = False
 ) -> mx.array:
     """Products by MLX's operator."""
-    mode, group, bits, *_ = form
-    call = MatmulCall(Spec.of(x), matrix, True, Format(group, bits, mode))
+    call = MatmulCall(Spec.of(x), matrix, True, fmt)
     product = reference.gather_qmm(call, chosen.shape, in_order)
     return product(x, *matrix[:3], None, chosen, None)
 

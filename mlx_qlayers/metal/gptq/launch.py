@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from ...runtime.kernel import Kernel
 from ...runtime.launch import Size
 from ...runtime.spec import Spec
+from ..common.kernels import large_kernel
 
 BLOCK = 128
 SEARCH = 24
 _FILE = "gptq/gptq.metal"
-_BLOCK = Kernel("gptq_block", _FILE, registers=16, large=True)
-_FIXED = Kernel("gptq_fixed_block", _FILE, registers=12, large=True)
+_BLOCK = large_kernel("gptq_block", _FILE, registers=16)
+_FIXED = large_kernel("gptq_fixed_block", _FILE, registers=12)
 
 
 def gptq_block(

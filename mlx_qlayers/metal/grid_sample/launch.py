@@ -18,6 +18,7 @@ from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
+from ..common.kernels import large_kernel, strided_kernel
 from ..common.lanes import bind_groups, lanes_for
 
 _TAPS = {"nearest": 1, "bilinear": 2, "bicubic": 4}
@@ -48,13 +49,11 @@ def _scatter_registers(*, NDIM: int, TAPS: int, **_: object) -> int:
 # Of x and grid, or of these and the cotangent.
 Sampled = Callable[..., mx.array]
 
-_sampling: Callable[..., Kernel] = partial(
-    Kernel, file="grid_sample/grid_sample.metal", large=True, ensure_row_contiguous=False
-)
+_sampling: Callable[..., Kernel] = partial(strided_kernel, file="grid_sample/grid_sample.metal")
 _FORWARD = _sampling("grid_sample_forward", registers=_forward_registers)
 _GRADIENT_GRID = _sampling("grid_sample_gradient_grid", registers=_gradient_registers)
 _by_atomics: Callable[..., Kernel] = partial(
-    Kernel, file="grid_sample/atomic_gradient.metal", atomic_outputs=True, large=True
+    large_kernel, file="grid_sample/atomic_gradient.metal", atomic_outputs=True
 )
 _FIND_ROWS = _by_atomics("grid_sample_find_rows")
 _GRADIENT_ROWS = _by_atomics("grid_sample_gradient_x_rows")
@@ -64,9 +63,7 @@ _SPREAD_ROWS = _by_atomics(
     registers=lambda T, V, **_: _SPREAD * (2 + -(-V * T.size // 4)) + V,
 )
 _GRADIENT_X = _by_atomics("grid_sample_gradient_x", registers=_scatter_registers)
-_by_shares: Callable[..., Kernel] = partial(
-    Kernel, file="grid_sample/sorted_gradient.metal", large=True
-)
+_by_shares: Callable[..., Kernel] = partial(large_kernel, file="grid_sample/sorted_gradient.metal")
 _LIST_SHARES = _by_shares("grid_sample_list_shares", registers=_scatter_registers)
 _BANDS = _by_shares("grid_sample_gradient_x_bands")
 _CARRIES = _by_shares("grid_sample_carries")

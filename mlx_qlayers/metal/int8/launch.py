@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 
 from ...runtime.devices import device_of
-from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound
 from ...runtime.spec import Spec
+from ..common.kernels import large_kernel
 from ..quantized_matmul.qmv import GATES, Gate
 
 # What K is a multiple of: integers that are copied at once.
@@ -21,12 +21,11 @@ _THREADS = 256
 # Neighbours that a thread of int8_rows reads at once, and how often it should do so at most.
 _RUN, _MOST_RUNS = 8, 5
 
-_ROWS = Kernel(
+_ROWS = large_kernel(
     "int8_rows",
     "int8/int8.metal",
     threadgroup_memory=lambda threads, **_: threads // 4,
     registers=lambda runs, **_: (runs + 1) * _RUN,
-    large=True,
 )
 
 
@@ -35,7 +34,7 @@ def registers(tile_m: int, tile_n: int, **_: object) -> int:
     return tile_m * tile_n // _THREADS
 
 
-_PRODUCT = Kernel("int8_product", "int8/int8.metal", registers=registers, large=True)
+_PRODUCT = large_kernel("int8_product", "int8/int8.metal", registers=registers)
 
 
 def int8_rows(

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from ...runtime.devices import device_of
-from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound
 from ...runtime.spec import Spec
+from ..common.kernels import strided_kernel
 
 _FILE = "linalg/linalg.metal"
 _TILE = 32
@@ -31,29 +31,23 @@ def _registers(THREADS: int, **_: object) -> int:
     return 2 * 36 + _TILE * _TILE // THREADS
 
 
-_CHOLESKY = Kernel(
+_CHOLESKY = strided_kernel(
     "cholesky_block",
     _FILE,
     threadgroup_memory=2 * _TILE_BYTES + 4,
     registers=_registers,
-    large=True,
-    ensure_row_contiguous=False,
 )
-_SOLVE = Kernel(
+_SOLVE = strided_kernel(
     "solve_lower",
     _FILE,
     threadgroup_memory=_TILE_BYTES,
     registers=_registers,
-    large=True,
-    ensure_row_contiguous=False,
 )
-_SUBTRACT = Kernel(
+_SUBTRACT = strided_kernel(
     "subtract_product",
     _FILE,
     threadgroup_memory=lambda THREADS, ACROSS, **_: THREADS // ACROSS * _TILE_BYTES,
     registers=lambda ACROSS, EACH, **_: EACH * (32 + 8) + _TILE * _TILE // ACROSS,
-    large=True,
-    ensure_row_contiguous=False,
 )
 
 

@@ -11,20 +11,18 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound
 from ...runtime.spec import Spec
+from ..common.kernels import strided_kernel
 from .launch import product, solve_lower, subtract_product
 
 # Rows that a thread reads ahead of their use: AHEAD in qr.metal.
 _AHEAD = 8
-_PANEL = Kernel(
+_PANEL = strided_kernel(
     "qr_panel",
     "linalg/qr.metal",
     threadgroup_memory=lambda SIMDS, **_: 128 * (SIMDS + 1),
     registers=_AHEAD,
-    large=True,
-    ensure_row_contiguous=False,
 )
 _WIDTH = 32
 # Rows of a panel for each SIMD group of its threadgroup, and the most that there are.

@@ -9,9 +9,8 @@ import mlx.core as mx
 
 from ...formats import Format
 from ...options import PackedMatrix
-from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
-from ..common.without import without
+from ..common.kernels import large_kernel, without
 from .qmv import MAX_MATRICES
 from .tile import packed_template
 
@@ -19,13 +18,12 @@ from .tile import packed_template
 _COUNT = 4
 
 
-_KERNEL = Kernel(
+_KERNEL = large_kernel(
     "dequantize",
     "quantized_matmul/dequantize.metal",
     function="dequantize_matrices",
     # Packed words with their scales and biases, and what a run of them unpacks to.
     registers=lambda bits, run, count, **_: count * (run * bits // 32 + 2) + run,
-    large=True,
 )
 
 
@@ -67,12 +65,11 @@ def dequantize(
     return lambda *arrays: launch([*arrays, shape])[0]
 
 
-_AFFINE_ROWS = Kernel(
+_AFFINE_ROWS = large_kernel(
     "dequantize_rows_affine",
     "quantized_matmul/dequantize.metal",
     function="dequantize_rows",
     registers=lambda bits, run, **_: run * bits // 32 + 2 + run,
-    large=True,
 )
 _ROWS = without(_AFFINE_ROWS, ("biases",), "dequantize_rows")
 

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
+from ..common.kernels import large_kernel
 from .qmv import GATES, Gate
 
 # Neighbours of a thread.
 RUN = 8
 
-_ROWS = Kernel("gated_rows", "quantized_matmul/gated.metal", registers=3 * RUN, large=True)
+_ROWS = large_kernel("gated_rows", "quantized_matmul/gated.metal", registers=3 * RUN)
 
 
 def gated_rows(x: Spec, gate: Gate) -> Callable[[mx.array], mx.array]:

@@ -14,6 +14,7 @@ from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
 from ...runtime.spec import Spec
+from ..common.kernels import large_kernel
 
 # Rows and columns of a threadgroup's tile, and its threads.
 _ROWS, _COLUMNS, _THREADS = 64, 128, 128
@@ -31,9 +32,7 @@ def _registers(T: mx.Dtype, group: int, **_: object) -> int:
     return 64 + (4 if group <= 64 else 2) * T.size + T.size
 
 
-_kernel: Callable[..., Kernel] = partial(
-    Kernel, file="quantized_matmul/gradients.metal", large=True
-)
+_kernel: Callable[..., Kernel] = partial(large_kernel, file="quantized_matmul/gradients.metal")
 _TILES = _kernel(
     "quantized_gradients_tiles",
     max_threads=_THREADS,

@@ -14,6 +14,7 @@ from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Size, TemplateValue
 from ...runtime.spec import Spec
+from ..common.kernels import large_kernel
 from .tile import packed_template
 
 TILING = ("tile_m", "tile_n", "tile_k", "simds_m", "simds_n", "run", "stages", "ahead")
@@ -47,15 +48,14 @@ def registers(
     return 4 * rows * columns + (2 * rows + columns) * device_of().operand_bytes(T) + of_x + of_w
 
 
-QMM = Kernel(
+QMM = large_kernel(
     "qmm",
     "quantized_matmul/qmm.metal",
     threadgroup_memory=threadgroup_memory,
     registers=registers,
-    large=True,
 )
 
-QMM_SUM = Kernel("qmm_sum", "quantized_matmul/qmm.metal", large=True)
+QMM_SUM = large_kernel("qmm_sum", "quantized_matmul/qmm.metal")
 
 
 @dataclass(frozen=True)

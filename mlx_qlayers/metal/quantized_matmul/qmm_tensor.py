@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -15,7 +14,7 @@ from ...options import MatmulCall, PackedMatrix
 from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
-from ..common.without import numbered, without
+from ..common.kernels import large_kernel, numbered, without
 from .qmm import sum_of_parts
 from .qmv import GATES, Gate
 from .tile import packed_template
@@ -194,22 +193,21 @@ _INPUTS = (
     *("x", "w", "scales", "biases", "bias"),
     *("residual", "w1", "scales1", "biases1", "bias1"),
 )
-_PRODUCT: Callable[..., Kernel] = partial(Kernel, large=True)
 _KERNELS: dict[type, Kernel] = {
-    TensorConfig: _PRODUCT(
+    TensorConfig: large_kernel(
         "qmm_tensor",
         "quantized_matmul/qmm_tensor.metal",
         threadgroup_memory=threadgroup_memory,
         registers=registers,
     ),
-    CodesConfig: _PRODUCT(
+    CodesConfig: large_kernel(
         "qmm_codes",
         "quantized_matmul/qmm_codes.metal",
         threadgroup_memory=lambda rows, columns, **_: 4 * columns * (rows + 2 * _AT_ONCE),
         registers=codes_registers,
     ),
 }
-_GROUP_SUMS = Kernel("group_sums", "quantized_matmul/qmm_codes.metal", large=True)
+_GROUP_SUMS = large_kernel("group_sums", "quantized_matmul/qmm_codes.metal")
 
 
 def qmm_tensor(

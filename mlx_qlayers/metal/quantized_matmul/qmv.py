@@ -21,7 +21,7 @@ from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, Launching
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
-from ..common.without import numbered, without
+from ..common.kernels import large_kernel, numbered, without
 from .qmv_config import any_units, within_memory
 from .tile import (
     Tile,
@@ -171,12 +171,11 @@ _OUTPUTS = ("y", "y1", "y2", "scaled", "scaled_squares")
 
 # Of each kernel its threadgroup memory and registers.
 _KERNELS = {
-    name: Kernel(
+    name: large_kernel(
         name,
         f"quantized_matmul/{name}.metal",
         threadgroup_memory=memory,
         registers=held,
-        large=True,
     )
     for name, memory, held in (
         ("qmv", 0, registers),
@@ -197,7 +196,7 @@ _SUM = ("planes", "bias", "residual", "next_weight")
 
 
 # Adds up the planes of a product.
-SUM = Kernel("qmm_skinny_sum", "quantized_matmul/qmm_skinny.metal", large=True)
+SUM = large_kernel("qmm_skinny_sum", "quantized_matmul/qmm_skinny.metal")
 
 
 def _bind_parts(

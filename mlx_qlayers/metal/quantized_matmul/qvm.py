@@ -10,17 +10,16 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from ...options import MatmulCall
-from ...runtime.kernel import Kernel
+from ..common.kernels import large_kernel
 from .qmm import split_k
 from .qmv_config import MAX_QMV_ROWS
 
 # Threads of a threadgroup, and rows of the matrix that a thread unpacks before it multiplies them.
 _THREADS, _BLOCK = 8, 8
-_QVM = Kernel(
+_QVM = large_kernel(
     "qvm",
     "quantized_matmul/qvm.metal",
     registers=lambda rows, run, block, **_: (rows + block) * run,
-    large=True,
 )
 
 

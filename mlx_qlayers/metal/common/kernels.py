@@ -1,12 +1,16 @@
-"""Kernels that pass only the arrays that there are: each costs time at every launch."""
+"""Declarations of kernels: with arrays of any size, of any strides, and without some of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from ...runtime.kernel import Kernel
+
+# Kernels whose offsets have 64 bits, and those of them that read arrays where they lie.
+large_kernel: Callable[..., Kernel] = partial(Kernel, large=True)
+strided_kernel: Callable[..., Kernel] = partial(large_kernel, ensure_row_contiguous=False)
 
 
 def numbered(names: Iterable[str], omitted: tuple[str, ...]) -> str:
@@ -17,7 +21,7 @@ def numbered(names: Iterable[str], omitted: tuple[str, ...]) -> str:
 
 @lru_cache(maxsize=512)
 def without(kernel: Kernel, omitted: tuple[str, ...], name: str = "") -> Kernel:
-    """A kernel without some of its inputs and outputs.
+    """A kernel without some of its inputs and outputs: each costs time at every launch.
 
     Args:
         kernel: with all of them.
