@@ -19,7 +19,7 @@ PAGES := mlx_qlayers $(addprefix mlx_qlayers.,layers ops reference metal runtime
 # Tests and notebooks start many processes: what one has compiled of the package the next one takes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-fast test-faults test-metal test-cuda metal-sources test-floors stress fuzz bench plots architectures docs notebooks lint size clean
+.PHONY: setup demo test test-fast test-caches test-faults test-metal test-cuda metal-sources test-floors stress fuzz bench plots architectures docs notebooks lint size clean
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -42,6 +42,10 @@ test-tensors: setup
 # Every fault in every kernel on a simulated Apple GPU, beyond the selection that is in `make test`.
 test-faults: setup
 	$(PYTEST) -n auto --dist load --maxschedchunk 4 -m faults
+
+# Every architecture with every kind of cache, beyond the selection that is in `make test`.
+test-caches: setup
+	$(PYTEST) -n auto --dist load --maxschedchunk 4 -m caches
 
 # Every kernel on the GPU, against the same oracles.
 test-metal: setup

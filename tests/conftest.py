@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not os.environ.get("NVRTC_INCLUDES"):
         missing.append("nvrtc")
     asked = str(config.getoption("markexpr"))
-    missing += [name for name in ("tensors", "faults") if name not in asked]
+    missing += [name for name in ("tensors", "faults", "caches") if name not in asked]
     left_out = {item for item in items if any(map(item.get_closest_marker, missing))}
     config.hook.pytest_deselected(items=left_out)
     # Files with slow tests come first: what runs last is short, and ends in all workers at once.

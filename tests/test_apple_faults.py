@@ -151,7 +151,7 @@ def kinds(*here):
 
 
 @pytest.mark.slow
-@kinds("does not compile", "NaN")
+@kinds("NaN")
 def test_a_fault_in_every_kernel(kind, tmp_path):
     """Each is tried once, in the other process; then stock's operators give the numbers."""
     first = run(tmp_path, "operations", faults={"": kind})
@@ -229,9 +229,10 @@ def test_a_fault_in_every_kernel_of_an_m5(kind, name, failing, tmp_path):
     assert not any(re.match(failing, kernel) for kernel, _ in first.launches)
     tried = {kernel for kernel in first.tried if re.match(failing, kernel)}
     named(first, tried)
-    second = run(tmp_path, "tensors", "other_tensors", **options)
-    assert second == first._replace(tried=set())
     on_page(f"{kind}, on an M5{name}", tried)
+    if not name:
+        second = run(tmp_path, "tensors", "other_tensors", **options)
+        assert second == first._replace(tried=set())
 
 
 @pytest.mark.slow
@@ -257,7 +258,7 @@ def test_a_fault_on_every_path(kind, tmp_path):
     reached = {start for start in faults if any(each.startswith(start) for each in first.tried)}
     assert reached == {*faults}
     assert len({name for name, _ in first.warned}) == len(first.warned)
-    second = run(tmp_path, *PATHS[1:], faults=faults)
+    second = run(tmp_path, "training", "quantizing", faults=faults)
     as_stock(second)
     assert second.tried == set()
     # Of several launches of a kernel the first one is told of, which may be another here.

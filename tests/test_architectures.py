@@ -91,8 +91,21 @@ def described(model: nn.Module) -> str:
 
 
 @every_architecture
+@pytest.mark.parametrize("others", [False, True], ids=["own", "another in turn"])
+def test_logits(name: str, others: bool) -> None:
+    """With an architecture's own caches, and with another kind."""
+    kinds = [kind for kind in KINDS if kind != "own"]
+    check_logits(name, kinds[NAMES.index(name) % len(kinds)] if others else "own")
+
+
+@pytest.mark.caches
+@every_architecture
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits(name: str, kind: str) -> None:
+def test_logits_with_every_cache(name: str, kind: str) -> None:
+    check_logits(name, kind)
+
+
+def check_logits(name: str, kind: str) -> None:
     batch = (1, 3)[(NAMES.index(name) + KINDS.index(kind)) % 2]
     models = [*converted(name)[:2]]
     if kind in ARCHITECTURES[name].without:  # mlx-lm fails too, or has no such cache
@@ -179,8 +192,17 @@ def test_every_class_that_calls_the_shared_function_is_patched() -> None:
     assert [cls for cls in callers if not attention_patch.patched_class(cls)] == []
 
 
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "deepseek_v2", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("qwen2", mx.bfloat16),
+        ("gemma3_text", mx.bfloat16),
+        ("deepseek_v2", mx.float16),
+        ("gpt_oss", mx.bfloat16),
+        ("qwen3_moe", mx.float16),
+    ],
+    ids=str,
+)
 def test_half_precision_is_no_less_accurate_than_stock(name: str, dtype: mx.Dtype) -> None:
     """The truth is the stock model in float32 with the very weights of the other two."""
     truth, stock, model = (build(name, ARCHITECTURES[name], dtype) for _ in range(3))
