@@ -18,8 +18,8 @@ FORMATS = [
     for bits in widths
 ]
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
-# Each number of bits of each mode, with the group sizes in turn. dequantize, qmv, fuzzers and GPUs
-# take every format; other kernels unpack as these do.
+# Each number of bits of each mode, with the group sizes in turn. qmv, fuzzers and GPUs take every
+# format; other kernels unpack as qmv does.
 EACH_WIDTH = [
     Format(sizes[n % len(sizes)], bits, mode)
     for mode, (sizes, widths) in MODES.items()

@@ -19,7 +19,7 @@ from mlx_qlayers.commands.demo import shipped_model
 from mlx_qlayers.runtime import trace
 from tests.numerics import assert_same_losses
 
-STEPS, SEQUENCES = 8, 2
+STEPS, SEQUENCES = 5, 1
 LAYERS = 42  # linear ones; the tied output is one more product
 
 

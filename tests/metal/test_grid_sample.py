@@ -44,9 +44,6 @@ def backend(request):
         yield name
 
 
-both_builds = pytest.mark.parametrize("backend", ["host", *CHECKED], indirect=True)
-
-
 def given(x, grid, options, config=None):
     """What launches are made from; by default with the current backend's own configuration."""
     own = heuristic(x.shape[-1], x.dtype, current_backend(), options.deterministic)
@@ -64,7 +61,6 @@ def run(x, grid, cotangent, options, config=None):
     return [kernels.grid_sample(*plan)(x, grid), *(make(*plan)(*arrays) for make in gradients)]
 
 
-@both_builds
 @pytest.mark.parametrize("group", GROUPS)
 def test_golden(backend, group):
     values = golden(group)

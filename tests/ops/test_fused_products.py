@@ -26,13 +26,7 @@ from tests.numerics import (
 from tests.packed import dequantize64, random_packed, terms64
 from tests.pairwise import in_turn, pairwise
 
-FORMATS = [
-    Format(64, 4),
-    Format(32, 3),
-    Format(32, 8),
-    Format(16, 4, "nvfp4"),
-    Format(32, 4, "mxfp4"),
-]
+FORMATS = [Format(64, 4), Format(32, 3), Format(16, 4, "nvfp4")]
 EPS = 1e-5
 ACTIVATIONS = {
     "silu": lambda x: x * np.exp(-np.logaddexp(0, -x)),
@@ -78,10 +72,9 @@ def check(found, x, packed, fmt, **options):
 
 
 @pytest.mark.parametrize(
-    ("path", "fmt", "gate", "rows"),
-    in_turn(pairwise(("reference", "host"), FORMATS), tuple(ACTIVATIONS), (1, 7)),
-    ids=str,
+    ("fmt", "gate", "rows"), in_turn(pairwise(FORMATS), tuple(ACTIVATIONS), (1, 7)), ids=str
 )
+@pytest.mark.parametrize("path", ["reference", "host"])
 def test_against_float64(path, fmt, gate, rows):
     rng = np.random.default_rng(fmt.bits)
     k = 3 * fmt.group_size if rows == 1 else 128

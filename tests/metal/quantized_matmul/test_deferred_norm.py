@@ -15,6 +15,7 @@ from tests.gpus import on_gpus
 from tests.launchers import matrix, persistent, qmv
 from tests.metal.quantized_matmul.test_qmv import AFFINE, fused_in, packed_matrices
 from tests.numerics import assert_accurate, random, round_to, to64
+from tests.pairwise import in_turn, pairwise
 
 # Tiles at the edge of a matrix, whole threadgroups beyond it, more tiles of each.
 GIVEN = [
@@ -68,16 +69,14 @@ def takes_squares(
         assert_accurate(y, true, round_to(true, dtype), terms=np.abs(true).max() * k**0.5)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 16])
-@pytest.mark.parametrize(("n", "config"), GIVEN)
-def test_squares_of_tiles(rows, n, config):
+@pytest.mark.parametrize(("given", "rows"), in_turn(pairwise(GIVEN), (1, 7, 16)), ids=str)
+def test_squares_of_tiles(given, rows):
     with use_backend("host"), checks():
-        gives_squares(rows, n, config)
+        gives_squares(rows, *given)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16])
-@pytest.mark.parametrize("taken", TAKEN, ids=str)
-def test_products_of_deferred_norms(rows, taken):
+@pytest.mark.parametrize(("taken", "rows"), in_turn(pairwise(TAKEN), (1, 5, 16)), ids=str)
+def test_products_of_deferred_norms(taken, rows):
     with use_backend("host"), checks():
         takes_squares(rows, *taken)
 

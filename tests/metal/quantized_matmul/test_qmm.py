@@ -25,6 +25,7 @@ from tests.packed import (
     every_width,
     random_packed,
 )
+from tests.pairwise import in_turn, pairwise
 
 AFFINE = Format(64, 4)
 # Rows, columns and groups of depth; where it is not transposed, groups of columns and depth.
@@ -149,10 +150,12 @@ def test_nan_and_infinity_stay_in_their_row(dtype):
     assert y[good].all() and not y[~good].any()
 
 
-@pytest.mark.parametrize("device", ["metal", "cuda"])
-@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_banks(dtype, transpose, device):
+@pytest.mark.parametrize(
+    ("dtype", "device", "transpose"),
+    in_turn(pairwise(DTYPES, ("metal", "cuda")), (True, False)),
+    ids=str,
+)
+def test_banks(dtype, device, transpose):
     """No threads of a SIMD group wait for each other's banks more than once."""
     rng = np.random.default_rng(6)
     x, packed = sample(rng, 64, 128, 2, AFFINE, dtype, transpose)
