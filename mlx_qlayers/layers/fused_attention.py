@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..ops.attention import attention
+from ..ops.signature import Signature
 
 
 class FusedAttention(nn.Module):
@@ -55,25 +56,15 @@ class FusedAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sizes = {"dims": dims, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        for name, size in sizes.items():
-            _check_positive(name, size)
+        flags = bias, qk_norm, deterministic
+        _TAKES.check(dims, num_heads, num_kv_heads, head_dim, window, softcap, *flags)
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads {num_heads}, not {num_kv_heads}")
         if head_dim is None and dims % num_heads:
             raise ValueError(f"dims must be a multiple of num_heads {num_heads}, not {dims}")
-        head_dim = dims // num_heads if head_dim is None else head_dim
-        _check_positive("head_dim", head_dim)
+        head_dim = head_dim or dims // num_heads
         if rope is not None and not callable(rope):
             raise ValueError(f"rope must be called as rope(x, offset=...), which {rope!r} cannot")
-        if window is not None:
-            _check_positive("window", window)
-        if softcap is not None and not (isinstance(softcap, (int, float)) and softcap > 0):
-            raise ValueError(f"softcap must be a positive number or None, not {softcap!r}")
-        flags = {"bias": bias, "qk_norm": qk_norm, "deterministic": deterministic}
-        for name, flag in flags.items():
-            if not isinstance(flag, bool):
-                raise ValueError(f"{name} must be True or False, not {flag!r}")
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.scale = head_dim**-0.5
         self.window, self.softcap, self.deterministic = window, softcap, deterministic
@@ -135,6 +126,14 @@ class FusedAttention(nn.Module):
         return self.o_proj(out.swapaxes(1, 2).reshape(*x.shape[:2], -1))
 
 
-def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, not {value!r}")
+_TAKES = Signature("""
+    dims: int >= 1
+    num_heads: int >= 1
+    num_kv_heads: int >= 1
+    head_dim: int >= 1 or None
+    window: int >= 1 or None
+    softcap: number > 0 or None
+    bias: flag
+    qk_norm: flag
+    deterministic: flag
+""")

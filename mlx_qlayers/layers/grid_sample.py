@@ -38,10 +38,8 @@ class GridSample(nn.Module):
     ) -> None:
         super().__init__()
         check_modes(mode, padding_mode)
-        self.mode = mode
-        self.padding_mode = padding_mode
-        self.align_corners = align_corners
-        self.deterministic = deterministic
+        self.mode, self.padding_mode = mode, padding_mode
+        self.align_corners, self.deterministic = align_corners, deterministic
 
     def _extra_repr(self) -> str:
         names = ("mode", "padding_mode", "align_corners", "deterministic")

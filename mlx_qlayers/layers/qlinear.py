@@ -43,10 +43,7 @@ class Counterpart(nn.Module):
         # The operation itself: a decoded token makes a hundred of these calls.
         bias = self.get("bias") if with_bias else None
         arrays = x, self["weight"], self["scales"], self.get("biases"), bias, None
-        y: mx.array = dispatch(
-            QUANTIZED_MATMUL, arrays, (True, self.group_size, self.bits, self.mode)
-        )
-        return y
+        return dispatch(QUANTIZED_MATMUL, arrays, (True, self.group_size, self.bits, self.mode))
 
 
 class QLinear(Counterpart, nn.QuantizedLinear):

@@ -62,15 +62,11 @@ def _registers(
     return keys + values + kept + rows + columns * slice // 4
 
 
-# With all that there may be: where threads run side by side, and one by one.
-_WHOLE = (
-    strided_kernel(
-        *("attention_decode", "attention/decode.metal"),
-        threadgroup_memory=_memory,
-        registers=_registers,
-    ),
-    strided_kernel("attention_serial", "attention/serial_decode.metal"),
+_SPLIT = strided_kernel(
+    "attention_decode", "attention/decode.metal", threadgroup_memory=_memory, registers=_registers
 )
+# With all that there may be: where threads run side by side, and one by one.
+_WHOLE = _SPLIT, strided_kernel("attention_serial", "attention/serial_decode.metal")
 
 
 @cache
