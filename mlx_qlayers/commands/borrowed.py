@@ -25,7 +25,7 @@ SUMMARIES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is ours. All other arguments are mlx-lm's, and so is the rest of the help."""
+    """Add this package's arguments. All others are mlx-lm's, and so is the rest of the help."""
     parser.add_argument("-h", "--help", action=_Help, help="print this, and mlx-lm's help")
     add_layers(parser)
     parser.set_defaults(rest=())

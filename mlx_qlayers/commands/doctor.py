@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _gpu() -> dict[str, str]:
-    """What decides how kernels are launched on an Apple GPU."""
+    """The facts that decide how kernels are launched on an Apple GPU."""
     import mlx.core as mx
 
     from ..runtime.devices import device_of
@@ -74,7 +74,7 @@ def _gpu() -> dict[str, str]:
 
 
 def _proofs() -> str:
-    """What was proven on this Mac, and what failed for what reason."""
+    """The number of proofs that passed on this Mac, and the reasons of those that failed."""
     from ..runtime.proof import stored
 
     found = stored().values()

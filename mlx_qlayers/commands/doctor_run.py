@@ -25,7 +25,7 @@ MODEL = "model"
 
 
 class Outcome(NamedTuple):
-    """What a check showed: a row of the page, and the message of what was wrong."""
+    """The outcome of a check: a row of the page, and an error message."""
 
     row: tuple[str, ...]
     wrong: str = ""
@@ -38,7 +38,7 @@ _Message = tuple[str, str, Outcome | str | None]
 def outcomes(
     families: Sequence[str], path: str, end: float, one_process: bool = False
 ) -> Iterator[Outcome | str]:
-    """What comes of the checks of some families, and what is said of the model.
+    """The outcomes of the checks of some families, and lines about the model.
 
     A check that ends its process is an outcome, and the next one runs in another process.
 
@@ -172,7 +172,7 @@ def _outcome(check: Example, path: str, end: float) -> Outcome:
 
 
 def _taken(check: Example) -> str:
-    """What auto takes for such arrays, and why."""
+    """The path that ``auto`` takes for such arrays, and the reason."""
     from ..runtime.backend import use_backend
     from ..runtime.explain import recording
 

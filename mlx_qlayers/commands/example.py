@@ -1,4 +1,4 @@
-"""What an example of a call is."""
+"""The record of an example call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Example(NamedTuple):
         return found
 
     def results(self, *arrays: mx.array) -> list[mx.array]:
-        """What the operation gives for other arrays in the place of its own."""
+        """The operation's results for other arrays in the place of the example's."""
         return _results(self.function(**self._given(arrays)))
 
     def run(self, *arrays: mx.array) -> list[mx.array]:

@@ -1,4 +1,4 @@
-"""What would end a training, refused before a model is loaded: arguments, and those of a file."""
+"""Arguments of a training, also those of a file, checked before a model is loaded."""
 
 from __future__ import annotations
 

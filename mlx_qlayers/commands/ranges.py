@@ -1,4 +1,4 @@
-"""What numbers may be, by their names: those of command lines, of lora's file and of requests."""
+"""Bounds of numbers by their names: of command lines, of lora's file and of requests."""
 
 from __future__ import annotations
 

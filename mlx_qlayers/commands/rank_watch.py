@@ -7,8 +7,8 @@ the standard library is imported.
     MLX_QLAYERS_RANKS=TOKEN python rank_watch.py RANK SIZE [PORT HOST...]
 
 Without a port it listens, and prints on which. All that connect know the token. On its standard
-input the rank says why it ends, ``CODE TEXT``, and that it did, ``bye``. What the programs tell
-each other is the same. ``?CODE TEXT`` is an error that the end of another rank may have caused: the
+input the rank says why it ends, ``CODE TEXT``, and that it did, ``bye``. The programs tell each
+other the same. ``?CODE TEXT`` is an error that the end of another rank may have caused: the
 program waits whether it hears of one, and closes its standard output when it has not.
 """
 
@@ -80,7 +80,7 @@ class Watch:
                 self.send("")
 
     def from_rank(self, text: str) -> None:
-        """What the own rank says; nothing where it is gone."""
+        """Read a message of the own rank; an empty one says that it is gone."""
         lines = text.splitlines()
         if not lines:
             lines = [f"{FAILED} rank {self.rank} is gone: it was killed or crashed"]
@@ -105,7 +105,7 @@ class Watch:
         self.end(int(lines[0].partition(" ")[0]), "")
 
     def from_peer(self, peer: socket.socket, rank: int) -> None:
-        """What another rank's program says."""
+        """Read the messages of another rank's program."""
         try:
             text = peer.recv(1 << 16).decode(errors="replace")
         except OSError:

@@ -1,4 +1,4 @@
-"""What a request to the server may be, checked by itself before the generation thread has it."""
+"""Checks requests to the server before they reach the generation thread."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def check_body(body: Any) -> None:
 
 @cache
 def _own_arguments() -> frozenset[str]:
-    """What transformers takes beside the variables of a template: other templates, padding."""
+    """Arguments of transformers that are no variables of a template: other templates, padding."""
     from transformers import PreTrainedTokenizerBase
 
     return frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters)

@@ -1,7 +1,7 @@
 """mlx-lm's server, which answers every request and goes on, whatever one of them was.
 
-What a request is to blame for is answered with 400 and a message, before the thread that generates
-for all has it. An error in that thread is answered with 503 to those it generated for; then it
+An invalid request is answered with 400 and a message, before the thread that generates for all has
+it. An error in that thread is answered with 503 to those it generated for; then it
 begins anew, and after several errors in a row the process ends.
 """
 
@@ -84,7 +84,7 @@ class PromptCache(LRUPromptCache):
 
 
 class Answers(Queue):
-    """What the generation thread says to a request, for as long as its client is there."""
+    """The queue of answers to a request, open for as long as its client is there."""
 
     left = False
 

@@ -15,7 +15,7 @@ from .measurements import Found, decided, found
 
 
 class Choice(NamedTuple):
-    """What :func:`choose` says of a call.
+    """The result of :func:`choose`.
 
     Attributes:
         op: the operation's public name.

@@ -46,7 +46,7 @@ MAX_RECENT = 64
 
 
 class Plan(NamedTuple):
-    """What an operation makes of a key.
+    """An operation's plan for a key.
 
     Attributes:
         choice: the path, and why.
@@ -166,7 +166,7 @@ def dispatch(
 def planned(
     operation: Operation, arrays: tuple[mx.array | None, ...], static: tuple[Hashable, ...] = ()
 ) -> tuple[Callable[..., Any], tuple[Row, ...]] | None:
-    """What :func:`dispatch` ran last for arrays of these shapes, and what it counted.
+    """The function that :func:`dispatch` ran last for arrays of these shapes, and its counters.
 
     Returns:
         A function of such arrays, valid in this context and epoch, and the rows that whoever calls
@@ -315,7 +315,7 @@ def _guarded(
 
 
 def _present(specs: Sequence[Any]) -> Callable[[tuple[Any, ...]], list[mx.array]]:
-    """What takes the arrays that are there out of all; without a Python frame."""
+    """A function that picks the arrays that are not None, without a Python frame."""
     indices = [i for i, spec in enumerate(specs) if spec is not None]
     if len(indices) == len(specs):
         return list

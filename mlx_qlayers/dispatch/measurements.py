@@ -1,4 +1,4 @@
-"""What operations ask of measurements: configurations, and the faster path.
+"""Looks up measurements for operations: configurations, and the faster path.
 
 Answers are kept for an epoch: until results are saved or cleared, or a mode begins or ends.
 """
@@ -33,7 +33,7 @@ _version = cache(version)
 
 
 class Found(NamedTuple):
-    """What was found for a record.
+    """A measurement that was found for a record.
 
     Attributes:
         path: ``"kernel"``; the path that was faster, ``"stock"``, ``"dequantized"``,
@@ -76,7 +76,7 @@ def configure(family: str, device: str, *question: Hashable) -> Any:
 
 
 def found(family: str, *question: Hashable, device: str | None = None) -> Found | None:
-    """What was measured for a problem, or None where nothing was.
+    """Look up the measurement of a problem; None where there is none.
 
     Args:
         family: the name of a kernel family.
@@ -155,7 +155,7 @@ def _found(epoch: int, family: str, device: str, question: tuple[Hashable, ...])
 
 
 def _of_larger(record: Record, names: Sequence[str], device: str) -> Found | None:
-    """What was measured on this machine of the next larger problem, if its kernel is the same."""
+    """This machine's measurement of the next larger problem, if its kernel is the same."""
     for larger in record.larger():
         if (best := lookup(larger, *names)) is not None:
             # To unpack a matrix first may not pay for fewer rows.
@@ -169,7 +169,7 @@ def _of_larger(record: Record, names: Sequence[str], device: str) -> Found | Non
 
 
 def lookup(record: Record, *devices: str) -> Found | None:
-    """What is stored for a problem under the names of devices, if it can be trusted."""
+    """The entry stored for a problem under names of devices, if it can be trusted."""
     found = stored.look_up(record.key, *devices)
     if found is None or (entry := found[0]).config is None:
         return None
@@ -223,7 +223,7 @@ def entry_of(
     heuristic: float | None = None,
     tried: int = 1,
 ) -> Entry:
-    """What is stored of a measurement that ends now.
+    """The entry for a measurement that ends now.
 
     Args:
         record: what was measured.

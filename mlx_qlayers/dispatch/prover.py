@@ -59,7 +59,7 @@ class _Job(NamedTuple):
 def proven(
     operation: Any, static: tuple[Any, ...], specs: Sequence[Any], call: Any, gradient: bool
 ) -> Any:
-    """What a function gives that binds launches, after a proof of them where there was none.
+    """Call a function that binds launches, and prove those that have no proof yet.
 
     Args:
         operation: the operation whose plan binds them.
@@ -263,7 +263,7 @@ def _expected(
 def _results(
     job: _Job, plan: Any, arrays: Sequence[Any], specs: Sequence[Any], of: tuple[int, ...]
 ) -> list[mx.array]:
-    """What a plan gives for arrays, and the gradients of some of them."""
+    """A plan's results for arrays, and the gradients of some of them."""
     if not of:
         with mode(Mode.INFERENCE):
             return listed(plan.run(*arrays))
@@ -363,7 +363,7 @@ def _normal(shape: Sequence[int], dtype: mx.Dtype, key: int) -> mx.array:
 def _wrong(
     actual: Sequence[mx.array], expected: Sequence[mx.array], terms: int, first: int = 0
 ) -> str:
-    """What is wrong with results; nothing if roundings of sums explain how they differ."""
+    """Describe how results are wrong; empty if rounding explains the difference."""
     for i, (found, exact) in enumerate(zip(actual, expected, strict=False), first):
         if not is_float(found):
             # Codes of packed rows may fall to the next step.

@@ -12,7 +12,7 @@ from ..ops.quantized_matmul import QUANTIZED_MATMUL
 
 
 class Counterpart(nn.Module):
-    """What a layer that only computes differently shares with its stock class.
+    """Base class of layers that differ from their stock class only in how they compute.
 
     Such a layer has the attributes of its stock class and no others, so that one becomes the
     other by changing its class: every reference to it, every array and what is frozen stay.

@@ -33,7 +33,7 @@ COMPUTED = "modelled"
 
 @dataclass(frozen=True)
 class Entry:
-    """What was measured on one device: of a problem, or values that rules go by.
+    """A measurement on one device: of a problem, or values that rules go by.
 
     Attributes:
         config: the fields of the kernel's fastest configuration.
@@ -138,12 +138,12 @@ adopted: dict[str, dict[str, Entry]] = {}
 
 
 def look_up(key: str, *devices: str) -> tuple[Entry, Evidence] | None:
-    """What is stored under a key, and where it comes from.
+    """Look up the entry under a key, and where it comes from.
 
     Args:
         key: of a problem, or of values.
-        devices: where it is looked for, one after the other. What is measured here counts for the
-            first of them.
+        devices: where it is looked for, one after the other. Measurements of this machine count for
+            the first of them.
     """
     for i, device in enumerate(devices):
         entry, shipped = entries(device, current.number).get(key, (None, False))

@@ -1,6 +1,6 @@
 """Keeps what the tuner found: files are replaced in one step, under a lock, and nothing is lost.
 
-What another version or a user put into a file is written back as it was. A file that cannot be read
+Entries of another version or of a user are written back as they were. A file that cannot be read
 is not touched, and one that is damaged is set aside.
 """
 
@@ -120,7 +120,7 @@ def _files(device: str | None) -> list[Path]:
 
 
 def _content(path: Path, device: str) -> dict[str, Any]:
-    """What a file holds, or nothing if that is damaged or foreign: then it gets another name."""
+    """The content of a file; empty if it is damaged or foreign: then it gets another name."""
     try:
         return load(path, device)
     except ValueError as error:

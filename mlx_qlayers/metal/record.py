@@ -1,4 +1,4 @@
-"""What a kernel family says of itself, once: its record stands beside its launcher.
+"""The record of a kernel family, which stands beside its launcher.
 
 The rules of operations, calibration and the tuner read it. An instance is a key, that is all that
 identifies what a kernel is asked for.
@@ -25,8 +25,8 @@ from ..runtime.devices import device_of
 from ..runtime.devices.record import MAX_THREADGROUP_MEMORY
 from ..runtime.kernel import Kernel
 
-# Rows of decoding and of prompts, and keys of a cache, of which a device is calibrated. What lies
-# between two of them goes by the larger.
+# Rows of decoding and of prompts, and keys of a cache, of which a device is calibrated. Sizes
+# between two of them go by the larger.
 CALIBRATED_ROWS = (1, 2, 4, 8, 16)
 CALIBRATED_PROMPTS = (64, 512, 2048)
 CALIBRATED_KEYS = (512, 4096, 65536)
@@ -94,7 +94,7 @@ class Record(ABC):
 
     @property
     def source(self) -> str:
-        """What changes when the text of a kernel does."""
+        """A digest of the kernel's text."""
         return _hash(self.kernels())
 
     # Configurations.
@@ -120,7 +120,7 @@ class Record(ABC):
         return None
 
     def variant(self, config: Any) -> Any:
-        """What tells the text and template of a configuration from those of other sizes."""
+        """The facts that tell a configuration's text and template from those of other sizes."""
         return config
 
     def is_fixed(self, config: Any) -> bool:
@@ -183,7 +183,7 @@ class Record(ABC):
 
     @property
     def stage(self) -> int:
-        """What is measured first: 0 is part of a token, 1 of several at once, 2 of a prompt."""
+        """The order of measuring: 0 for a token, 1 for several at once, 2 for a prompt."""
         several = {CALIBRATED_ROWS: int(self.size > 1), CALIBRATED_PROMPTS: 2}
         return several.get(self.sizes_measured, 0)
 
@@ -202,11 +202,11 @@ class Record(ABC):
         return (self.at(n) for n in measured if n > self.size or self.size > n == measured[-1])
 
     def part(self) -> Record:
-        """What a CPU measures in its place, in milliseconds, for a time in proportion."""
+        """The smaller problem that a CPU measures instead, for a time in proportion."""
         return self
 
     def bytes(self) -> float:
-        """What it reads at least."""
+        """The bytes that it reads at least."""
         return 1.0
 
     def operations(self) -> float:

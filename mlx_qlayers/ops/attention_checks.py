@@ -1,4 +1,4 @@
-"""What :func:`mlx_qlayers.attention` takes, and what it says of anything else."""
+"""Checks the arguments of :func:`mlx_qlayers.attention`, and words its errors."""
 
 from __future__ import annotations
 

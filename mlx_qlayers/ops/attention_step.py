@@ -58,7 +58,7 @@ def attention_step(
     """Rotary embedding and attention to a cache and its tail, for one token a sequence.
 
     The cache is only read: what is written for each token is the tail, which holds the keys and
-    values that came since the cache was written. What depends on their number is an array, so that
+    values that came since the cache was written. Their number is in an array, so that
     ``mx.compile`` traces a step of decoding once for many, until the cache has to grow.
 
     Args:

@@ -243,7 +243,7 @@ def _given(launch: Any, arrays: Sequence[Any], order: Iterable[int]) -> Any:
 
 
 def gated(gate: str | Clipped, y: mx.array, up: mx.array) -> mx.array:
-    """What is made of the products with two matrices."""
+    """The gated activation of the products with two matrices."""
     if isinstance(gate, str):
         return _ACTIVATIONS[gate](y) * up
     y, up = mx.minimum(y, gate.limit), mx.clip(up, -gate.limit, gate.limit)

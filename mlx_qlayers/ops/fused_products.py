@@ -84,7 +84,7 @@ def fused_products(
         tile_squares: (M, ceil(K / 16)) float32, with a norm without weight for an ``x`` that was
             multiplied by the weight already: sums of squares of 16 columns of what it was before.
         next_weight: (N,) with a single matrix and no gate: the weight of an RMS norm that the
-            result goes through next. What that needs is given too, so that it takes no launch.
+            result goes through next. Its inputs are given too, so that it takes no launch.
 
     Returns:
         (..., N) for each matrix, or one gated product. With ``next_weight`` also the result times
@@ -195,7 +195,7 @@ def _norm_first(device: str, gate: Gate | None) -> bool:
 
 
 def _kind(matrices: list[PackedMatrix], norm: bool, gate: Gate | None, residual: Any) -> str:
-    """What a launch does besides a product, for the tuner."""
+    """The kind of a launch by what it does besides a product, for the tuner."""
     norm = norm and not _norm_first(backend(), gate)
     names = ["norm"] * norm + ["gate"] * (gate is not None) + ["residual"] * (residual is not None)
     count = len(matrices)

@@ -73,7 +73,7 @@ def gather_qmm(
         mode: ``"affine"``, ``"mxfp4"``, ``"mxfp8"`` or ``"nvfp4"``.
         global_scale: one number for each matrix in mode nvfp4, as ``mx.quantize`` takes it.
         sorted_indices: says that ``rhs_indices`` are sorted, so that products with the same
-            matrix can share what they read of it. What is said has to be true.
+            matrix can share what they read of it. The statement has to be true.
 
     Returns:
         (..., M, N) in the dtype of ``x`` (affine: that of ``x`` and ``scales`` promoted), with
@@ -152,7 +152,7 @@ def leaves_to_stock(context: Context, epoch: int, rows: int, in_order: bool) -> 
 
 
 def _measured(call: MatmulCall, rows: int) -> Found | None:
-    """What was measured of so many sorted rows."""
+    """The measurement for so many sorted rows."""
     x, (w, *_), transpose, (group, bits, mode) = call
     if not transpose:
         return None

@@ -1,4 +1,4 @@
-"""What operations take, declared: :class:`Signature` makes checks and their messages of it."""
+"""Declared signatures of operations: :class:`Signature` makes checks and messages of them."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class _Argument:
 
 
 def _bound(tokens: list[str], shape: tuple[int, ...], known: Sizes) -> Sizes | None:
-    """What is known with an array of that shape, if it can have it."""
+    """The sizes known with an array of that shape; None if it cannot have it."""
     found = dict(known)
     if tokens and (lead := tokens[0])[0] in "*.":
         tokens, several = tokens[1:], len(shape) - len(tokens) + 1

@@ -68,13 +68,13 @@ def takes_tensors(x: Spec | mx.array) -> bool:
 
 
 def as_it_runs(best: Found | None) -> Found | None:
-    """What was measured; None where that was before the system or the compiler changed."""
+    """The measurement, or None if it is older than the system or the compiler."""
     lost = best is not None and best.path in PATHS and not by_tensors(best)
     return None if lost else best
 
 
 def measured_beside(best: Found | None, kernel: str) -> dict[str, Any]:
-    """What :func:`~mlx_qlayers.dispatch.choose` takes of a kernel where they may be faster."""
+    """Arguments of :func:`~mlx_qlayers.dispatch.choose` where a tensor kernel may be faster."""
     best = as_it_runs(best)
     if best is not None and by_tensors(best):
         return {"best": best, "by": PATHS[best.path], "wins": best.path}

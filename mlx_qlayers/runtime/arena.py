@@ -313,7 +313,7 @@ def _counted(value: int, name: str, axes: tuple[int, ...]) -> str:
 
 
 def _words(program: Program, name: str, shape: tuple[int, ...], *first: str) -> Iterator[str]:
-    """What MLX would tell the kernel about the shape of an input; ``first`` is its first axis."""
+    """The shape words that MLX would pass for an input; ``first`` is its first axis."""
     sizes = *first, *shape[len(first) :]
     values: dict[str, Sequence[object]] = {"_shape": sizes, "_strides": _strides(shape)}
     for word in shape_words(program.source, name):

@@ -1,4 +1,4 @@
-"""What decides how a call runs besides its arguments: backend, mode and debugging.
+"""The state that decides how a call runs besides its arguments: backend, mode and debugging.
 
 The backend and the mode live in one context variable, so that threads and async tasks do not
 disturb each other. Debug modes (``trace``, ``health_checks``) are for the whole process: they watch
@@ -32,7 +32,7 @@ class ToolchainError(BackendError):
 
 
 class Mode(Enum):
-    """What becomes of the graph that a call adds to."""
+    """The use of the graph that a call adds to."""
 
     EAGER = "a call from Python, which may be differentiated"
     COMPILED = "one operation that mx.compile traces, to be evaluated only"
@@ -119,7 +119,7 @@ def mode(value: Mode) -> _Block:
 
 
 class _Epoch:
-    """What plans and bound launches depend on in the whole process.
+    """The process-wide state that plans and bound launches depend on.
 
     Attributes:
         debug: which debug modes are on; plans made under others are not used meanwhile.

@@ -14,8 +14,8 @@ import mlx.core as mx
 def capture(path: str | Path) -> Iterator[Path]:
     """Write a trace of the GPU's work in a ``with`` block, to be opened with Xcode.
 
-    The process must have been started with ``MTL_CAPTURE_ENABLED=1``. What the block leaves
-    unevaluated is not in the trace, so call ``mx.eval`` inside it.
+    The process must have been started with ``MTL_CAPTURE_ENABLED=1``. Arrays that the
+    block leaves unevaluated are not in the trace, so call ``mx.eval`` inside it.
 
     Args:
         path: a file that does not exist yet, whose name ends in ``.gputrace``.

@@ -1,7 +1,7 @@
 """Runs launches on an NVIDIA GPU, through ``mx.fast.cuda_kernel``.
 
-The Metal source is compiled as CUDA C++ behind the headers in ``shims/cuda``. What a header cannot
-express is rewritten here, token by token: see :func:`translate`.
+The Metal source is compiled as CUDA C++ behind the headers in ``shims/cuda``. The rest is
+rewritten here, token by token: see :func:`translate`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _UNROLL = re.compile(r"clang loop unroll(?:_count)?\((\w+)\)")
 
 
 def bind(launch: Launch) -> Bound:
-    """What adds a launch to MLX's graph.
+    """A function that adds a launch to MLX's graph.
 
     Raises:
         BackendError: CUDA cannot start such a grid.

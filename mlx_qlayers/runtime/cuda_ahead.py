@@ -252,5 +252,5 @@ def _includes() -> list[str]:
 
 @cache
 def shims_digest(folder: Path) -> str:
-    """What changes with the headers that every kernel includes."""
+    """A digest of the headers that every kernel includes."""
     return sha256(b"\0".join(p.read_bytes() for p in sorted(folder.glob("*.h")))).hexdigest()

@@ -1,4 +1,4 @@
-"""What a kernel is declared to be: where it is written, what it takes and what it needs."""
+"""Declarations of kernels: the file, the arguments and the requirements."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def significant(value: float) -> str:
 
 
 class Decisions(list[Decision]):
-    """What :func:`explain` returns: a list that prints as a table.
+    """The result of :func:`explain`: a list that prints as a table.
 
     Decisions of one operation and path whose reasons differ in nothing but figures share a row;
     its reason is that of most calls.

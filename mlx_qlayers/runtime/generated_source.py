@@ -145,5 +145,5 @@ def _parameters(
 
 
 def shape_words(source: str, name: str) -> list[str]:
-    """What MLX declares behind an input, found as MLX finds it: anywhere in the body."""
+    """The shape arguments that MLX declares behind an input whose names it finds in the body."""
     return [f"{kind} {name}{suffix}" for suffix, kind in SHAPE_WORDS if name + suffix in source]

@@ -24,7 +24,7 @@ WORDS = 9
 
 @dataclass(frozen=True)
 class Health:
-    """What a kernel reported of one launch.
+    """A kernel's report of one launch.
 
     Attributes:
         started: how many threads began.

@@ -65,7 +65,7 @@ class LaunchOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """What a launch needs but for its arrays; see ``runtime/README.md`` for what is promised.
+    """All that a launch needs but for its arrays; ``runtime/README.md`` lists what is promised.
 
     Attributes:
         program: the kernel's text and parameters, the same object for all launches of it.
@@ -88,7 +88,7 @@ class Launch:
     init_value: float | None = None
 
     def rows(self, backend: str) -> tuple[Row]:
-        """What a backend counts with each launch, for :func:`~mlx_qlayers.explain`."""
+        """The row that a backend counts with each launch, for :func:`~mlx_qlayers.explain`."""
         return (row(f"kernel {self.program.name}", backend, "launched"),)
 
     @property
@@ -114,7 +114,7 @@ def added_to_graph(
     inputs_of: Bound | None,
     **options: Any,
 ) -> Bound:
-    """What adds a launch to MLX's graph, by ``mx.fast.metal_kernel`` or ``mx.fast.cuda_kernel``.
+    """Add a launch to MLX's graph, by ``mx.fast.metal_kernel`` or ``mx.fast.cuda_kernel``.
 
     ``kernel_of`` takes that function and gives the kernel, of ``inputs_of`` the launch's inputs if
     these are not its own; ``bind`` is asked again where somebody replaces the function.

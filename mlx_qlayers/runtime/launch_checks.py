@@ -1,4 +1,4 @@
-"""What is checked of a launch, once for all arrays of the same shapes and dtypes."""
+"""Checks of a launch, made once for all arrays of the same shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class _Check:
         return demand(**self.values) if callable(demand) else demand
 
     def input(self, x: mx.array | Spec, parameter: Parameter) -> None:
-        """What MLX passes must be what the function declares."""
+        """Check that MLX passes what the function declares."""
         name = parameter.name
         if x.dtype != (declared := self._dtype(parameter)):
             raise self.error(f"input {name} is {x.dtype}, declared as {declared}")

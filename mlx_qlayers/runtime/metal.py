@@ -16,7 +16,7 @@ _PRODUCTS = "#define BFLOAT_PRODUCTS "
 
 
 def bind(launch: Launch) -> Bound:
-    """What adds a launch to MLX's graph."""
+    """A function that adds a launch to MLX's graph."""
     pairs = zip(launch.inputs, launch.program.inputs, strict=True)
     # MLX would pass these in another address space than is declared.
     short = {i for i, (x, p) in enumerate(pairs) if p.padded and x.size < CONSTANT_BELOW}

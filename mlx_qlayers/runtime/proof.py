@@ -1,7 +1,7 @@
 """Which kernels were proven in this installation: by default a Mac launches no other.
 
 A proof is of a launch's text, its template's values included, and of its threadgroup: it was
-compiled, launched on random arrays and compared with the operation's reference. What came of it is
+compiled, launched on random arrays and compared with the operation's reference. The outcome is
 a line of a file that belongs to this version of the package, of MLX and of macOS, and to this GPU.
 """
 
@@ -38,7 +38,7 @@ Launches = dict[str, str]
 
 
 class Verdict(NamedTuple):
-    """What came of a proof.
+    """The outcome of a proof.
 
     Attributes:
         kernel: the kernel's name.
@@ -98,7 +98,7 @@ def admit(launch: Launch, folder: Path | None) -> Callable[[], None] | None:
 
 
 def first_proven(variants: Mapping[str, Callable[[], T]]) -> T:
-    """What the first of some functions gives of whose launches none has failed its proof.
+    """The result of the first function none of whose launches has failed its proof.
 
     Args:
         variants: functions of no arguments that bind launches of the same, by what they are called.
@@ -151,13 +151,13 @@ def trial(launches: Launches | None = None) -> AbstractContextManager[Launches]:
 
 
 def key_of(launch: Launch) -> str:
-    """What a proof is of."""
+    """The key under which a launch's proof is stored."""
     text = f"{launch.threadgroup}\0{launch.text}"
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def find(key: str) -> Verdict | None:
-    """What came of the proof of a launch; None where there was none."""
+    """The outcome of a launch's proof; None where there was none."""
     if (found := _unkept.get(key)) is not None:
         return found
     try:
@@ -200,7 +200,7 @@ def record(launches: Mapping[str, str], why: str = "", kept: bool = True) -> Non
 
 
 def failed(kernel: str) -> str | None:
-    """What was wrong with some launch of a kernel, or of one whose name begins so, if any was."""
+    """Why a launch of a kernel, or of one whose name begins so, failed its proof, if one did."""
     every = [*stored().values(), *_unkept.values()]
     return next((v.why for v in every if v.why and v.kernel.startswith(kernel)), None)
 

@@ -1,4 +1,4 @@
-"""What the ranks of a distributed group tell each other besides arrays."""
+"""Messages between the ranks of a distributed group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RanksError(ValueError):
 
 
 def gathered(group: Group, text: str) -> list[str]:
-    """What each rank says, in their order. All ranks make this call.
+    """Gather a text from each rank, in their order. All ranks make this call.
 
     Args:
         group: of the ranks.
@@ -39,8 +39,8 @@ def gathered(group: Group, text: str) -> list[str]:
 def _finish_generation() -> None:
     """Wait for the step that mlx-lm computes ahead and leaves running when a text ends.
 
-    It has sums over the ranks of its own, on another stream. What two streams send over a ring at
-    once mixes differently on each rank.
+    It has sums over the ranks of its own, on another stream. Messages of two streams over a ring
+    would mix differently on each rank.
     """
     if generate := sys.modules.get("mlx_lm.generate"):
         mx.synchronize(generate.generation_stream)

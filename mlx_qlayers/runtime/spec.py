@@ -1,4 +1,4 @@
-"""What plans are made from: the shape and dtype of an array that is not at hand yet."""
+"""The shape and dtype of an array that is not at hand yet, from which plans are made."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 def staged_directory(target: Path, permissions: int | None = None) -> Iterator[Path]:
     """A new directory beside ``target`` that takes its place when the block ends without error.
 
-    Until then it is named ``.NAME.mlx-qlayers-XXXXXXXX`` and locked. What a killed process left
-    behind under such a name is removed by the next one that writes to the same target.
+    Until then it is named ``.NAME.mlx-qlayers-XXXXXXXX`` and locked. Leftovers of a killed
+    process under such a name are removed by the next one that writes to the same target.
 
     Args:
         target: where the directory shall appear; nothing, or an empty directory, is there now.

@@ -1,7 +1,7 @@
 """Whether arrays belong to a transformation of MLX's: a gradient, a compilation, a vmap.
 
-MLX tells nobody in Python. What it does tell is that such arrays cannot be evaluated in the
-background: :func:`mx.async_eval` refuses a node of theirs that has not been evaluated yet.
+MLX has no function that tells. But such arrays cannot be evaluated in the background:
+:func:`mx.async_eval` refuses a node of theirs that has not been evaluated yet.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _no_queries() -> tuple[mx.array, mx.array, mx.array]:
 def without_derivative(
     launch: Callable[[], list[mx.array]], inputs: Sequence[mx.array]
 ) -> list[mx.array]:
-    """What a launch gives, as a node that has no derivative.
+    """Wrap a launch's results in a node that has no derivative.
 
     On the host backend a launch gives arrays that are constants to MLX: a derivative through them
     would be zero, without a word. This node raises instead, as that of a launch on a GPU does.

@@ -63,7 +63,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What is known of a model's problems on this device.
+    """The measurements known of a model's problems on this device.
 
     Attributes:
         measured: those that were measured here, now or before.
@@ -160,7 +160,7 @@ def calibrate(
 
 
 def _missing(records: Iterable[Record], name: str, longest: float) -> list[Record]:
-    """What is not known, and is no prompt that takes longer than is given to one."""
+    """The records that are not measured, but for prompts that take longer than is given to one."""
     own = own_entries(name)
 
     def is_long(record: Record) -> bool:
@@ -219,7 +219,7 @@ def _is_shipped(records: Iterable[Record], name: str) -> bool:
 
 
 def _counted(model: nn.Module) -> dict[Record, int]:
-    """What a model asks, and how often, in the order in which it is measured.
+    """Count the records that a model needs, in the order in which they are measured.
 
     A token comes first, then several at once, then prompts; of each the smallest sizes.
     """

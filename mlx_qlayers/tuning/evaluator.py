@@ -148,7 +148,7 @@ class Evaluator(Generic[C]):
     def _seconds(
         self, name: str, arrays: list[mx.array], launches: int = 1, patience: float = PATIENCE
     ) -> float:
-        """What it takes to compute arrays by so many launches of a path."""
+        """The time to compute arrays by so many launches of a path."""
         if time.monotonic() > self.deadline:
             raise OutOfTime
         start = time.perf_counter()
@@ -156,7 +156,7 @@ class Evaluator(Generic[C]):
         return time.perf_counter() - start
 
     def _problem(self, run: Callable[[], str | None]) -> str:
-        """What a function says is wrong, or what it raises; whatever that is, others are tried."""
+        """The error that a function returns or raises, as a text: others are tried then."""
         try:
             return run() or ""
         except KernelTimeout as hang:
@@ -314,5 +314,5 @@ def _nothing(y: mx.array) -> list[mx.array]:
 
 @cache
 def timer_of(device: str) -> QueueTimer:
-    """What times launches on a device."""
+    """The timer of launches on a device."""
     return QueueTimer(device_of(device).gpu)

@@ -45,7 +45,7 @@ _left_behind: list[subprocess.Popen[bytes]] = []
 
 
 class Result(NamedTuple):
-    """What came of a problem.
+    """The outcome of measuring a problem.
 
     Attributes:
         key: the problem's.
@@ -111,7 +111,7 @@ def _estimated(record: Record) -> float:
 
 
 def _left_to_tune(record: Record, estimate: float) -> Result:
-    """What takes longer than a whole calibration: it is not tried again."""
+    """The result of a problem that takes longer than a whole calibration and is not tried again."""
     config, paths = record.heuristic(backend()), {COMPUTED: estimate}
     why = f"{record.key}: takes {estimate:.1f} s; mlx-qlayers tune --prompt-tokens measures it"
     entry = entry_of(record, config, COMPUTED, paths, tried=0)
@@ -121,7 +121,7 @@ def _left_to_tune(record: Record, estimate: float) -> Result:
 def _begun(
     record: Record, pool: ThreadPoolExecutor | None, deadline: float
 ) -> tuple[Evaluator[Any] | Result, Future[None] | None]:
-    """What rates a problem, and its kernel being compiled if there are threads for that."""
+    """The evaluator of a problem, and its kernel being compiled if there are threads for that."""
     try:
         part = record if device_of().gpu else record.part()
         rates: Evaluator[Any] = Evaluator(part, False, deadline)
@@ -149,7 +149,7 @@ def _rated(record: Record, rates: Evaluator[Any]) -> Result:
 
 
 def _of_process(records: Sequence[Record], deadline: float) -> Iterator[Result]:
-    """What another process measures until the deadline."""
+    """Yield what another process measures until the deadline."""
     paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")
     environment = os.environ | IN_ORDER | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with TemporaryFile() as errors:

@@ -92,7 +92,7 @@ def beam_search(
 
 
 class _Search(Generic[C]):
-    """What was tried, and what the changes gained."""
+    """The state of a search: what was tried, and what the changes gained."""
 
     def __init__(self, seen: dict[C, Trial[C]], attempt: Callable[[C], Trial[C] | None]) -> None:
         self.seen, self.attempt, self.gains = seen, attempt, _Gains()
@@ -143,7 +143,7 @@ class _Gains:
             ratios.append(after.seconds / before.seconds)
 
     def ratio(self, before: Any, after: Any) -> float:
-        """What the change did where it was tried; 1 if it was not."""
+        """The ratio that a change gained where it was tried; 1 if it was not."""
         return median(self._ratios.get(_change(before, after), [1.0]))
 
 

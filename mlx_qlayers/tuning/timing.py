@@ -50,7 +50,7 @@ class Sample:
         return Sample(self.median * factor, self.low * factor, self.high * factor, self.count)
 
     def less(self, floor: Sample) -> Sample:
-        """What remains without a part that every measurement holds; a nanosecond at least.
+        """Subtract a part that every measurement holds; a nanosecond at least remains.
 
         Both are uncertain, and independent of each other: their deviations add up in quadrature.
 

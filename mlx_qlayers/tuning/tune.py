@@ -32,7 +32,7 @@ class DeviceLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Tuned(Generic[C]):
-    """What tuning found.
+    """The result of tuning.
 
     Attributes:
         record: what for.
@@ -59,7 +59,7 @@ class Tuned(Generic[C]):
 
     @property
     def seconds(self) -> float:
-        """What that path takes."""
+        """The time of that path."""
         return self.times[self.path].cold.median
 
     @property
@@ -194,8 +194,8 @@ def tune_all(
         options: beam, keep and evaluator of :func:`tune`.
 
     Yields:
-        What was found of each, which is stored by then. What comes when the budget is
-        spent is left out, and so is one of which not even the heuristic's configuration works.
+        A result for each, which is stored by then. Problems that come when the budget is
+        spent are left out, and so are those of which not even the heuristic's configuration works.
 
     Raises:
         DeviceLost: a candidate hangs, or made the device refuse all work.

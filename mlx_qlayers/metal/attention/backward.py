@@ -121,7 +121,7 @@ def _either(at: Launcher, bind: Callable[..., T], *others: Any) -> T:
 
 
 def _average(at: Launcher, norms: mx.array, d_out: mx.array) -> mx.array:
-    """What each value gets of the queries that see no key: (B, Hkv, Dv)."""
+    """The gradient that each value gets from queries that see no key: (B, Hkv, Dv)."""
     share = mx.where(norms[..., :1] == _BLANK, 1 / at.keys, 0.0)
     shared = (d_out.astype(mx.float32) * share).sum(axis=2)
     return mx.contiguous(shared.reshape(at.batch, at.kv_heads, -1, at.v_width).sum(axis=2))

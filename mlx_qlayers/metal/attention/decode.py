@@ -147,7 +147,7 @@ class Serial:
 
 
 def question(call: AttentionCall) -> tuple[mx.Dtype, int, int, int, int, int, int, int]:
-    """What is asked about a call: dtype, rows of a key head, D, Dv, bits, Hkv, keys, B."""
+    """The key of a call: dtype, rows of a key head, D, Dv, bits, Hkv, keys, B."""
     _, heads, queries, width = call.q.shape
     batch, kv_heads, keys, _ = call.k[0].shape
     rows, widths = heads // kv_heads * queries, (width, call.v_width)

@@ -143,7 +143,7 @@ class Launcher:
         return layout(kernel, self.device, self.q.dtype, max(self.width, self.v_width))
 
     def question(self) -> tuple[tuple[int, ...], mx.Dtype, bool, int]:
-        """What is asked about the forward kernel: shape, dtype, whether it is causal, bits."""
+        """The key of the forward kernel: shape, dtype, whether it is causal, bits."""
         lengths = rounded(self.queries), rounded(self.keys)
         shape = (self.batch, self.heads, self.kv_heads, *lengths, self.width, self.v_width)
         return shape, self.q.dtype, self.causal, self.packing[1]
@@ -171,7 +171,7 @@ def attention_forward(at: Launcher, chosen: Layout | None = None) -> Callable[..
 
 
 def forward_inputs(at: Launcher, q: Any, *others: Any) -> list[mx.array]:
-    """What the kernels of the forward pass take of a call's arrays."""
+    """The inputs of the forward kernels, from a call's arrays."""
     *caches, mask, sinks = others
     v, blank = caches[len(caches) // 2 :], absent()
     # They take the strides of the others; sinks and mean have to be dense.
@@ -186,7 +186,7 @@ def forward_inputs(at: Launcher, q: Any, *others: Any) -> list[mx.array]:
 
 @cache
 def absent() -> mx.array:
-    """What stands for an array that is not there.
+    """A placeholder for an array that is absent.
 
     It is evaluated at once: what is being traced can use it, and need not make it anew.
     """

@@ -176,14 +176,14 @@ def _words(config: Step, dtype: mx.Dtype, width: int, bits: int) -> int:
 def question(
     q: Spec, k_cache: Spec, v_width: int, packing: tuple[int, int] = (0, 0)
 ) -> tuple[Any, ...]:
-    """What is asked about a call: dtype, B, H, Hkv, S, D, Dv, and of packed keys how they are."""
+    """The key of a call: dtype, B, H, Hkv, S, D, Dv, and the format of packed keys."""
     batch, kv_heads, size, width = k_cache.shape
     shape = batch, q.shape[2] // width, kv_heads, rounded(size), width, v_width
     return q.dtype, *shape, *(packing if packing[1] else ())
 
 
 def _least_of_group() -> float:
-    """What mx.quantize begins with for the largest number of a group: on GPUs with 0."""
+    """The number with which mx.quantize begins a group's maximum: 0 on GPUs."""
     return 0.0 if mx.default_device().type == mx.gpu else -float(mx.finfo(mx.float32).max)
 
 

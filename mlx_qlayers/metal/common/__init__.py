@@ -1,1 +1,1 @@
-"""What several families share: matrix fragments, tiles, sums of rows, the health buffer."""
+"""Code that several families share: matrix fragments, tiles, row sums, the health buffer."""

@@ -14,7 +14,7 @@ strided_kernel: Callable[..., Kernel] = partial(large_kernel, ensure_row_contigu
 
 
 def numbered(names: Iterable[str], omitted: tuple[str, ...]) -> str:
-    """What a kernel's name ends with: which of these names it does without."""
+    """The suffix of a kernel's name: which of these parts it omits."""
     letters = "".join("01"[name in omitted] for name in names)
     return f"_{int(letters, 2):x}"
 

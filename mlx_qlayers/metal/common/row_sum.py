@@ -29,7 +29,7 @@ class RowSum:
     two rows, and ``lane`` numbers the 32 threads of a SIMD group.
 
     Attributes:
-        upcast: rows that a SIMD group sums side by side. What they share is read and worked out
+        upcast: rows that a SIMD group sums side by side. Shared operands are read and worked out
             once, and the sums do not wait for each other. Each takes registers, and there are
             fewer threads::
 

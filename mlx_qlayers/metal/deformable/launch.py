@@ -84,7 +84,7 @@ def covers(values: Spec, locations: Spec) -> bool:
 
 
 class _Job:
-    """What both launches have in common."""
+    """The facts that both launches share."""
 
     def __init__(
         self, arrays: Sequence[Spec], options: Deformable, config: DeformableConfig

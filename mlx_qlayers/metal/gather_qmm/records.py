@@ -205,7 +205,7 @@ class RouterRecord(CallRecord):
         return lambda inputs: launch(inputs)[1:]
 
     def stock(self, inputs: Inputs) -> Inputs:
-        """What is compared are the shares, the largest first."""
+        """The shares of the chosen experts, the largest first: only these are compared."""
         logits, *rest = inputs
         return experts_chosen(logits, *self._optional(rest), router=self.form[0])[1:]
 

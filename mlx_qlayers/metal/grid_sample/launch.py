@@ -148,7 +148,7 @@ def covers(grid: Spec, options: Sampling) -> bool:
 
 
 class _Job:
-    """What the launches for some specs and options have in common."""
+    """The facts that the launches for some specs and options share."""
 
     def __init__(self, x: Spec, grid: Spec, options: Sampling, config: GridSampleConfig) -> None:
         self.config, self.grid = config, grid

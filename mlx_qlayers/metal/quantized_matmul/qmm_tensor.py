@@ -229,7 +229,7 @@ def qmm_tensor(
     Returns:
         A function of x, w, scales, biases, bias, the residual, and the four arrays of the other
         matrix, that gives (..., N) in the dtype of ``x``; weights rounded to it (or not, as packed
-        codes), float32 sums rounded once. What has no spec may be None; further arguments are not
+        codes), float32 sums rounded once. Arguments without a spec may be None; others are not
         looked at.
 
     Raises:

@@ -43,7 +43,7 @@ GATES = (None, "silu", "gelu", "gelu_approx")
 
 
 class QmvArrays(NamedTuple):
-    """What a launch is given; None for what there is not.
+    """The arrays of a launch; None for those that are absent.
 
     Attributes:
         x: (..., K) in float32, float16 or bfloat16; M rows, 1 to 16, or 128 with qmm_skinny.

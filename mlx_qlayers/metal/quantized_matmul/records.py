@@ -46,12 +46,12 @@ _MOST_SUMS, _MOST_PRODUCTS = 32, 128
 
 
 def matrix_bytes(n: int, k: int, fmt: Format) -> float:
-    """What packed matrices of so many rows and columns take."""
+    """The bytes of a packed matrix of so many rows and columns."""
     return n * k * (fmt.bits + 32 / fmt.group_size) / 8
 
 
 class QmvKind(NamedTuple):
-    """What a launch does: so many matrices, an RMS norm first, silu(first) * second, a sum."""
+    """The work of a launch: so many matrices, an RMS norm first, silu(first) * second, a sum."""
 
     matrices: int
     norm: bool
@@ -60,7 +60,7 @@ class QmvKind(NamedTuple):
 
     @classmethod
     def of(cls, kind: str) -> QmvKind:
-        """What a key's kind names, as ``"norm-3"``."""
+        """Parse a key's kind, such as ``"norm-3"``."""
         words = kind.split("-")
         count = next((int(word) for word in words if word.isdecimal()), 1)
         return cls(2 if "gate" in words else count, *(w in words for w in cls._fields[1:]))

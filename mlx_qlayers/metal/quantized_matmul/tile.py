@@ -153,7 +153,7 @@ class Tile:
 
 
 def packed_template(fmt: Format, dtype: mx.Dtype, scales: mx.Dtype) -> dict[str, TemplateValue]:
-    """What every kernel on packed matrices is told: dtypes of rows and scales, and the format."""
+    """Template arguments of kernels on packed matrices: dtypes of rows and scales, format."""
     mode = list(MODES).index(fmt.mode)
     return {"T": dtype, "S": scales, "mode": mode, "group": fmt.group_size, "bits": fmt.bits}
 

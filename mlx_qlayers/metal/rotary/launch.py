@@ -58,7 +58,7 @@ def rotary_embedding(
 
 
 def rates(rotation: Rotation) -> list[float]:
-    """What each pair turns by from one position to the next, as the sum of two floats.
+    """The angle of each pair from one position to the next, as the sum of two floats.
 
     Nothing where frequencies are listed instead.
     """

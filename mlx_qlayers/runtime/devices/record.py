@@ -1,4 +1,4 @@
-"""What is asked of a device that kernels run on."""
+"""The record of a device that kernels run on."""
 
 from __future__ import annotations
 

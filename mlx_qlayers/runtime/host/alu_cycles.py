@@ -1,4 +1,4 @@
-"""What arithmetic costs: cycles of a SIMD group on an Apple M1, by the instructions of LLVM's IR.
+"""The cost of arithmetic: cycles of a SIMD group on an Apple M1, by instructions of LLVM's IR.
 
 Source: the measurements of github.com/philipturner/metal-benchmarks for the M1 and M2. Integer
 division and the address arithmetic of ``getelementptr`` were not measured there and are guesses.

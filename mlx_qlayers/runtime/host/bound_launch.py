@@ -34,7 +34,7 @@ _ENVIRONMENT = "MLX_QLAYERS_HOST_CHECKS"
 
 @dataclass
 class Report:
-    """What the checked launches of a ``with checks()`` block did.
+    """A summary of the checked launches of a ``with checks()`` block.
 
     Attributes:
         launches: the kernel's name and its counters, in order.
@@ -181,7 +181,7 @@ class _Strides:
 
 
 class _Frame:
-    """What a launch fills in, used again by the next one that differs only in its arrays."""
+    """The buffer of arguments, used again by the next launch that differs only in its arrays."""
 
     def __init__(self, compiled: _Compiled, launch: Launch) -> None:
         self.kernel = compiled.kernel
@@ -223,7 +223,7 @@ class _Frame:
 
 
 def bind(launch: Launch) -> Bound:
-    """What runs a launch and returns its outputs, one for each of ``launch.output_shapes``.
+    """A function that runs a launch and returns its outputs, one for each output shape.
 
     The inputs are read where they lie and the outputs are written where MLX will read them, or
     copied if they are small; an input that must be row-contiguous and is not gets copied too.

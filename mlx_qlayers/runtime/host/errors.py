@@ -1,4 +1,4 @@
-"""What can go wrong when a Metal kernel is compiled for, or runs on, the CPU."""
+"""Errors of Metal kernels that are compiled for, or run on, the CPU."""
 
 from __future__ import annotations
 

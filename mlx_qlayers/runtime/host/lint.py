@@ -1,4 +1,4 @@
-"""What one version of Metal's compiler takes and another refuses, found in the source text.
+"""Finds source text that one version of Metal's compiler accepts and another refuses.
 
 MLX compiles kernels as Metal 3.1, 3.2, 4.0 or 4.1, by the version of macOS; a kernel has to be
 right under all four. Clang sees to most of it; the rules here are those that it cannot know.
@@ -101,7 +101,7 @@ def _members(text: str) -> list[tuple[int, str]]:
 
 
 def lint(text: str) -> list[str]:
-    """What is wrong with Metal source under some version of its compiler.
+    """List the places of a Metal source that some version of its compiler refuses.
 
     Returns:
         One line for each finding, with the number of the source line.

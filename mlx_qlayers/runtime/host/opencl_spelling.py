@@ -1,8 +1,8 @@
 """Words of Metal that C++ for OpenCL spells otherwise, replaced in preprocessed source.
 
 ``thread`` becomes ``__generic`` on pointers and nothing elsewhere: unqualified is generic there,
-and :mod:`llvm_ir` refuses what reaches it from another address space. What ``constant`` qualifies
-is const. Constructor calls of vectors become function calls.
+and :mod:`llvm_ir` refuses what reaches it from another address space. Declarations with
+``constant`` are const. Constructor calls of vectors become function calls.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _undeduced(text: str) -> str:
 
 
 def _constant(text: str) -> str:
-    """What lies in the constant address space is const without saying so."""
+    """Add const to declarations in the constant address space, where Metal implies it."""
     return _CONSTANT.sub(
         lambda m: "const __constant" if _qualifies(text, m.end(), "*&") else m.group(), text
     )

@@ -85,7 +85,7 @@ _free: dict[int, list[Any]] = {}
 
 
 def small_output(shape: tuple[int, ...], dtype: mx.Dtype, value: float | None) -> SmallOutput:
-    """What a launch needs to know of an output that is copied; nothing is allocated."""
+    """The description of an output that is copied; nothing is allocated."""
     size = prod(shape) * dtype.size
     room = 1 << (size - 1).bit_length()
     extents = (ctypes.c_int64 * max(len(shape), 1))(*shape)

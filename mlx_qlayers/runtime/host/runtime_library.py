@@ -44,7 +44,7 @@ class Region(ctypes.Structure):
 
 
 class Counters(ctypes.Structure):
-    """What one checked launch did; bytes unless said otherwise.
+    """The counters of one checked launch; bytes unless said otherwise.
 
     Attributes:
         bytes_read, bytes_written: device memory, counting every access.

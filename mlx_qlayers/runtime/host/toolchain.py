@@ -66,7 +66,7 @@ def target() -> tuple[str, ...]:
 
 @functools.cache
 def _processor() -> str:
-    """What the compiler sees of this machine: objects are built for exactly this processor."""
+    """The processor as the compiler sees it: objects are built for exactly this one."""
     try:
         info = Path("/proc/cpuinfo").read_text()
     except OSError:

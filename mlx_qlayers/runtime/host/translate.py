@@ -34,7 +34,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Signature:
-    """What the entry point needs to know of a kernel."""
+    """The facts of a kernel that its entry point needs."""
 
     expression: str
     parameters: tuple[Parameter, ...]
@@ -56,7 +56,7 @@ class _Kernel:
 
 @dataclass
 class Declared:
-    """What a part of a translation unit declares, for the parts behind it."""
+    """The declarations of a part of a translation unit, for the parts behind it."""
 
     kernels: dict[str, _Kernel] = field(default_factory=dict)
     instances: dict[str, str] = field(default_factory=dict)
