@@ -201,8 +201,8 @@ class StepCall(NamedTuple):
     Attributes:
         q, k, v: the products of a token.
         k_cache, v_cache: (B, Hkv, S, D) or Dv, or packed, scales and biases.
-        k_tail, v_tail: what came since, in rows of numbers or of :func:`row_words`.
-        positions, freqs, mask, sinks, q_norm, k_norm, tickets: as there.
+        k_append, v_append: what came since, in rows of numbers or of :func:`row_words`.
+        positions, freqs, mask, sinks, q_norm, k_norm, semaphores: as there.
     """
 
     q: Any
@@ -210,15 +210,15 @@ class StepCall(NamedTuple):
     v: Any
     k_cache: tuple[Any, ...]
     v_cache: tuple[Any, ...]
-    k_tail: Any
-    v_tail: Any
+    k_append: Any
+    v_append: Any
     positions: Any
     freqs: Any = None
     mask: Any = None
     sinks: Any = None
     q_norm: Any = None
     k_norm: Any = None
-    tickets: Any = None
+    semaphores: Any = None
 
     @classmethod
     def of(cls, arrays: Sequence[Any]) -> StepCall:

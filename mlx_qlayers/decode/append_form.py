@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..ops.attention_step import MIN_TICKETS, why_not
+from ..ops.attention_step import MIN_SEMAPHORES, why_not
 from ..options import StepCall
 from ..runtime.arena import View, halves, joined
 from ..runtime.backend import requested
@@ -104,7 +104,7 @@ class AppendForm(Form):
             raise Unsupported(reason)
         # Attention takes at most one of a key head and 8 of its queries.
         heads = max((call.k_cache[0].shape[1] for call in calls), default=0)
-        self.semaphores = max(MIN_TICKETS, 8 * batch * heads)
+        self.semaphores = max(MIN_SEMAPHORES, 8 * batch * heads)
         self.compiled = mx.compile(self._run)
 
     def _counted(self, captured: Captured, caches: TracedCaches) -> dict[int, list[str]]:

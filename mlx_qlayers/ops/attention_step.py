@@ -23,7 +23,7 @@ from .signature import Signature
 
 __all__ = [
     "MIN_POSITIONS",
-    "MIN_TICKETS",
+    "MIN_SEMAPHORES",
     "Rotation",
     "attention_step",
     "packed_rows",
@@ -32,8 +32,8 @@ __all__ = [
 ]
 
 _MAX_WIDTH = 256
-# Elements of `positions` and `tickets` at least: MLX passes fewer in another address space.
-MIN_POSITIONS = MIN_TICKETS = 8
+# Elements of `positions` and `semaphores` at least: MLX passes fewer in another address space.
+MIN_POSITIONS = MIN_SEMAPHORES = 8
 
 
 def attention_step(
@@ -42,8 +42,8 @@ def attention_step(
     v: mx.array,
     k_cache: mx.array | tuple[mx.array, mx.array, mx.array],
     v_cache: mx.array | tuple[mx.array, mx.array, mx.array],
-    k_tail: mx.array,
-    v_tail: mx.array,
+    k_append: mx.array,
+    v_append: mx.array,
     positions: mx.array,
     *,
     scale: float,
@@ -53,13 +53,13 @@ def attention_step(
     sinks: mx.array | None = None,
     norms: tuple[mx.array, mx.array] | None = None,
     epsilon: float = 1e-5,
-    tickets: mx.array | None = None,
+    semaphores: mx.array | None = None,
 ) -> list[mx.array]:
-    """Rotary embedding and attention to a cache and its tail, for one token a sequence.
+    """Rotary embedding and attention to a cache and its append buffer, for one token a sequence.
 
-    The cache is only read: what is written for each token is the tail, which holds the keys and
-    values that came since the cache was written. Their number is in an array, so that
-    ``mx.compile`` traces a step of decoding once for many, until the cache has to grow.
+    The cache is only read. Each token writes the append buffer, which holds the keys and values
+    that came since the cache was written. Their number is in an array, so that ``mx.compile``
+    traces a step of decoding once for many, until the cache has to grow.
 
     Args:
         q: (B, 1, H * D) in float32, float16 or bfloat16: the product, before its rotation.
@@ -69,33 +69,33 @@ def attention_step(
             with scales in the dtype of ``q``. Then keys and values of the token are packed like
             it, and attended to as they are then.
         v_cache: (B, Hkv, S, Dv), or packed with the group size and bits of ``k_cache``.
-        k_tail: (B, Hkv, R, D); of packed keys what :func:`packed_rows` gives.
-        v_tail: (B, Hkv, R, Dv), likewise.
+        k_append: (B, Hkv, R, D); of packed keys what :func:`packed_rows` gives.
+        v_append: (B, Hkv, R, Dv), likewise.
         positions: (8 or more,) int32: how many keys of the cache count, from 0 to S; how many of
-            the tail, from 0 to R - 1; the position of each sequence's token; then anything.
+            the append buffer, from 0 to R - 1; the position of each sequence's token; anything.
         scale: what the products of queries and keys are multiplied by.
         rotation: how queries and keys are turned; ``dims`` 0 turns nothing.
         freqs: (dims / 2,) the reciprocals of what elements turn by, if ``rotation.base`` is None.
         mask: booleans, true where a token sees a key; (B or 1, H or 1, 1, S or more), of which
-            column j is that of key j: those of the cache that count, those of the tail, and the
-            token's own. None hides nothing.
+            column j is that of key j: those of the cache that count, those of the append buffer,
+            and the token's own. None hides nothing.
         sinks: (H,) scores of keys without a value, one a head, in the dtype of ``q`` or cast to it.
         norms: (D,) each, in the dtype of ``q`` or cast to it: the weights of RMS norms that each
             head of queries and keys goes through first. None normalizes nothing.
         epsilon: of these norms.
-        tickets: (max(8, B * H),) int32 zeros, with which a GPU needs one launch where it needs two
-            without. They are zeros again behind it: give them to no call that may run at once.
+        semaphores: (max(8, B * H),) int32 zeros for split-K, with which a GPU needs one launch, not
+            two. They are zeros again behind it: give them to no call that may run at once.
 
     Returns:
-        (B, 1, H * Dv), the heads side by side; and both tails with the token's key and value as
-        row ``positions[1]``, and zeros behind it.
+        (B, 1, H * Dv), the heads side by side; and both append buffers with the token's key and
+        value as row ``positions[1]``, and zeros behind it.
 
     Raises:
         ValueError: a shape, a dtype or a number does not fit; it is named.
 
     Example:
-        >>> x, cache, tail = mx.ones((1, 1, 64)), mx.ones((1, 2, 256, 32)), mx.ones((1, 2, 16, 32))
-        >>> arrays = x, x, x, cache, cache, tail, tail, mx.array([256, 7, 263, 0, 0, 0, 0, 0])
+        >>> x, cache, last = mx.ones((1, 1, 64)), mx.ones((1, 2, 256, 32)), mx.ones((1, 2, 16, 32))
+        >>> arrays = x, x, x, cache, cache, last, last, mx.array([256, 7, 263, 0, 0, 0, 0, 0])
         >>> [y.shape for y in attention_step(*arrays, scale=1.0, rotation=Rotation(32))]
         [(1, 1, 64), (1, 2, 16, 32), (1, 2, 16, 32)]
 
@@ -105,8 +105,8 @@ def attention_step(
     of_k = k_cache if isinstance(k_cache, many) else (k_cache,)
     of_v = v_cache if isinstance(v_cache, many) else (v_cache,)
     weights = norms or (None, None)
-    rest = positions, freqs, mask, sinks, *weights, tickets
-    arrays = q, k, v, *of_k, *of_v, k_tail, v_tail, *rest
+    rest = positions, freqs, mask, sinks, *weights, semaphores
+    arrays = q, k, v, *of_k, *of_v, k_append, v_append, *rest
     static = scale, rotation, epsilon if norms else 0.0, len(of_k), len(of_v)
     return dispatch(ATTENTION_STEP, arrays, static)
 
@@ -139,24 +139,25 @@ def _plan(
 
 
 def _sample(arrays: list[Any], *static: Any) -> list[Any]:
-    """A cache that is full but for a row, and a tail that is half full."""
+    """A cache that is full but for a row, and an append buffer that is half full."""
     call = StepCall.of(arrays)
-    size, rows = call.k_cache[0].shape[2] - 1, call.k_tail.shape[2] // 2
+    size, rows = call.k_cache[0].shape[2] - 1, call.k_append.shape[2] // 2
     if call.mask is not None:  # which has a column for each key
         rows = min(rows, call.mask.shape[3] // 2)
         size = min(size, call.mask.shape[3] - 1 - rows)
     positions = mx.array([size, rows, *[size + rows] * (call.positions.size - 2)], mx.int32)
-    tails: list[Any] = [call.k_tail, call.v_tail]
+    appended: list[Any] = [call.k_append, call.v_append]
     if call.packing[1]:
         shapes = [
-            (*tail.shape[:3], n) for tail, n in zip(tails, (call.width, call.v_width), strict=True)
+            (*beside.shape[:3], n)
+            for beside, n in zip(appended, (call.width, call.v_width), strict=True)
         ]
         dense = [mx.random.normal(shape).astype(call.q.dtype) for shape in shapes]
-        tails = [packed_rows(mx.quantize(each, *call.packing)) for each in dense]
+        appended = [packed_rows(mx.quantize(each, *call.packing)) for each in dense]
     freqs = None if call.freqs is None else 1 + mx.abs(call.freqs)
-    tickets = None if call.tickets is None else mx.zeros_like(call.tickets)
-    behind = call.mask, call.sinks, call.q_norm, call.k_norm, tickets
-    return [*call[:3], *call.k_cache, *call.v_cache, *tails, positions, freqs, *behind]
+    semaphores = None if call.semaphores is None else mx.zeros_like(call.semaphores)
+    behind = call.mask, call.sinks, call.q_norm, call.k_norm, semaphores
+    return [*call[:3], *call.k_cache, *call.v_cache, *appended, positions, freqs, *behind]
 
 
 _NUMBERS = Signature("scale: number\nepsilon: number")
@@ -218,8 +219,8 @@ def _covers(
     return kernels.fits_few_registers(dtype, share, width, v_width, bits)
 
 
-def _takes(cache: str, k: str, v: str, k_tail: str, v_tail: str) -> Signature:
-    """The arguments, with caches and tails of such a dtype and in rows of so many words."""
+def _takes(cache: str, k: str, v: str, k_append: str, v_append: str) -> Signature:
+    """The arguments, with caches and append buffers of a dtype and in rows of so many words."""
     return Signature(f"""
         q: float (B, 1, N)
         k_cache: {cache} (B, Hkv, S, {k}); Hkv * D > 0 and N > 0 and N % (Hkv * D) == 0
@@ -228,10 +229,10 @@ def _takes(cache: str, k: str, v: str, k_tail: str, v_tail: str) -> Signature:
         the scales of v_cache: q or None
         k: q (B, 1, Hkv * D)
         v: q (B, 1, Hkv * Dv)
-        k_tail: {cache} (B, Hkv, R, {k_tail}); R > 0
-        v_tail: {cache} (B, Hkv, R, {v_tail})
+        k_append: {cache} (B, Hkv, R, {k_append}); R > 0
+        v_append: {cache} (B, Hkv, R, {v_append})
         positions: int32 (P,); P >= {MIN_POSITIONS} and P >= 2 + B
-        tickets: int32 (T,) or None
+        semaphores: int32 (T,) or None
         sinks: float (N // D,) or None
         q_norm: float (D,) or None
         k_norm: float (D,) or None
@@ -252,11 +253,13 @@ def _checked(arrays: Sequence[Any]) -> StepCall:
             raise ValueError(f"k and v must be (B, 1, Hkv * D), not {what}")
         check_packed("k_cache", call.k_cache, call.width)
         check_packed("v_cache", call.v_cache, None, call.packing)
-        tails = (row_words(each) for each in (call.k_cache, call.v_cache))
+        appended = (row_words(each) for each in (call.k_cache, call.v_cache))
         takes = _PACKED
-        known = dict(zip(("D", "Dv", "Tk", "Tv"), (call.width, call.v_width, *tails), strict=True))
+        known = dict(
+            zip(("D", "Dv", "Tk", "Tv"), (call.width, call.v_width, *appended), strict=True)
+        )
     groups = (k_groups or [None])[0], (v_groups or [None])[0]
-    behind = call.positions, call.tickets, call.sinks, call.q_norm, call.k_norm, call.mask
-    given = call.q, k_cache, v_cache, *groups, call.k, call.v, call.k_tail, call.v_tail, *behind
+    behind = call.positions, call.semaphores, call.sinks, call.q_norm, call.k_norm, call.mask
+    given = call.q, k_cache, v_cache, *groups, call.k, call.v, call.k_append, call.v_append, *behind
     takes.check(*given, **known)
     return call

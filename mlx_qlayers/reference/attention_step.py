@@ -21,7 +21,7 @@ def attention_step(
     q, mask, rows, width, v_width = (
         call.q,
         call.mask,
-        call.k_tail.shape[2],
+        call.k_append.shape[2],
         call.width,
         call.v_width,
     )
@@ -37,7 +37,7 @@ def attention_step(
 
     def run(*arrays: Any) -> list[mx.array]:
         q, k, v, k_cache, v_cache, *rest = StepCall.of(arrays)
-        k_tail, v_tail, positions, freqs, mask, sinks, q_norm, k_norm, _ = rest
+        k_append, v_append, positions, freqs, mask, sinks, q_norm, k_norm, _ = rest
         # By a number MLX gathers, with a kernel that it compiles for seconds on NVIDIA GPUs.
         before, held, row = positions[:1], positions[1:2], mx.arange(rows)
         heads = (batch, 1, -1, width) if rotation.dims else (batch, -1, 1, width)
@@ -52,16 +52,16 @@ def attention_step(
         if bits:
             k, v = (packed_rows(mx.quantize(a, group_size, bits)) for a in (k, v))
         kept, here = (row < held)[:, None], (row == held)[:, None]
-        k_tail = mx.where(kept, k_tail, mx.where(here, k, 0))
-        v_tail = mx.where(kept, v_tail, mx.where(here, v, 0))
-        k, v = _joined(k_cache, k_tail), _joined(v_cache, v_tail)
+        k_append = mx.where(kept, k_append, mx.where(here, k, 0))
+        v_append = mx.where(kept, v_append, mx.where(here, v, 0))
+        k, v = _joined(k_cache, k_append), _joined(v_cache, v_append)
         seen = mx.concatenate([mx.arange(size) < before, row <= held])
         if mask is not None:
             last = mask.shape[3] - 1
             columns = [mx.minimum(mx.arange(size), last), mx.minimum(before + row, last)]
             seen = seen & mask[..., mx.concatenate(columns)]
         (out,) = attend(q, *k, *v, seen, sinks)
-        return [out.reshape(batch, 1, -1), k_tail, v_tail]
+        return [out.reshape(batch, 1, -1), k_append, v_append]
 
     return run
 
@@ -80,6 +80,6 @@ def parts_of_rows(rows: mx.array, like: Sequence[Any]) -> tuple[mx.array, ...]:
     return rows[..., :first], behind[..., :groups], behind[..., groups:]
 
 
-def _joined(cache: tuple[mx.array, ...], tail: mx.array) -> list[mx.array]:
-    tails = (tail,) if len(cache) == 1 else parts_of_rows(tail, cache)
-    return [mx.concatenate([*pair], axis=2) for pair in zip(cache, tails, strict=True)]
+def _joined(cache: tuple[mx.array, ...], beside: mx.array) -> list[mx.array]:
+    appended = (beside,) if len(cache) == 1 else parts_of_rows(beside, cache)
+    return [mx.concatenate([*pair], axis=2) for pair in zip(cache, appended, strict=True)]

@@ -38,8 +38,8 @@ def sizes(kernels: list[Recorded]) -> tuple[int, int]:
     return sum(len(each.inputs) for each in kernels), sum(each.outputs for each in kernels)
 
 
-# Attention of long caches takes tickets. What launches give for each other lies in one array, and
-# so do their weights.
+# Attention of long caches takes semaphores. Results for other launches lie in one array, and so do
+# their weights.
 @pytest.mark.parametrize(("rows", "arrays"), [(512, (18, 6)), (4352, (19, 6))])
 def test_a_layer_of_qwen2_is_five_kernels_and_nothing_else(
     rows: int, arrays: tuple[int, int]

@@ -296,8 +296,8 @@ _ATTENTION = Calls(
         ({"sinks": _zeros(4, mx.int32)}, "sinks must be float32.*int32"),
     ],
 )
-_CACHE = {"k_cache": (1, 2, 40, 64), "v_cache": (1, 2, 40, 64), "k_tail": (1, 2, 17, 64)}
-_CACHE |= {"v_tail": (1, 2, 17, 64), "q": (1, 1, 256), "k": (1, 1, 128), "v": (1, 1, 128)}
+_CACHE = {"k_cache": (1, 2, 40, 64), "v_cache": (1, 2, 40, 64), "k_append": (1, 2, 17, 64)}
+_CACHE |= {"v_append": (1, 2, 17, 64), "q": (1, 1, 256), "k": (1, 1, 128), "v": (1, 1, 128)}
 _STEP: dict[str, Any] = {name: _zeros(shape) for name, shape in _CACHE.items()}
 _STEP |= {"positions": mx.array([17, 9, *[26] * 6]), "scale": 0.1, "rotation": Rotation(64)}
 _C4, _H4 = _packed(1, 2, 40, 64), _packed(1, 2, 40, 64, dtype=mx.float16)
@@ -308,7 +308,7 @@ _DECODE = Calls(
     [
         _STEP | {"norms": _WEIGHTS, "sinks": _ones(4)},
         _STEP | {"rotation": Rotation(64, base=None), "freqs": _ones(32)},
-        _STEP | {"k_cache": _C4, "v_cache": _C4, "k_tail": _TAIL4, "v_tail": _TAIL4},
+        _STEP | {"k_cache": _C4, "v_cache": _C4, "k_append": _TAIL4, "v_append": _TAIL4},
     ],
     [
         ({"q": _zeros((1, 2, 256))}, r"q must be \(B, 1, N\), but its shape is \(1, 2, 256\)"),
@@ -322,11 +322,14 @@ _DECODE = Calls(
         ({"epsilon": "1"}, "epsilon must be a finite number, not '1'"),
         ({"rotation": 64}, "rotation must be a Rotation, not 64"),
         ({"k": _zeros((1, 1, 64))}, r"k must be \(1, 1, 128\), but its shape is \(1, 1, 64\)"),
-        ({"k_tail": _zeros((1, 2, 0, 64))}, r"k_tail must be \(1, 2, R, 64\) with R > 0"),
-        ({"v_tail": _zeros((1, 2, 16, 64))}, r"v_tail must be \(1, 2, 17, 64\), .* \(1, 2, 16, 64"),
+        ({"k_append": _zeros((1, 2, 0, 64))}, r"k_append must be \(1, 2, R, 64\) with R > 0"),
+        (
+            {"v_append": _zeros((1, 2, 16, 64))},
+            r"v_append must be \(1, 2, 17, 64\), .* \(1, 2, 16, 64",
+        ),
         ({"k_cache": _zeros((1, 2, 40, 8), mx.uint32)}, "k_cache must be .*float32, or packed"),
         ({"k_cache": _C4}, "must be packed in 3 arrays each, or 1, not 3 and 1"),
-        ({"k_cache": _C4, "v_cache": _C4}, r"k_tail must be uint32, not mlx\.core\.float32"),
+        ({"k_cache": _C4, "v_cache": _C4}, r"k_append must be uint32, not mlx\.core\.float32"),
         ({"k_cache": _C4, "v_cache": _C4[::-1]}, r"v_cache must be \(packed, scales, biases\)"),
         (
             {"k_cache": _H4, "v_cache": _H4},

@@ -108,16 +108,16 @@ def _stepped(
              if rotation.dims else x.swapaxes(1, 2) for x in parts[:2]]  # fmt: skip
     if precision is not None:
         heads = [to64(round_to(x, precision)).astype(dtype) for x in heads]
-    tails, whole = [], []
+    appended, whole = [], []
     new = heads[1], parts[2].swapaxes(1, 2)
-    for cache, tail, row in zip(buffers[:2], buffers[2:], new, strict=True):
-        made = np.zeros_like(tail)
-        made[:, :, :held], made[:, :, held : held + 1] = tail[:, :, :held], row
-        tails.append(made)
+    for cache, beside, row in zip(buffers[:2], buffers[2:], new, strict=True):
+        made = np.zeros_like(beside)
+        made[:, :, :held], made[:, :, held : held + 1] = beside[:, :, :held], row
+        appended.append(made)
         whole.append(np.concatenate([cache[:, :, :before], made[:, :, : held + 1]], axis=2))
     seen = None if mask is None else np.array(mask)[..., : before + held + 1]
     # Rotated rows are rounded, as unpacked ones are.
     found, terms = oracles.attention(
         heads[0], *whole, case.width**-0.5, seen, dtype=dtype, units=units(operands[0].dtype, True)
     )
-    return found["out"].reshape(batch, 1, -1), *tails, terms.get("out", np.zeros(1)).max()
+    return found["out"].reshape(batch, 1, -1), *appended, terms.get("out", np.zeros(1)).max()

@@ -44,7 +44,7 @@ def by(launch, *others, **options):
 
 
 def step(*arrays):
-    """A step of decoding: keys of a cache, of a tail, and the token's own."""
+    """A step of decoding: keys of a cache, of an append buffer, and the token's own."""
     positions = mx.array([9, 2, 11, -1, -1, -1, -1, -1], mx.int32)
     return attention_step(*arrays, positions, scale=0.1, rotation=Rotation(64))
 
@@ -100,8 +100,8 @@ def cases():
     q = rows(1, 4, 40, 64)
     yield "attention_forward", partial(attention, scale=0.1), q, k, k
     yield "attention_backward", partial(with_gradients, partial(attention, scale=0.1)), q, k, k
-    token, cache, tail = rows(1, 1, 128), rows(1, 2, 16, 64), rows(1, 2, 8, 64)
-    yield "attention_step", step, rows(1, 1, 256), token, token, cache, cache, tail, tail
+    token, cache, beside = rows(1, 1, 128), rows(1, 2, 16, 64), rows(1, 2, 8, 64)
+    yield "attention_step", step, rows(1, 1, 256), token, token, cache, cache, beside, beside
     turn = partial(rotary_embedding, dims=64, traditional=False, base=10000.0, scale=1.0)
     x = rows(1, 5, 2, 64)
     yield "rotary", lambda q, k: turn(q, k, mx.array(3)), x, x

@@ -1,4 +1,4 @@
-"""A step of decoding against float64: rotation, the new tail, attention to both."""
+"""A step of decoding against float64: rotation, the new append buffer, attention to both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.numerics import assert_accurate, assert_same_sums, random, round_to, 
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 FREQS = mx.array(np.random.default_rng(9).uniform(1, 100, 16).astype(np.float32))
-# B, H, Hkv, S, R, D, Dv, keys in the cache and in the tail, first axes of a mask, the rotation.
+# B, H, Hkv, S, R, D, Dv, keys in the cache and the append buffer, first axes of a mask, rotation.
 CASES = [
     (1, 4, 2, 40, 17, 64, 64, 17, 9, None, Rotation(64)),
     (2, 7, 1, 64, 16, 128, 128, 0, 0, (2, 1), Rotation(128, traditional=True)),
@@ -83,7 +83,7 @@ def turned(x, positions, rotation, dtype):
 
 
 def expected(arrays, options, dtype, precision):
-    """Output, its terms, and tails; rotated rows are rounded to ``precision``, if any."""
+    """Output, its terms, and append buffers; rotated rows are rounded to ``precision``, if any."""
     q, k, v, *buffers, positions = (to64(a).astype(dtype) for a in arrays)
     batch, kv_heads, _, width = buffers[0].shape
     before, held = (int(n) for n in positions[:2])
@@ -93,17 +93,17 @@ def expected(arrays, options, dtype, precision):
     if precision is not None:
         rotate = [to64(round_to(x, precision)).astype(dtype) for x in rotate]
     q, k = rotate
-    whole, tails = [], []
-    for cache, tail, new in zip(buffers[:2], buffers[2:], (k, heads[2]), strict=True):
-        tails.append(np.zeros_like(tail))
-        tails[-1][:, :, :held], tails[-1][:, :, held : held + 1] = tail[:, :, :held], new
-        whole.append(np.concatenate([cache[:, :, :before], tail[:, :, :held], new], axis=2))
+    whole, appended = [], []
+    for cache, beside, new in zip(buffers[:2], buffers[2:], (k, heads[2]), strict=True):
+        appended.append(np.zeros_like(beside))
+        appended[-1][:, :, :held], appended[-1][:, :, held : held + 1] = beside[:, :, :held], new
+        whole.append(np.concatenate([cache[:, :, :before], beside[:, :, :held], new], axis=2))
     mask = options["mask"]
     mask = None if mask is None else to64(mask).astype(bool)[..., : before + held + 1]
     sinks = options.get("sinks")
     sinks = None if sinks is None else to64(sinks).astype(dtype)
     actual, terms = oracles.attention(q, *whole, options["scale"], mask, sinks=sinks, dtype=dtype)
-    return actual["out"].reshape(batch, 1, -1), terms.get("out"), tails
+    return actual["out"].reshape(batch, 1, -1), terms.get("out"), appended
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -114,18 +114,18 @@ def test_against_float64(case, dtype, path):
         return  # Each case of another dtype is a kernel more to compile.
     arrays, options = make(case, dtype, path)
     with trace() as launches:
-        out, *tails = attention_step(*arrays, **options)
+        out, *appended = attention_step(*arrays, **options)
     assert len(launches) == (0 if path == "reference" else 1 if case[3] <= 256 else 2)
     truth, terms, exact = expected(arrays, options, np.float64, None)
     rough, _, rows = expected(arrays, options, np.float32, dtype)
     assert out.dtype == dtype and out.shape == truth.shape
     assert_accurate(out, truth, round_to(rough, dtype), terms=terms, what="out")
-    for made, wanted, row in zip(tails, exact, rows, strict=True):
+    for made, wanted, row in zip(appended, exact, rows, strict=True):
         assert made.dtype == dtype
-        assert_accurate(made, wanted, round_to(row, dtype), what="tail")
+        assert_accurate(made, wanted, round_to(row, dtype), what="append buffer")
     held = slice(case[8])
-    for made, tail in zip(tails, arrays[5:7], strict=True):
-        assert mx.array_equal(made[:, :, held], tail[:, :, held])
+    for made, beside in zip(appended, arrays[5:7], strict=True):
+        assert mx.array_equal(made[:, :, held], beside[:, :, held])
 
 
 @pytest.mark.parametrize(
@@ -145,16 +145,16 @@ def test_packed_caches(case, group_size, bits, dtype, path):
     arrays, options = make(case, dtype)
     packed = [mx.quantize(a, group_size, bits) for a in arrays[3:7]]
     token = [mx.quantize(a, group_size, bits) for a in arrays[1:3]]
-    tails = [*map(packed_rows, packed[2:])]
-    given = *arrays[:3], *map(tuple, packed[:2]), *tails, arrays[7]
+    appended = [*map(packed_rows, packed[2:])]
+    given = *arrays[:3], *map(tuple, packed[:2]), *appended, arrays[7]
     explain(reset=True)
     out, *made = attention_step(*given, **options)
     (decision,) = (d for d in explain() if d.op == "attention_step")
     assert path == "reference" or f"attention_step_packed, {bits} bits" in decision.reason
     held = case[8]
-    for new, tail, own in zip(made, tails, token, strict=True):
+    for new, beside, own in zip(made, appended, token, strict=True):
         row = packed_rows([a.reshape(case[0], case[2], 1, -1) for a in own])
-        whole = mx.concatenate([tail[:, :, :held], row], axis=2)
+        whole = mx.concatenate([beside[:, :, :held], row], axis=2)
         if path not in GPUS:
             assert mx.array_equal(new[:, :, : held + 1], whole)
         assert not new[:, :, held + 1 :].any()
@@ -208,7 +208,7 @@ def test_norms_of_heads(which, dtype, path):
     rng, width = np.random.default_rng(4), CASES[which][5]
     arrays[:2] = [0.01 * arrays[0], 30 * arrays[1]]
     norms = tuple(random(rng, (width,), dtype) for _ in range(2))
-    out, k_tail, _ = attention_step(*arrays, **options, norms=norms, epsilon=1e-3)
+    out, k_append, _ = attention_step(*arrays, **options, norms=norms, epsilon=1e-3)
 
     def behind(kind, precision):
         rows = [normed(x, w, kind) for x, w in zip(arrays[:2], norms, strict=True)]
@@ -218,7 +218,7 @@ def test_norms_of_heads(which, dtype, path):
     truth, terms, (key, _) = behind(np.float64, None)
     rough, _, (row, _) = behind(np.float32, dtype)
     assert_accurate(out, truth, round_to(rough, dtype), terms=terms, what="out")
-    assert_accurate(k_tail, key, round_to(row, dtype), what="tail")
+    assert_accurate(k_append, key, round_to(row, dtype), what="append buffer")
 
 
 @pytest.mark.parametrize(("teams", "splits", "dtype"), [(2, 3, mx.float16), (4, 0, mx.bfloat16)])
@@ -231,14 +231,14 @@ def test_teams_of_a_threadgroup_and_the_last_one_that_adds_up(
     has_device(monkeypatch, "host", orders_threadgroups=path == "host")
     advance_epoch()
     arrays, options = make((1, 6, 2, 300, 40, 64, 64, 280, 33, None, Rotation(64)), dtype, path)
-    tickets = mx.zeros(8, mx.int32)
+    semaphores = mx.zeros(8, mx.int32)
     truth, terms, _ = expected(arrays, options, np.float64, None)
     rough = expected(arrays, options, np.float32, dtype)[0]
     for _ in range(2):
         with trace() as launches:
-            out, *_ = attention_step(*arrays, **options, tickets=tickets)
+            out, *_ = attention_step(*arrays, **options, semaphores=semaphores)
         assert_accurate(out, truth, round_to(rough, dtype), terms=terms, what="out")
-        assert not tickets.any().item()
+        assert not semaphores.any().item()
     counts = {"reference": 0, "checked": 1 + (splits > 0)}
     assert len(launches) == counts.get(path, 1 if path in ("host", "cuda") else 1 + (splits > 0))
     advance_epoch()

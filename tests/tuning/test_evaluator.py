@@ -169,7 +169,7 @@ def test_operators_of_mlx_write_a_token_into_caches_in_place(bits):
         mx.eval(chain(mx.zeros((1,))))
         # On a CPU products with packed keys copy those rows of each sequence that count.
         assert mx.get_peak_memory() - held < size * (1.5 if bits else 0.25)
-    # And what the kernel gives for a tail is the next launch's.
+    # And what the kernel gives for an append buffer is the next launch's.
     config = record.heuristic("host")
     kernel = rates._chain("kernel", rates._path(config), [rates.inputs], 1)
     mx.eval(kernel(mx.zeros((1,))))

@@ -1,4 +1,4 @@
-"""Launches a step of decoding: rotary embedding, attention to a cache and its tail, a new tail."""
+"""Launches a step of decoding: rotary embedding, attention to a cache and its append buffer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LAYOUT = ("columns", "simds", "blocks", "slice", "teams")
 _MOST_JOINED, _MOST_COLUMNS = 64, 2
 # Words of the arrays of a thread, up to which it may read two blocks at once.
 _MOST_WORDS = 176
-# Threadgroups that copy the tail of a key head.
+# Threadgroups that copy the append buffer of a key head.
 _COPYING = 16
 
 
@@ -110,8 +110,8 @@ class Step:
         blocks: blocks of 16 keys that a SIMD group takes at once.
         slice: the width of a slice: 16, 32 or 64.
         splits: threadgroups among which the keys of a cache are divided, beside those that take
-            the tail; 0 if one takes both.
-        tail_splits: threadgroups among which those of the tail are.
+            the append buffer; 0 if one takes both.
+        tail_splits: threadgroups among which those of the append buffer are.
         resident: as in :class:`~.decode.Decode`.
         teams: teams of a threadgroup, which share its keys.
     """
@@ -207,7 +207,7 @@ def _values(
     """Those of the template's parameters."""
     dtype, (group_size, bits) = call.q.dtype, call.packing
     values = {name: getattr(config, name) for name in _LAYOUT}
-    values |= {"T": dtype, "K": call.k_tail.dtype, "D": call.width, "Dv": call.v_width}
+    values |= {"T": dtype, "K": call.k_append.dtype, "D": call.width, "Dv": call.v_width}
     values |= {"group_size": group_size or 1, "bits": bits, "masked": call.mask is not None}
     values |= {"dims": rotation.dims, "traditional": rotation.traditional}
     values |= {"listed": call.freqs is not None, "sinking": call.sinks is not None}
@@ -222,24 +222,24 @@ def attention_step(
     """A step of decoding, in one launch or two.
 
     Args:
-        arrays: specs of q, k, v, k_cache, v_cache, k_tail, v_tail, positions, freqs, mask,
-            sinks, q_norm, k_norm and maybe tickets, as :class:`StepCall` takes them in turn; D and
-            Dv multiples of 8 up to 256. With tickets, for NVIDIA GPUs, it is one launch, if that
-            can be.
+        arrays: specs of q, k, v, k_cache, v_cache, k_append, v_append, positions, freqs, mask,
+            sinks, q_norm, k_norm and maybe semaphores, as :class:`StepCall` takes them in turn; D
+            and Dv multiples of 8 up to 256. With semaphores, for NVIDIA GPUs, it is one launch, if
+            that can be.
         scale: what the products of queries and keys are multiplied by.
         rotation: how queries and keys are turned.
         config: how to spread the work.
         epsilon: of the norms of queries and keys.
 
     Returns:
-        A function of these arrays, which gives (B, 1, H * Dv), and the tails with the token's key
-        and value, and zeros behind them.
+        A function of these arrays, which gives (B, 1, H * Dv), and the append buffers with the
+        token's key and value, and zeros behind them.
     """
     call = StepCall.of(arrays)
     packed = call.packing[1] > 0
-    q, k_tail, v_tail, freqs, mask, sinks, tickets = (
-        *(call.q, call.k_tail, call.v_tail),
-        *(call.freqs, call.mask, call.sinks, call.tickets),
+    q, k_append, v_append, freqs, mask, sinks, semaphores = (
+        *(call.q, call.k_append, call.v_append),
+        *(call.freqs, call.mask, call.sinks, call.semaphores),
     )
     count = 8 + 4 * packed  # arrays that there always are
     batch, kv_heads, size, _ = call.k_cache[0].shape
@@ -252,8 +252,10 @@ def attention_step(
     )
     threads, blocks = config.threads, -(-share // (8 * config.columns))
     few = splits <= _MOST_JOINED and config.columns <= _MOST_COLUMNS
-    joined = tickets is not None and split and few and tickets.size >= batch * kv_heads * blocks
-    sizes = size, k_tail.shape[2], tail_splits, splits, share
+    joined = (
+        semaphores is not None and split and few and semaphores.size >= batch * kv_heads * blocks
+    )
+    sizes = size, k_append.shape[2], tail_splits, splits, share
     options = _options(sizes, mask, scale, rotation, epsilon)
     there = [each is not None for each in (mask, freqs, sinks, call.q_norm)]
     kernel = _kernel(packed, *there, joined)
@@ -261,7 +263,7 @@ def attention_step(
     # What may be left out, in the kernel's order: an array's place and its dtype in the launch.
     kinds = {1: mx.bool_, 0: mx.float32, 2: q.dtype, 3: q.dtype, 4: q.dtype}
     optional = [(count + i, kind) for i, kind in kinds.items() if arrays[count + i] is not None]
-    behind: list[Any] = [tickets] if joined else []
+    behind: list[Any] = [semaphores] if joined else []
     part_sizes = batch * heads * splits * (v_width + 8 // q.dtype.size)
     launch = kernel.bind(
         [
@@ -273,7 +275,7 @@ def attention_step(
         grid=(threads * (splits + _COPYING), kv_heads * blocks, batch),
         threadgroup=(threads, 1, 1),
         output_shapes=[
-            *(parts if split and not joined else shape, k_tail.shape, v_tail.shape),
+            *(parts if split and not joined else shape, k_append.shape, v_append.shape),
             *([(part_sizes,)] if joined else []),
         ],
     )

@@ -32,16 +32,16 @@ from .records import BATCHES, GROUP, AttentionDecodeRecord, in_batches, next_lar
 
 # How packed caches of which a device is calibrated are packed.
 _BITS = 8, 4
-# Positions that a step takes at least, and rows of its tail.
+# Positions that a step takes at least, and rows of its append buffer.
 _POSITIONS, _TAIL = 8, 256
 
 
 @dataclass(frozen=True)
 class AttentionStepRecord(Record):
-    """One token of each sequence, which attends to a cache of so many rows, and to half a tail.
+    """One token of each sequence, which attends to a cache's rows and half an append buffer.
 
-    Where it is measured the cache has room for the rows of the tail and holds them: MLX, which has
-    no tail, writes the token behind them and attends to the cache.
+    Where it is measured the cache has room for the rows of the append buffer and holds them: MLX,
+    which has no append buffer, writes the token behind them and attends to the cache.
 
     Attributes:
         batch, heads, kv_heads, width, v_width: the shape.
@@ -104,7 +104,7 @@ class AttentionStepRecord(Record):
         if config.splits * config.tile > max(self.keys, config.tile):
             return f"{config.splits} splits of {self.keys} keys"
         if config.splits == 0 and config.tail_splits > 1:
-            return "one threadgroup takes the tail with the cache"
+            return "one threadgroup takes the append buffer with the cache"
         if config.threads > 1024:
             return f"{config.threads} threads"
         sizes: dict[str, Any] = {"T": self.dtype, "D": self.width, "Dv": self.v_width}
@@ -157,16 +157,16 @@ class AttentionStepRecord(Record):
         widths = self.width, self.v_width
         rows = self.heads * self.width, *(kv_heads * n for n in widths)
         token = normal(self.dtype, *((batch, 1, n) for n in rows))
-        caches, tails = list[mx.array](), list[mx.array]()
+        caches, appended = list[mx.array](), list[mx.array]()
         for n in widths:
             shapes = [(batch, kv_heads, rows, n) for rows in (self.keys, _TAIL - held)]
             cache, more = (self._parts(a) for a in normal(self.dtype, *shapes))
             pairs = zip((a[:, :, first : first + held] for a in cache), more, strict=True)
-            tail = [mx.concatenate([*pair], axis=2) for pair in pairs]
+            beside = [mx.concatenate([*pair], axis=2) for pair in pairs]
             caches += cache
-            tails += [packed_rows(tail)] if self.bits else tail
+            appended += [packed_rows(beside)] if self.bits else beside
         positions = [first, held, *[first + held] * max(_POSITIONS, batch)]
-        return [*token, *caches, *tails, mx.array(positions, mx.int32)]
+        return [*token, *caches, *appended, mx.array(positions, mx.int32)]
 
     def bind(self, inputs: Inputs, config: step.Step) -> Path:
         optional: list[Any] = [None] * 5
@@ -197,18 +197,18 @@ class AttentionStepRecord(Record):
         out, *caches = super().reference(inputs)
         first, held = self._ranges()
         half = len(caches) // 2
-        tails = (self._numbers(parts) for parts in (caches[:half], caches[half:]))
+        appended = (self._numbers(parts) for parts in (caches[:half], caches[half:]))
         behind = [(0, 0), (0, 0), (0, _TAIL - held - 1), (0, 0)]
-        return [out, *(mx.pad(a[:, :, first : first + held + 1], behind) for a in tails)]
+        return [out, *(mx.pad(a[:, :, first : first + held + 1], behind) for a in appended)]
 
     def numbers(self, outputs: Inputs) -> Inputs:
-        out, *tails = outputs
+        out, *appended = outputs
         if self.bits:
             for i, n in enumerate((self.width, self.v_width)):
                 sizes = n * self.bits // 32, n // self.group_size
                 like = [Spec((size,), self.dtype) for size in (*sizes, sizes[1])]
-                tails[i] = self._numbers(parts_of_rows(tails[i], like))
-        return [out, *tails]
+                appended[i] = self._numbers(parts_of_rows(appended[i], like))
+        return [out, *appended]
 
     def tolerances(self, outputs: int) -> list[float]:
         first, *others = super().tolerances(outputs)
@@ -220,7 +220,7 @@ class AttentionStepRecord(Record):
         return [first, *[packed] * len(others)]
 
     def _ranges(self) -> tuple[int, int]:
-        """The keys of the cache that count, and those of the tail."""
+        """The keys of the cache that count, and those of the append buffer."""
         held = min(_TAIL, self.keys) // 2
         return self.keys - held - 1, held
 
