@@ -19,11 +19,12 @@ PAGES := mlx_qlayers $(addprefix mlx_qlayers.,layers ops reference metal runtime
 # Tests and notebooks start many processes: what one has compiled of the package the next one takes.
 export PYTHONDONTWRITEBYTECODE :=
 
+# Modules are compiled where they are imported: all of the packages' would take a third of a setup.
 .PHONY: setup demo test test-fast test-caches test-faults test-metal test-cuda metal-sources test-floors stress fuzz bench plots architectures docs notebooks lint size clean
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,host,notebooks$(EXTRA)]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[dev,host,notebooks$(EXTRA)]'
 	@touch $@
 
 demo: setup

@@ -100,16 +100,6 @@ def test_mixed_dtypes_promote_as_stock_does():
             assert quantized_matmul(x, *packed).dtype == mx.quantized_matmul(x, *packed).dtype
 
 
-@pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("rows", [1, 20])
-def test_gradient_of_x_in_fp_modes(mode, rows):
-    rng = np.random.default_rng(7)
-    fmt = Format.checked(mode=mode)
-    w, scales, _ = random_packed(rng, 32, 64, fmt)
-    x = random(rng, (rows, 64))
-    assert_gradient(lambda x: quantized_matmul(x, w, scales, mode=mode), [x], rng)
-
-
 def test_compiled():
     rng = np.random.default_rng(8)
     packed = random_packed(rng, 512, 1024, AFFINE)
@@ -158,34 +148,6 @@ def test_kernel_promotes_as_stock_does():
                 assert mx.array_equal(y, plain + c)
             else:
                 check_product(y, a, (w, s, b), SMALL, bias=c)
-
-
-@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
-def test_kernel_has_the_gradient_of_the_reference(mode):
-    rng = np.random.default_rng(6)
-    w, *rest = (a for a in random_packed(rng, 40, 64, Format(32, 4, mode)) if a is not None)
-    floats = [random(rng, (2, 3, 64)), random(rng, (40,))]
-    if mode == "affine":
-        floats += rest
-
-    def loss(x, bias, *scales_and_biases):
-        packed = scales_and_biases or rest
-        y = quantized_matmul(x, w, *packed, group_size=32, mode=mode, bias=bias)
-        return (y * weight).sum()
-
-    weight, found = random(rng, (2, 3, 40)), []
-    for path in ("host", "reference"):
-        with use_backend(path), trace() as launches:
-            found.append(mx.grad(loss, tuple(range(len(floats))))(*floats))
-        kernels = ["qmv", "qvm"]
-        kernels += ["quantized_gradients_groups"] * (mode == "affine")
-        ran = sorted(x.kernel for x in launches)
-        assert len(ran) == len(kernels) * (path == "host")
-        assert all(
-            name.startswith(start) for name, start in zip(ran, sorted(kernels), strict=bool(ran))
-        )
-    for a, b in zip(*found, strict=True):
-        assert_same_sums(a, b)
 
 
 @pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])

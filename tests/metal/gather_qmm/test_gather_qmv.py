@@ -13,7 +13,7 @@ from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.experts import check_gathered, random_experts
 from tests.gpus import on_gpus
-from tests.numerics import behind_one, random
+from tests.numerics import random
 from tests.packed import DTYPES, EACH_WIDTH, every_format_and_dtype
 from tests.pairwise import in_turn, pairwise
 
@@ -95,17 +95,6 @@ def test_sorted_rows_share_what_they_read(device):
     indices = 4 * len(right) * 8 * 24 // config.outputs * (config.lanes + 1)
     assert 0 <= read[True] - x_reads - tiles * (each + scales) <= indices
     assert read[False] - read[True] >= (32 - tiles) * each - indices
-
-
-@pytest.mark.parametrize("device", ["metal", "host"])
-def test_rows_that_begin_anywhere(device):
-    """A view of rows may begin where no 16 bytes can be read at once."""
-    rng = np.random.default_rng(4)
-    packed = random_experts(rng, (E,), 9, 64, AFFINE, mx.bfloat16)
-    x = random(rng, (len(CHOICES[0]), 1, 64), mx.bfloat16)
-    with checks():
-        y = by_kernel(behind_one(x), packed, CHOICES[0], AFFINE, device=device)
-    check_gathered(y, x, packed, AFFINE, None, mx.array(CHOICES[0]), True)
 
 
 @pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])

@@ -11,7 +11,7 @@ from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.gpus import GPUS, on_gpus
 from tests.launchers import scales_and_biases_gradient
-from tests.numerics import assert_accurate, assert_same_sums, behind_one, random, round_to, to64
+from tests.numerics import assert_accurate, assert_same_sums, random, round_to, to64
 from tests.oracles import product
 from tests.packed import EACH_WIDTH, FORMATS, codes, random_packed
 from tests.pairwise import in_turn, pairwise
@@ -85,15 +85,6 @@ def test_clean_with_checks(fmt, device):
     with checks() as report:
         check_all(fmt, mx.float32, [(7, 41, 3), (33, 72, 1)], device=device)
     assert report.total("same_value_writes") == 0
-
-
-@pytest.mark.parametrize("device", ["host", "metal"])
-def test_rows_that_begin_anywhere(device):
-    """Views of rows may begin where no 16 bytes can be read at once."""
-    left, right, packed = sample(np.random.default_rng(4), 7, 16, 1, SMALL, mx.bfloat16)
-    with checks():
-        found = by_kernel(behind_one(left), behind_one(right), packed, SMALL, device)
-    check(found, left, right, packed[0], SMALL)
 
 
 @pytest.mark.parametrize("device", ["host", "metal"])

@@ -16,7 +16,7 @@ from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.gpus import GPUS, HERE, on_gpus
 from tests.launchers import qmm
-from tests.numerics import behind_one, random, to64
+from tests.numerics import random, to64
 from tests.packed import (
     DTYPES,
     FORMATS,
@@ -126,16 +126,6 @@ def test_rows_that_wide_loads_cannot_take(columns):
         x, packed = sample(rng, 18, columns, 1, AFFINE, dtype, transpose=False)
         with checks():
             check_product(by_kernel(x, packed, AFFINE, False), x, packed, AFFINE, False)
-
-
-@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
-def test_rows_that_begin_anywhere(transpose):
-    """A view of rows may begin where no 16 bytes can be read at once."""
-    x, packed = sample(np.random.default_rng(2), 18, 64, 1, AFFINE, mx.bfloat16, transpose)
-    with checks():
-        check_product(
-            by_kernel(behind_one(x), packed, AFFINE, transpose), x, packed, AFFINE, transpose
-        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
