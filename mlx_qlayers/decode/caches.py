@@ -17,7 +17,7 @@ from .capture import Setting, Unsupported
 
 # How far ahead of the first a second capture looks at most.
 REACH = 100_000
-# The least position of a capture: in graphs of one token, what has one row is broadcast.
+# The least position of a capture: MLX broadcasts an axis of one row, which would be another graph.
 _LEAST = 2
 # Rows that a long cache grows by at most.
 _MOST_ROWS = 2048
@@ -130,7 +130,8 @@ def _room(c: Any, kind: str, length: int) -> int:
     rows = _rows(c.keys)
     # In whole steps, also where sequences were merged: each number of rows is compiled anew.
     size = -(-rows // c.step) * c.step
-    # As mlx-lm's, or by a quarter; but one row stays free, that tokens be always in some of all.
+    # It grows as mlx-lm's does, or by a quarter, and one row early: the code slices a buffer that
+    # has a free row, and takes a full one as it is.
     if at + length + (kind != "ChunkedKVCache") > size:
         more = max(length + 1, min(rows // 4, _MOST_ROWS))
         size = -(-(at + more) // c.step) * c.step
