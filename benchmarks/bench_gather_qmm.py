@@ -1,44 +1,117 @@
 """Products with experts beside stock MLX: the first projection of two models, by tokens.
 
     python benchmarks/bench_gather_qmm.py
+    python benchmarks/bench_gather_qmm.py --formats
 
-Results are compared with stock MLX in float32 before anything is timed. From 64 choices on they are
-sorted, as mlx-lm does. Every product chooses anew, so that a cache holds no matrix for the next.
-A time is that of one product in a chain of them, which is compiled on a GPU.
+Results are compared with dense float64 products before anything is timed. From 64 choices on they
+are sorted, as mlx-lm does. Every product chooses anew, so that a cache holds no matrix for the
+next. A time is that of one product in a chain of them, which is compiled on a GPU.
+
+With ``--formats`` 16 experts of that size in every format, dtype and order. The columns of a first
+call are the seconds in a process of its own, of which as many run as the machine has cores, with
+empty folders of compiled kernels; the times behind them are taken from one process.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
-from typing import NamedTuple
+from itertools import product
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 from common import Table, arguments, output
-from harness import GPU, Run, case, chain, on, paths, verified
+from harness import GPU, Run, case, chain, on, paths
 
 from mlx_qlayers import backend
+from mlx_qlayers.formats import DEFAULTS, MODES, Format
 from mlx_qlayers.ops.gather_qmm import gather_qmm
 
 # Experts, of which so many for a token; outputs and inputs of their first projection.
-MODELS = {"Qwen3-30B-A3B": (128, 8, 768, 2048), "Qwen1.5-MoE-A2.7B": (60, 4, 1408, 2048)}
+MODELS = {
+    "Qwen3-30B-A3B": (128, 8, 768, 2048),
+    "Qwen1.5-MoE-A2.7B": (60, 4, 1408, 2048),
+    "16 experts": (16, 8, 768, 2048),
+}
 TOKENS = (1, 4, 16, 64, 128, 512) if GPU else (1, 4, 16)
 SORTED_FROM = 64
 # Products of a chain, each with choices of its own.
 SETS = 6 if GPU else 2
-FMT = {"group_size": 64, "bits": 4}
-Packed = tuple[mx.array, mx.array, mx.array]
+CHECKED = 12  # rows, from all over a result
+Packed = list[mx.array | None]
+
+
+class Case(NamedTuple):
+    """Rows of some tokens through a model's projection, or back."""
+
+    model: str
+    tokens: int
+    fmt: Format = Format(64, 4)
+    kind: str = "bfloat16"
+    transpose: bool = True
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the products of MLX and of this package."""
+        sorted_ = self.tokens * MODELS[self.model][1] >= SORTED_FROM
+        return {**self.fmt._asdict(), "transpose": self.transpose, "sorted_indices": sorted_}
+
+    def inputs(self) -> tuple[mx.array, list[mx.array]]:
+        """The rows, and the experts that each product chooses."""
+        count, each, n, k = MODELS[self.model]
+        indices = choices(self.tokens, each, count)
+        lead = (self.tokens * each, 1) if indices[0].ndim == 1 else (self.tokens, 1, 1)
+        shape = *lead, k if self.transpose else n
+        x = mx.random.normal(shape, key=mx.random.key(1)).astype(getattr(mx, self.kind))
+        mx.eval(x)
+        return x, indices
+
+    def packed(self) -> Packed:
+        """The experts."""
+        return experts(self.model, self.fmt, self.kind)
+
+    def error(self) -> float:
+        """Of our results for the first choices, against float64, over the largest number."""
+        x, (indices, *_) = self.inputs()
+        shape = *indices.shape, *x.shape[-2:]
+        rows = np.array(mx.broadcast_to(x, shape).astype(mx.float32)).reshape(-1, x.shape[-1])
+        at = np.linspace(0, len(rows) - 1, min(CHECKED, len(rows))).astype(int)
+        chosen = np.array(indices).flatten()[at]
+        w, scales, biases = (a if a is None else a[mx.array(chosen)] for a in self.packed())
+        with mx.stream(mx.cpu):  # on CUDA there is no operator for one bit
+            numbers = (a if a is None or a.dtype == mx.uint8 else a.astype(mx.float32)
+                       for a in (scales, biases))  # fmt: skip
+            dense = mx.dequantize(w, *numbers, *self.fmt, dtype=mx.float32)
+        matrices = np.array(dense).astype(np.float64)
+        matrices = matrices.swapaxes(1, 2) if self.transpose else matrices
+        truth = (rows[at].astype(np.float64)[:, None] @ matrices)[:, 0]
+        # Sums of float32 lose some digits on the way; what is rounded to less loses those alone.
+        allowed = 2 * mx.finfo(x.dtype).eps + 1e-5
+        worst = 0.0
+        for path in paths():
+            y = on(path, ours)(x, indices, self).astype(mx.float32)
+            found = np.array(y).reshape(len(rows), -1)[at]
+            worst = max(worst, float(np.abs(found - truth).max() / np.abs(truth).max()))
+            assert worst <= allowed, f"{self}: {path}: {worst:.2e}, not {allowed:.2e}"
+        return worst
 
 
 @lru_cache(1)
-def experts(model: str) -> Packed:
+def experts(model: str, fmt: Format, kind: str) -> Packed:
     """Random quantized matrices."""
     count, _, n, k = MODELS[model]
     mx.random.seed(n)
-    w, scales, biases = mx.quantize(
-        (mx.random.normal((count, n, k)) * k**-0.5).astype(mx.bfloat16), **FMT
-    )
-    mx.eval(w, scales, biases)
-    return w, scales, biases
+    with mx.stream(mx.cpu if fmt.bits == 1 else mx.default_device()):
+        dense = (mx.random.normal((count, n, k)) * k**-0.5).astype(getattr(mx, kind))
+        packed = [*mx.quantize(dense, **fmt._asdict()), None][:3]
+        mx.eval(packed)
+    return packed
 
 
 @cache
@@ -53,70 +126,100 @@ def choices(tokens: int, each: int, count: int) -> list[mx.array]:
     return found
 
 
-class Case(NamedTuple):
-    """Rows of some tokens through a model's projection."""
-
-    model: str
-    tokens: int
-
-    def inputs(self) -> tuple[mx.array, list[mx.array]]:
-        """The rows, and the experts that each product chooses."""
-        count, each, _, k = MODELS[self.model]
-        indices = choices(self.tokens, each, count)
-        sorted_ = indices[0].ndim == 1
-        lead = (self.tokens * each, 1) if sorted_ else (self.tokens, 1, 1)
-        x = mx.random.normal((*lead, k), key=mx.random.key(1)).astype(mx.bfloat16)
-        mx.eval(x)
-        return x, indices
-
-    def error(self) -> float:
-        """Of our result on the first choices, against stock in float32."""
-        x, (indices, *_) = self.inputs()
-        packed = experts(self.model)
-        w, scales, biases = packed
-        wide = (w, scales.astype(mx.float32), biases.astype(mx.float32))
-        truth = stock(x.astype(mx.float32), wide, indices)
-        ways = {path: on(path, lambda: ours(x, packed, indices)) for path in paths()}
-        return verified(str(self), ways, truth, 2 * mx.finfo(mx.bfloat16).eps + 1e-5)
-
-
-def stock(x: mx.array, packed: Packed, indices: mx.array) -> mx.array:
+def stock(x: mx.array, indices: mx.array, shape: Case) -> mx.array:
     """MLX's product."""
-    options = {"sorted_indices": indices.ndim == 1, **FMT}
-    return mx.gather_qmm(x, *packed, rhs_indices=indices, transpose=True, **options)
+    return mx.gather_qmm(x, *shape.packed(), rhs_indices=indices, **shape.options)
 
 
-def ours(x: mx.array, packed: Packed, indices: mx.array) -> mx.array:
+def ours(x: mx.array, indices: mx.array, shape: Case) -> mx.array:
     """Our product on the backend that is chosen."""
-    options = {"sorted_indices": indices.ndim == 1, **FMT}
-    return gather_qmm(x, *packed, rhs_indices=indices, **options)
+    return gather_qmm(x, *shape.packed(), rhs_indices=indices, **shape.options)
+
+
+def chained(shape: Case, path: str) -> Run:
+    """Products of one path, each with choices of its own."""
+    x, indices = shape.inputs()
+    function = stock if path == "stock" else on(path, ours)
+    return chain(lambda x, chosen: function(x, chosen, shape), x, indices)
+
+
+def all_formats() -> list[Case]:
+    """One case of each size, format, dtype and order."""
+    formats = [
+        Format(DEFAULTS[mode][0], bits, mode) for mode, (_, widths) in MODES.items()
+        for bits in widths
+    ]  # fmt: skip
+    kinds = product(formats, ("bfloat16", "float16", "float32"), (True, False), (1, 64))
+    return [Case("16 experts", tokens, *kind) for *kind, tokens in kinds]
+
+
+def first_calls(shapes: list[Case]) -> dict[Case, dict[str, Any]]:
+    """Seconds of each path's first call, and what MLX says where it has no such product."""
+
+    def measured(index: int) -> dict[str, Any]:
+        command = [sys.executable, __file__, "--first", str(index)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return json.loads(done.stdout) if not done.returncode else {"failed": done.stderr[-300:]}
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(shapes, pool.map(measured, range(len(shapes))), strict=True))
+
+
+def first(shape: Case) -> dict[str, Any]:
+    """What the process of a case prints."""
+    x, (indices, *_) = shape.inputs()
+    mx.eval(shape.packed(), x)
+    found: dict[str, Any] = {}
+    for name, function in (("kernel", on(paths()[-1], ours)), ("stock", stock)):
+        start = time.perf_counter()
+        try:
+            mx.eval(function(x, indices, shape))
+        except (RuntimeError, ValueError) as error:
+            found["stock has none"] = str(error).splitlines()[0]
+        else:
+            found[f"first {name}"] = time.perf_counter() - start
+    return found
 
 
 def main() -> None:
-    args = arguments(__doc__, repeats=8).parse_args()
+    parser = arguments(__doc__, repeats=8)
+    parser.add_argument("--formats", action="store_true", help="every format, dtype and order")
+    parser.add_argument("--first", type=int, help="a case of --formats, in this process alone")
+    args = parser.parse_args()
+    if args.first is not None:
+        return print(json.dumps(first(all_formats()[args.first])))
     names = ["stock", *paths()]
     names = ["kernel" if name in ("host", "metal", "cuda") else name for name in names]
+    shapes = [Case(model, tokens) for model in list(MODELS)[:2] for tokens in TOKENS]
+    shapes = all_formats() if args.formats else shapes
+    firsts = first_calls(shapes) if args.formats else {}
+    lacking = {shape for shape, found in firsts.items() if "first stock" not in found}
+    columns = {"model": 18, "product": 10, "tokens": 6, "mode": 6, "bits": 4, "dtype": 8}
+    columns |= dict.fromkeys(names, 12) | {"ratio": 8, "error": 8}
+    columns |= {"first stock": 11, "first kernel": 12} if args.formats else {}
 
-    def chained(shape: Case, path: str) -> Run:
-        (x, indices), packed = shape.inputs(), experts(shape.model)
-        function = stock if path == "stock" else on(path, ours)
-        return chain(lambda x, chosen: function(x, packed, chosen), x, indices)
-
-    with output(args, "gather_qmm"):
-        print(f"milliseconds, bfloat16, 4 bits in groups of 64; kernel on backend {backend()}")
-        columns = {"model": 18, "product": 10, "tokens": 6, **dict.fromkeys(names, 12)}
+    with output(args, "gather_qmm_formats" if args.formats else "gather_qmm"):
+        print(f"milliseconds; kernel on backend {backend()}")
         case(
-            lambda shape: {"stock": chained(shape, "stock")},
+            lambda shape: {} if shape in lacking else {"stock": chained(shape, "stock")},
             lambda shape: {
                 "reference" if path == "reference" else "kernel": chained(shape, path)
                 for path in paths()
             },
-            [Case(model, tokens) for model in MODELS for tokens in TOKENS],
-            table=Table(columns | {"ratio": 8, "error": 8}),
+            shapes,
+            table=Table(columns),
             repeats=args.repeats,
             check=Case.error,
-            row=lambda shape: {**shape._asdict(), "product": "forward"},
+            row=lambda shape: {
+                "model": shape.model,
+                "product": "forward" if shape.transpose else "gradient",
+                "tokens": shape.tokens,
+                "mode": shape.fmt.mode,
+                "bits": shape.fmt.bits,
+                "dtype": shape.kind,
+            },
             calls=lambda shape: SETS,
+            more=lambda shape, _: firsts.get(shape, {}),
         )
 
 
