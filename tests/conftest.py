@@ -39,10 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out sweeps, and what needs a GPU or compiler that is not here; slow files go first."""
+    """Leave out sweeps, and what needs a GPU that is not here; slow files go first."""
     missing = [name for name in gpus.NAMES if not gpus.available(name)]
-    if not os.environ.get("NVRTC_INCLUDES"):
-        missing.append("nvrtc")
     asked = str(config.getoption("markexpr"))
     missing += [name for name in ("tensors", "faults", "caches") if name not in asked]
     left_out = {item for item in items if any(map(item.get_closest_marker, missing))}

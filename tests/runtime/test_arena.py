@@ -11,9 +11,8 @@ from machine import has_device
 from mlx_qlayers.runtime import arena as arena_module
 from mlx_qlayers.runtime.arena import arena, side_by_side, still_there
 from mlx_qlayers.runtime.backend import Mode, mode, use_backend
-from mlx_qlayers.runtime.spec import Spec
 
-from .kernels import AFFINE, GATHER, ROOTS
+from .kernels import AFFINE, ROOTS
 
 X = mx.arange(40, dtype=mx.float32)
 SCALAR, BIAS = mx.array(2.0), mx.array([1.0, 2.0, 3.0])
@@ -113,15 +112,3 @@ def test_nothing_is_shared_where_a_derivative_may_be_taken(layouts: list[Any]) -
     with use_backend("host"), arena([]):
         chain()
     assert not layouts
-
-
-def test_a_kernel_is_told_the_shape_of_an_array(layouts: list[Any]) -> None:
-    layout = arena_module._Layout(((0, 128, (5, 8)),), (Spec((128,), mx.uint8),), (), ())
-    program = arena_module._program(GATHER.program, layout, [])
-    assert program.input_names == ("within_0",) and program.output_names == ("y",)
-    told = "const int x_shape[]={5,8};const int64_t x_strides[]={8,1};constexpr int x_ndim=2;"
-    assert f"(within_0)+128);{told}" in program.source
-    layout = arena_module._Layout(((0, 640, (5, 8)),), (Spec((5, 32), mx.float32),), (), ())
-    source = arena_module._program(GATHER.program, layout, []).source
-    told = told.replace("{5,8}", "{within_0_shape[0],8}")
-    assert f"(within_0)+size_t(within_0_shape[0])*128);{told}" in source

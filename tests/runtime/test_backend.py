@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import contextvars
 import threading
@@ -30,7 +29,6 @@ from mlx_qlayers.runtime.backend import (
     use_backend,
 )
 from mlx_qlayers.runtime.explain import Decision, explain
-from tests.stress import interrupts
 
 from .kernels import HISTOGRAM
 
@@ -143,67 +141,10 @@ def test_a_default_for_threads_that_force_none():
         pass
 
 
-def test_threads_force_backends_of_their_own():
-    """Blocks that overlap in any order leave nothing forced, neither elsewhere nor behind them."""
-    seen = {"reference": set(), "host": set()}
-    begin = threading.Barrier(3)
-
-    def work(name):
-        begin.wait()
-        for _ in range(1000):
-            with use_backend(name):
-                seen[name].add(backend())
-        seen[name].add(requested())
-
-    threads = [threading.Thread(target=work, args=(name,)) for name in seen]
-    for thread in threads:
-        thread.start()
-    begin.wait()
-    here = {requested() for _ in range(1000)}
-    for thread in threads:
-        thread.join()
-    assert here == {"auto"}
-    assert seen == {name: {name, "auto"} for name in seen}
-
-
-def test_tasks_force_backends_of_their_own():
-    async def task(name):
-        found = set()
-        for _ in range(100):
-            with use_backend(name):
-                await asyncio.sleep(0)
-                found.add(backend())
-            await asyncio.sleep(0)
-        return found | {requested()}
-
-    async def together():
-        return await asyncio.gather(task("reference"), task("host"), task("reference"))
-
-    assert asyncio.run(together()) == [
-        {"reference", "auto"},
-        {"host", "auto"},
-        {"reference", "auto"},
-    ]
-
-
 def test_a_choice_goes_to_another_thread_by_its_context():
     with use_backend("reference"), ThreadPoolExecutor(1) as pool:
         assert pool.submit(requested).result() == "auto"
         assert pool.submit(contextvars.copy_context().run, requested).result() == "reference"
-
-
-def test_interrupts_inside_blocks_leave_nothing_forced():
-    """Ctrl-C at any moment, that between the constructor and ``__enter__`` too."""
-
-    def blocks():
-        for _ in range(20):
-            with use_backend("reference"), mode(Mode.INFERENCE):
-                requested()
-
-    with interrupts() as run:
-        for turn in range(1000):
-            run(blocks, 1e-5 + turn % 10 * 1e-5)
-            assert current.get() is module._INITIAL
 
 
 def test_nothing_is_forced_before_a_block_is_entered():

@@ -59,19 +59,6 @@ def test_inputs_of_every_dtype_and_rank(dtype, shape):
     agrees(program(source), [mx.zeros(shape, dtype)], [("T", dtype)], [dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("atomic", [False, True])
-def test_outputs_of_every_dtype(dtype, atomic):
-    agrees(
-        program(outputs=("o", "p"), atomic_outputs=atomic), [mx.zeros(9)], [], [dtype, mx.uint32]
-    )
-
-
-@pytest.mark.parametrize("attribute", generated.ATTRIBUTES)
-def test_every_attribute(attribute):
-    agrees(program(f"auto at = {attribute}; o[0] = 1;"), [mx.zeros(9)], [], [mx.float32])
-
-
 def test_all_attributes_at_once():
     source = "".join(f"use({attribute});" for attribute in reversed(generated.ATTRIBUTES))
     agrees(program(source), [mx.zeros(9)], [], [mx.float32])

@@ -12,12 +12,11 @@ from mlx_qlayers.runtime.backend import BackendError, use_backend
 from mlx_qlayers.runtime.explain import explain
 from mlx_qlayers.runtime.health import Health, HealthError, checked, health_checks
 from mlx_qlayers.runtime.host import checks
-from mlx_qlayers.runtime.parse import parse as load
 from mlx_qlayers.runtime.tracing import trace
 from tests.gpus import GPUS
 from tests.numerics import assert_function
 
-from .kernels import FILE, HISTOGRAM, ROOTS, SPIN
+from .kernels import HISTOGRAM, ROOTS
 
 X = mx.array([[1.0, 4.0, 0.0, 2.0], [9.0, 16.0, 25.0, 36.0]])
 
@@ -71,18 +70,6 @@ def test_outside_the_mode_nothing_is_added(kernel):
     assert stand_in.called[1]["init_value"] is None
 
 
-def test_an_error_becomes_an_exception(kernel):
-    kernel(failed=3, code=1, value=-2.5, thread=6)
-    with health_checks(), pytest.raises(HealthError) as caught:
-        roots()
-    assert str(caught.value) == (
-        "kernel roots: error 1 (negative radicand), value -2.5, at thread (2, 1, 0) of (4, 2, 1); "
-        "3 checks failed"
-    )
-    assert caught.value.kernel == "roots"
-    assert caught.value.health == Health(8, (4, 2, 1), 8, 3, 1, -2.5, (2, 1, 0))
-
-
 def test_a_code_without_a_meaning(kernel):
     kernel(failed=1, code=9)
     with health_checks(), pytest.raises(HealthError, match=r"error 9 \(no meaning declared\)"):
@@ -94,19 +81,6 @@ def test_threads_that_do_not_finish_become_an_exception(kernel):
     message = "kernel roots: 8 of 8 threads started, 5 finished"
     with health_checks(), pytest.raises(HealthError, match=message):
         roots()
-
-
-def test_an_error_may_lead_to_the_reference(kernel):
-    def reference(x):
-        return [mx.abs(x)]
-
-    kernel(failed=1, code=2, value=2e6)
-    assert checked("sqrt", roots, reference, X)[0].tolist() == X.tolist()
-    kernel()
-    assert checked("sqrt", roots, reference, X)[0].tolist() == mx.sqrt(X).tolist()
-    (decision,) = [d for d in explain() if d.op == "sqrt"]
-    assert decision.path == "reference"
-    assert decision.reason.startswith("kernel roots: error 2 (radicand too large), value 2e+06")
 
 
 def test_an_error_outside_is_not_turned_into_the_reference(kernel):
@@ -172,29 +146,3 @@ def test_atomic_outputs_are_watched_too(machine):
     with health_checks():
         (counts,) = HISTOGRAM([x], init_value=0, **sizes)
     assert counts.tolist() == [1, 1, 0, 3, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]
-
-
-def test_the_text_reports_and_counts_every_way_out():
-    program = load(FILE, "roots", "roots_health", health=True)
-    assert program.output_names == ("root", "exact", "health")
-    lines = program.source.split("\n")
-    assert lines[0] == "uint3 position=thread_position_in_grid;"
-    assert lines[1] == "health_start((device atomic<uint>*)health,threads_per_grid);"
-    assert lines[-1] == "health_finish((device atomic<uint>*)health);"
-    assert program.source.count("health_report((device atomic<uint>*)health,") == 2
-    assert "{health_finish((device atomic<uint>*)health);return;}" in program.source
-    assert program.source.count("return") == 1
-    for function in ("health_start", "health_finish", "health_report"):
-        assert program.header.count(f"METAL_FUNC void {function}(") == 1
-
-
-def test_atomic_outputs_get_an_atomic_buffer():
-    program = load(FILE, "histogram", "histogram_health", health=True)
-    assert program.atomic_outputs
-    assert program.output_names == ("counts", "health")
-
-
-def test_kernels_without_checks_can_be_watched_too():
-    program = load(FILE, "spin", "spin_health", health=True)
-    assert "health_report" not in program.header + program.source
-    assert SPIN.program.output_names == ("y",)

@@ -71,37 +71,6 @@ def test_an_included_file_gives_only_what_is_used(tmp_path):
     assert made.header == "inline float f(float x){return x;}\n"
 
 
-def test_attributes_take_the_name_of_the_file(tmp_path):
-    path = tmp_path / "test.metal"
-    path.write_text(
-        "kernel void k(device float* y, uint2 at [[thread_position_in_grid]], "
-        "ushort lane [[thread_index_in_simdgroup]], uint3 size [[threads_per_grid]], "
-        "uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]]) {\n"
-        "y[at.x + lane + threadgroup_position_in_grid.x] = at.y; }"
-    )
-    assert parse(path, "k", "k").source == (
-        "uint2 at=uint2(thread_position_in_grid.x,thread_position_in_grid.y);\n"
-        "ushort lane=thread_index_in_simdgroup;\n"
-        "y[at.x+lane+threadgroup_position_in_grid.x]=at.y;"
-    )
-
-
-def test_the_test_kernels_are_read_as_written():
-    made = parse(FILE, "affine", "affine")
-    assert made.template == (("T", "typename"), ("N", "int"), ("NEGATE", "bool"))
-    assert [(p.name, p.type, p.space, p.reference) for p in (*made.inputs, *made.outputs)] == [
-        ("x", "T", "device", False),
-        ("a", "float", "constant", True),
-        ("b", "float", "constant", False),
-        ("y", "T", "device", False),
-    ]
-    assert re.findall(r"float (\w+)\(", made.header) == ["wide", "load"]
-    assert not made.cooperative
-    assert parse(FILE, "row_sums", "row_sums").cooperative
-    assert parse(FILE, "histogram", "histogram").atomic_outputs
-    assert "health" not in parse(FILE, "roots", "roots").source
-
-
 @pytest.mark.parametrize(
     ("signature", "message"),
     [
@@ -179,51 +148,3 @@ def test_a_word_that_ends_like_a_shape_is_refused(tmp_path):
 def test_a_missing_kernel_names_those_that_exist():
     with pytest.raises(SourceError, match="no kernel 'sum', only affine, gather, histogram"):
         parse(FILE, "sum", "sum")
-
-
-TEXT = """
-// A comment.
-#include "common.metal"
-
-inline float f(float x) {
-  return x; }
-/* A longer
-   one. */
-kernel void k(
-    device float* y, const device float* x, uint3 at [[thread_position_in_grid]]) {
-  health_check(true, 1, 1.0f);
-  y[at.x] = /* two lines
-   */ f(1);
-
-  if (y[0] > 0) { return; }
-  y[at.y] = g(2);
-}
-"""
-SHORT = TEXT.replace("g(2)", "f(2)").replace('#include "common.metal"', "")
-SHORT = SHORT.replace(" const device float* x,", "")
-
-
-@pytest.mark.parametrize("health", [False, True])
-def test_every_line_comes_from_one_of_the_file(tmp_path, health):
-    (tmp_path / "common.metal").write_text("\ninline float g(float x) {\n\n return x; }")
-    made = parse(tmp_path / "t.metal", "k", "k", text=TEXT, health=health, omitted=("x",))
-    header, body = made.file_lines
-    assert len(header) == made.header.count("\n") and len(body) == made.source.count("\n") + 1
-    cited = dict(zip((made.header + made.source).split("\n"), header + body, strict=True))
-    assert cited["inline float g(float x){"] == "common.metal:2"
-    assert cited["return x;}"] in ("common.metal:4", "t.metal:6")
-    assert cited["const device float* x=nullptr;"] == "t.metal:9"
-    assert cited["uint3 at=thread_position_in_grid;"] == "t.metal:9"
-    assert cited["y[at.x]=f(1);"] == "t.metal:12"
-    assert cited["y[at.y]=g(2);"] == "t.metal:16"
-
-
-def test_messages_cite_the_file(tmp_path):
-    made = parse(tmp_path / "t.metal", "k", "k", text=SHORT)
-    text = f"{made.header}[[kernel]] void k(\n  parameters\n) {{\n{made.source}\n}}\n"
-    line = text.split("\n").index("y[at.x]=f(1);") + 1
-    assert made.cite(f"source.metal:{line}:3: error: no", text) == "t.metal:12: error: no"
-    assert made.cite("source.metal:1: a, source.metal:2: b", text) == "t.metal:5: a, t.metal:6: b"
-    # The parameter list is MLX's; behind the body nothing is the user's.
-    assert made.cite("source.metal:4", text) == "t.metal:9"
-    assert made.cite(f"source.metal:{line + 9}", text) == "t.metal:16"

@@ -20,31 +20,6 @@ def words(text):
     return [token.text for token in tokenize(text) if token.kind != "newline"]
 
 
-MINIFIED = {
-    "comments and blanks are left out": (
-        "a  =  b ;  // c\n\n\n   /* d\n e */ return  x + +y - -z / *p; // f",
-        "a=b;\nreturn x+ +y- -z/ *p;",
-    ),
-    "directives keep their lines": (
-        "for (;;) {\n  #pragma clang loop unroll(full) // all\n  x  += 1;\n}",
-        "for(;;){\n#pragma clang loop unroll(full)\nx+=1;\n}",
-    ),
-    "macros of many lines become one": (
-        "#define F(x) /* twice */ \\\n   (x + \\\n x)\nint y;",
-        "#define F(x) (x + x)\nint y;",
-    ),
-    "strings and numbers stay whole": (
-        'f ( "a  // b" , 1.5e-3f , 0x1p-2 , .5h , 7u , a.b );',
-        'f("a  // b",1.5e-3f,0x1p-2,.5h,7u,a.b);',
-    ),
-}
-
-
-@pytest.mark.parametrize(("text", "short"), MINIFIED.values(), ids=MINIFIED)
-def test_minified(text, short):
-    assert minify(tokenize(text)) == short
-
-
 marks = st.sampled_from("+-*&|<>=:!%^.,;(){}[]?~")
 pieces = st.one_of(marks, st.sampled_from(["x", "1", "0.5f", ".5", "if", "::", "->", ">>=", "&&"]))
 
@@ -63,22 +38,6 @@ def test_minified_text_has_the_same_words(parts):
 def test_minifying_mlx_headers_changes_no_word(path):
     text = path.read_bytes().decode("ascii", "replace")
     assert words(minify(tokenize(text))) == words(text)
-
-
-def test_what_a_function_of_mlx_needs_is_found(tmp_path):
-    """MLX's largest header, less the directives that the dialect does not have."""
-    text = (MLX_KERNELS / "quantized.h").read_bytes().decode("ascii", "ignore")
-    path = tmp_path / "quantized.metal"
-    path.write_text(re.sub(r"^#(?:.*\\\n)*.*$", "", text, flags=re.M))
-    found = source.used(source.read(path), frozenset(["qmv_fast_impl"]))
-    assert [min(item.names) for item in found] == [
-        "SIMD_SIZE",
-        "get_pack_factor",
-        "get_bytes_per_pack",
-        "load_vector",
-        "qdot",
-        "qmv_fast_impl",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -103,16 +62,6 @@ def test_a_declaration_that_does_not_end(tmp_path):
     path.write_text("struct S {\n int a;\n")
     with pytest.raises(SourceError, match=re.escape("test.metal:1: this declaration does not end")):
         source.read(path)
-
-
-def test_lines_know_their_numbers():
-    text = "\n// a\n  a  =\n b; /* c\n */ d;\n\n#pragma unroll\n{"
-    assert list(source.lines(tokenize(text))) == [
-        (3, "a="),
-        (4, "b;d;"),
-        (7, "#pragma unroll"),
-        (8, "{"),
-    ]
 
 
 def test_a_file_that_changed_is_read_again(tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -103,43 +101,6 @@ def test_operations_have_first_derivatives_and_no_second(name: str) -> None:
         mx.eval(mx.grad(lambda x: gradient(x).sum())(x))
     with pytest.raises(ValueError, match=r"mx\.jvp"):
         mx.eval(mx.jvp(function, [x], [mx.ones_like(x)]))
-
-
-_IN_A_THREAD = """
-import threading
-import mlx.core as mx
-import numpy as np
-from mlx_qlayers import quantized_matmul, use_backend
-from mlx_qlayers.ops.exp import exp
-
-x, packed = mx.ones((3, 128)), mx.quantize(mx.ones((40, 128)))
-mx.eval(x, packed)
-
-def work():
-    with use_backend("host"):
-        mx.eval(exp(x), quantized_matmul(x, *packed), mx.grad(lambda x: exp(x).sum())(x))
-
-thread = threading.Thread(target=work)
-thread.start()
-thread.join()
-print("done")
-"""
-
-
-@pytest.mark.slow
-def test_a_process_ends_after_operations_in_a_thread() -> None:
-    """MLX's compile cache of a thread that ended takes the interpreter's lock: none may be filled.
-
-    It aborted 6 to 10 of 10 processes.
-    """
-
-    def run(_: int) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", _IN_A_THREAD]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-    with ThreadPoolExecutor(2) as pool:
-        for done in pool.map(run, range(5)):
-            assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
 def test_arrays_have_values_except_under_compile_and_vmap() -> None:

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from mlx_qlayers.runtime.host import compiler, llvm_ir, toolchain
+from mlx_qlayers.runtime.host import compiler
 from mlx_qlayers.runtime.host import translate as source
-from mlx_qlayers.runtime.host.access_checks import instrument, size_of
+from mlx_qlayers.runtime.host.access_checks import instrument
 
 from . import mlx_kernels as mk
 
@@ -39,29 +39,3 @@ def test_every_access_is_seen(family: str, function: str) -> None:
             assert re.search(r"call void @qk_(load|store|atomic)\(", before), line
             seen += 1
     assert seen >= 5
-
-
-@pytest.mark.parametrize(
-    ("kind", "bytes_"),
-    [("i1", 1), ("half", 2), ("i24", 3), ("<4 x float>", 16), ("[3 x i16]", 6), ("ptr", 8)],
-)
-def test_size_of(kind: str, bytes_: int) -> None:
-    assert size_of(kind) == bytes_
-
-
-def test_sizes_that_are_not_known_stop_the_build() -> None:
-    with pytest.raises(ValueError, match="x86_fp80"):
-        size_of("x86_fp80")
-
-
-def test_locations_come_from_the_caller_of_the_library() -> None:
-    text = """
-    !1 = !DILocation(line: 9, scope: !2, inlinedAt: !4)
-    !2 = distinct !DISubprogram(name: "simd_sum", scope: !3, file: !3)
-    !3 = !DIFile(filename: "metal_simdgroup", directory: "/shims")
-    !4 = !DILocation(line: 3, scope: !5)
-    !5 = distinct !DISubprogram(name: "k", file: !6)
-    !6 = !DIFile(filename: "source.metal", directory: "/")
-    """.replace("    !", "!")
-    assert llvm_ir.Locations(text, "/shims").of("call void @f(), !dbg !1") == "source.metal:3"
-    assert toolchain.SHIMS.name == "host"

@@ -142,23 +142,6 @@ def test_damaged_libraries_are_not_loaded(folder: Path) -> None:
     assert use("3", "5") == (["3.0", "5.0"], "")
 
 
-def test_an_entry_is_on_the_disk_before_it_has_its_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    events: list[str] = []
-    fsync, rename = os.fsync, Path.rename
-    monkeypatch.setattr(
-        os, "fsync", lambda f: (events.append(os.readlink(f"/proc/self/fd/{f}")), fsync(f))
-    )
-    monkeypatch.setattr(
-        Path, "rename", lambda self, to: (events.append("rename"), rename(self, to))[1]
-    )
-    entry = cache.entry("cc35", build)
-    before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
-    assert {Path(e).name for e in before} >= {"one", "two", "checksums"}
-    assert after == [str(entry.parent)]
-
-
 @pytest.fixture(params=["writable", "foreign"])
 def of_others(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

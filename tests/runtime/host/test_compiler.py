@@ -22,15 +22,6 @@ def headers(folder: Path) -> list[Path]:
     return list(folder.rglob("headers.pch"))
 
 
-@pytest.mark.parametrize("head", [HEADERS, "\n" + HEADERS, '#line 7 "source.metal"\n' + HEADERS])
-def test_a_unit_is_split_behind_what_it_includes_first(head: str) -> None:
-    text = head + KERNEL + "#include <metal_math>\n" + "constant int last = 1;\n"
-    unit = compiler.preprocess(text, {"VALUE": "2"}, 320)
-    before, own = compiler.split(unit)
-    assert "qk_parameters" in before and "y[i]" not in before
-    assert own.startswith("# ") and "y[i] = 2" in own and "last = 1" in own
-
-
 def test_kernels_behind_the_same_headers_share_them(folder: Path) -> None:
     for value in ("1", "2"):
         y = bytearray(16)

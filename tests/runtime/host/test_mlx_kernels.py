@@ -8,7 +8,6 @@ run prints the table.
 from __future__ import annotations
 
 import struct
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -332,17 +331,3 @@ def test_scan(reverse: bool, record_property: Record) -> None:
     assert np.array_equal(out, np.array(mx.cumsum(mx.array(x), -1, reverse=reverse)))
     case = "reverse" if reverse else "sum"
     note(record_property, "contiguous_scan", case, 0.0, mx.float32)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("checked", "seconds"), [(True, 5.0), (False, 1.0)])
-def test_fast_enough_to_test_with(checked: bool, seconds: float) -> None:
-    """The bars leave room for a busy machine: 0.1 s with checks and 3 ms without were measured."""
-    n = 3584
-    arguments, truth = quantized("qmv_fast", 4, 64, mx.float16, (1, n, n))
-    loaded = mk.load("affine", "affine_qmv_fast<half, 64, 4, false>", checked=checked)
-    y = mk.empty((1, n), mx.float16)
-    begin = time.perf_counter()
-    mk.run(loaded, arguments, {"y": y}, (1, n // 8, 1), (32, 2, 1))
-    assert time.perf_counter() - begin < seconds
-    assert mk.error(mk.float64(y, mx.float16), truth, mx.float16) <= ROUNDINGS[mx.float16]
