@@ -1,6 +1,7 @@
 """Measurements as they are stored: one JSON file for each device, read entry by entry.
 
-``{"device": "sm_90", "entries": {KEY: ENTRY}}``, where an entry has the configuration that tuning
+``{"device": "sm_90", "limits": {...}, "entries": {KEY: ENTRY}}``. Limits are attributes of its
+:class:`~mlx_qlayers.runtime.devices.record.Device`. An entry has the configuration that tuning
 found for a problem, or values that rules go by; with its date, command and version of MLX. Those
 that come with the package are in ``data/``; the user's own, in the cache folder, come first. An
 entry that cannot be understood is left alone, with a note, and costs the others nothing.
@@ -20,11 +21,11 @@ import mlx.core as mx
 
 from ..runtime.backend import epoch as current
 from ..runtime.cache_folder import cache_folder
+from ..runtime.devices import device_of
+from ..runtime.devices.record import FILES
 from ..runtime.explain import note, significant
 
-SHIPPED = Path(__file__).with_name("data")
-# Whose values hold on all devices of a backend that have none of their own.
-_OTHERS = {"cuda": "sm_90", "host": "cpu", "metal": "metal"}
+SHIPPED = FILES
 # What an entry has that says which path was fastest.
 _OF_COMPARED = ("seconds", "heuristic", "tried", "source", "mlx")
 # The path of an entry whose seconds are an estimate: no operation goes by it.
@@ -117,9 +118,9 @@ def file_of(device: str) -> str | None:
 
 
 def devices(kind: str) -> tuple[str, ...]:
-    """The names of a backend's device here, and of the one whose values hold on all others."""
-    other = _OTHERS.get(kind, kind)
-    return file_of(kind) or other, other
+    """The names of a backend's device here, and of those whose values hold where it has none."""
+    others = device_of(kind).others or (kind,)
+    return file_of(kind) or others[0], *others
 
 
 def user_folder() -> Path:

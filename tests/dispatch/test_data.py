@@ -1,6 +1,8 @@
 """The measurements that come with the package are of a kind that operations can use."""
 
+import json
 import re
+import shutil
 from dataclasses import fields
 
 import mlx.core as mx
@@ -9,8 +11,12 @@ import pytest
 from mlx_qlayers import explain
 from mlx_qlayers.formats import Format
 from mlx_qlayers.measurements import entries
-from mlx_qlayers.measurements.entries import Entry
+from mlx_qlayers.measurements.entries import Entry, devices, look_up
 from mlx_qlayers.metal.records import RECORDS
+from mlx_qlayers.runtime.backend import advance_epoch
+from mlx_qlayers.runtime.devices import device_of
+from mlx_qlayers.runtime.devices.record import Device, limits
+from tests.machine import has_gpu
 
 FILES = sorted(entries.SHIPPED.glob("*.json"))
 
@@ -30,7 +36,9 @@ def problem_of(key):
 def test_every_entry_is_understood_and_says_where_it_comes_from(path):
     explain(reset=True)
     found, raw = entries.read(path.parent, path.stem), entries.load(path, path.stem)
-    assert len(found) == len(raw["entries"]) > 1 and not explain()
+    assert len(found) == len(raw["entries"]) and not explain()
+    assert found or raw["limits"]
+    Device("", **raw.get("limits", {}))
     for key, value in raw["entries"].items():
         assert set(value) <= {field.name for field in fields(Entry)}, key
         assert re.fullmatch(r"20\d\d-\d\d-\d\d", found[key].date), key
@@ -56,3 +64,30 @@ def test_tuned_results_are_legal_configurations_of_kernels_as_they_are(path):
                 continue
             assert entry.source == problem.source
             assert entry.seconds == entry.paths[entry.path]
+
+
+@pytest.mark.parametrize(
+    "kind, architecture, file",
+    [("cuda", "sm_999", "sm_999"), ("metal", "applegpu_g99s", "applegpu_g99")],
+)
+def test_a_file_is_all_that_a_new_device_takes(kind, architecture, file, monkeypatch, tmp_path):
+    folder = shutil.copytree(entries.SHIPPED, tmp_path / "data")
+    content = json.loads((folder / "sm_90.json").read_text())["entries"]["attention_step_splits"]
+    content["values"]["most"] = 12345
+    found = {"limits": {"cores": 77}, "entries": {"attention_step_splits": content}}
+    (folder / f"{file}.json").write_text(json.dumps({"device": file} | found))
+    monkeypatch.setattr("mlx_qlayers.runtime.devices.record.FILES", folder)
+    monkeypatch.setattr(entries, "SHIPPED", folder)
+    has_gpu(monkeypatch, architecture)
+    monkeypatch.setattr(entries, "device_kind", lambda: kind)
+    monkeypatch.setattr(entries, "device_name", lambda: architecture)
+    limits.cache_clear()
+    advance_epoch()
+    assert device_of(kind).cores == 77 and device_of(kind).name == architecture
+    entry, evidence = look_up("attention_step_splits", *devices(kind))
+    assert entry.values["most"] == 12345 and evidence.device == file
+    others = {"cuda": ("qmm_max_rows", "sm_90"), "metal": ("qmv_tiles", "metal")}
+    name, other = others[kind]
+    assert look_up(name, *devices(kind))[1].device == other
+    limits.cache_clear()
+    advance_epoch()

@@ -17,7 +17,7 @@ DEVICES: dict[str, Callable[[str], Device]] = {
     "metal": apple.device,
     "cuda": nvidia.device,
     # Kernels run there as Apple's compiler would have them, a thread after the other.
-    "host": lambda _: Device("host", "cpu", gpu=False),
+    "host": lambda _: Device("host", "cpu", others=("cpu",), gpu=False),
     "reference": lambda _: Device("reference", gpu=False),
 }
 

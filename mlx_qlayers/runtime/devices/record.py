@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from functools import cache
 from math import inf
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+
+# A file for each device that something is known of: its limits, and what was measured there.
+FILES = Path(__file__).parents[2] / "measurements" / "data"
 
 # What every Apple GPU of MLX's offers a threadgroup; kernels are declared within it.
 MAX_THREADS = 1024
@@ -32,6 +39,19 @@ def most_threads(words: int) -> int:
     return next(steps, 0)
 
 
+@cache
+def limits(device: str) -> dict[str, Any]:
+    """The attributes that a device's file gives it.
+
+    Example:
+        >>> limits("sm_90")["cores"], limits("a GPU of next year")
+        (132, {})
+    """
+    path = FILES / f"{device}.json"
+    found = json.loads(path.read_text()).get("limits", {}) if path.is_file() else {}
+    return dict(found)
+
+
 @dataclass(frozen=True)
 class Device:
     """A device that kernels run on, as launch checks, rules and heuristics ask for it.
@@ -39,6 +59,7 @@ class Device:
     Attributes:
         backend: the name of the backend that runs kernels there.
         name: its architecture, as ``applegpu_g16s`` or ``sm_90``; "" where no such device is here.
+        others: the names of files whose measurements hold where it has none of its own.
         cores: multiprocessors, among which products are divided; 0 where nobody divides by them.
         gpu: whether it is a GPU: launches are nodes of a graph, and threads run side by side.
         measured: whether kernels were measured on such devices, so that there are rules. Else
@@ -64,6 +85,7 @@ class Device:
 
     backend: str
     name: str = ""
+    others: tuple[str, ...] = ()
     cores: int = 0
     gpu: bool = True
     measured: bool = True
