@@ -24,7 +24,6 @@ from decoding_model import QWEN2_7B
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "phi3": {},
-    "gemma2": {"head_dim": 128, "query_pre_attn_scalar": 128},
     "qwen3_moe": {
         "num_experts": 128,
         "num_experts_per_tok": 8,
@@ -37,9 +36,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
     },
 }
-# Operations and elements after which MLX commits on an H200: it counts elements as if they were
-# bytes (mlx/backend/cuda/device.cpp).
-MAX_OPERATIONS, MAX_ELEMENTS = 100, 1000 << 20
 
 
 def build(name: str, **changes: Any) -> nn.Module:
@@ -72,14 +68,3 @@ def token(model: nn.Module, cache: list[Any]) -> mx.array:
 def launches(model: nn.Module, cache: list[Any], seen: list[Recorded]) -> list[Recorded]:
     """The kernels of a token, in turn."""
     return used(seen, token(model, cache))
-
-
-def commits(kernels: list[Recorded], others: int) -> int:
-    """How often MLX commits for a token: at its limits, and at the end."""
-    count, operations, elements = 1, others, 0
-    for kernel in kernels:
-        operations += 1
-        elements += sum(kernel.inputs)
-        if operations > MAX_OPERATIONS or elements > MAX_ELEMENTS:
-            count, operations, elements = count + 1, 0, 0
-    return count

@@ -1,7 +1,4 @@
-"""Damaged models and senseless arguments: each is named in one line, and nothing is changed.
-
-Run as a script, this prints the table of ``BAD_INPUT.md``.
-"""
+"""Damaged models and senseless arguments: each is named in one line, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -67,6 +64,8 @@ def test_models_that_cannot_be_converted(tiny_model: Path, plain_model: Path) ->
         (stock, {"quantization": {**group, UP: False}}, UP),
         (stock, {"quantization": {**group, UP: [4]}}, "[4]"),
         (stock, {"quantization": {"bits": 4}}, "group_size is missing"),
+        (stock, {"quantization": {**group, "group_size": 32}}, "group_size=32"),
+        (stock, {"quantization": {**group, "group_size": 32, "mode": "mxfp4"}}, "mode='mxfp4'"),
         (stock, {"text_config": {"quantization": {**group, "bits": 9}}}, "text_config"),
     ):
         with pytest.raises(ValueError, match=re.escape(says)):
@@ -306,51 +305,3 @@ def test_disk_full(plain_model: Path, tmp_path: Path) -> None:
         check_line(line)
         assert "cannot be written" in line or "File too large" in line
     assert not any(tmp_path.iterdir())
-
-
-def table() -> str:
-    """Every case of this file with its message."""
-    from tiny_model import save_tiny_model
-
-    rows = [
-        "What bad input is told, by `python tests/test_bad_input.py`; each exits with code 2.",
-        "",
-        "| what is wrong | what is said |",
-        "|---|---|",
-    ]
-
-    def add(name: str, folder: str, *arguments: str) -> None:
-        code, line = run_cli(*arguments)
-        assert code == 2, name
-        message = line.strip().replace(folder + "/", "").replace("|", "\\|")
-        rows.append(f"| {name} | {message.partition('error: ')[2]} |")
-
-    with tempfile.TemporaryDirectory() as folder:
-        sound = save_tiny_model(Path(folder) / "sound")
-        narrow = save_tiny_model(Path(folder) / "narrow", quantized=False, hidden_size=64)
-        for case in CASES:
-            path = Path(folder) / "model"
-            shutil.copytree(sound, path)
-            case.damage(path)
-            add(case.name, folder, "generate", "--model", str(path), "--prompt", "x")
-            shutil.rmtree(path, ignore_errors=True)
-            path.unlink(missing_ok=True)
-        for name, arguments, _ in ARGUMENTS:
-            add(name, folder, "generate", "--model", str(sound), *arguments)
-        for name, arguments, _ in CONVERSIONS:
-            out = str(Path(folder) / "out")
-            add(name, folder, "convert", "--hf-path", str(narrow), "--mlx-path", out, *arguments)
-    return "\n".join(rows) + "\n"
-
-
-def test_table_is_complete() -> None:
-    stored = Path(__file__).with_name("BAD_INPUT.md").read_text()
-    names = [*map(str, CASES), *(a[0] for a in ARGUMENTS), *(c[0] for c in CONVERSIONS)]
-    assert len(names) == len(set(names)) >= 30
-    assert [line.split(" | ")[0][2:] for line in stored.splitlines() if line.startswith("| ")][
-        1:
-    ] == names
-
-
-if __name__ == "__main__":
-    sys.stdout.write(table())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,56 +15,9 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import simulate_distributed  # noqa: E402
-from common import Sample, Table, arguments, output, significant, turns  # noqa: E402
-from harness import Task, case, either, measure, tasks  # noqa: E402
+from common import Table, arguments, output  # noqa: E402
+from harness import Task, case, either, tasks  # noqa: E402
 from stored import Results  # noqa: E402
-
-
-def test_sample_is_the_median_and_the_middle_half() -> None:
-    sample = Sample.of([5.0, 1.0, 3.0, 2.0, 4.0])
-    assert sample == Sample(3.0, 2.0, 4.0, 5)
-    assert sample.per(12.0) == Sample(4.0, 3.0, 6.0, 5)
-    assert sample.scaled(2.0) == Sample(6.0, 4.0, 8.0, 5)
-    assert Sample.of([7.0]) == Sample(7.0, 7.0, 7.0, 1)
-    assert str(sample) == "3.00 ±33%"
-
-
-def test_turns_alternate() -> None:
-    assert list(turns("abc", 3)) == list("abccbaabc")
-
-
-def test_measure_tells_slow_from_fast() -> None:
-    times = measure(
-        {"fast": lambda: time.sleep(0.001), "slow": lambda: time.sleep(0.01)},
-        repeats=3,
-        least=0.005,
-    )
-    assert 0.001 <= times["fast"].median < times["slow"].median
-    assert times["slow"].median >= 0.01 and times["slow"].count == 3
-
-
-def test_numbers_are_short() -> None:
-    values = (0, 1234567.8, 123.4, 12.34, 0.01234, 0.0000123)
-    assert [significant(v) for v in values] == [
-        "0",
-        "1,234,568",
-        "123",
-        "12.3",
-        "0.0123",
-        "1.23e-05",
-    ]
-
-
-def test_table_keeps_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    table = Table({"name": 5, "ms": 10})
-    table.add(name="a", ms=Sample(1.0, 0.5, 1.5, 3), dtype="float32")
-    assert capsys.readouterr().out.splitlines() == [
-        "name           ms",
-        "-" * 17,
-        "a       1.00 ±50%",
-    ]
-    row = {"name": "a", "ms": 1.0, "ms low": 0.5, "ms high": 1.5, "ms count": 3, "dtype": "float32"}
-    assert table.flat() == [row]
 
 
 def test_rows_are_in_the_file_as_soon_as_they_are_known(tmp_path: Path) -> None:

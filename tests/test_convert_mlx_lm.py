@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +13,8 @@ import mlx.optimizers as optim
 import pytest
 import tiny_model
 from architectures import VOCABULARY, Architecture, build
-from mlx.nn.layers.distributed import shard_inplace, shard_linear
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
-from mlx_lm.generate import batch_generate, generate_step, speculative_generate_step
-from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.generate import generate_step
 from mlx_lm.models.qwen2 import TransformerBlock
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear
@@ -27,9 +23,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters, remove_lora
 from mlx_lm.utils import dequantize_model, load_model, quantize_model, save
 from numerics import TRAINED, assert_same_model, assert_same_sums
 
-from mlx_qlayers import FusedAttention, QLinear, convert_model, revert_model
+from mlx_qlayers import QLinear, convert_model
 from mlx_qlayers.layers.qlinear import QEmbedding
-from mlx_qlayers.layers.sharded import LINEARS
 
 QWEN = Architecture(2, {"tie_word_embeddings": True}, format=(64, 4, "affine"))
 CONFIG: dict[str, Any] = tiny_model.CONFIG | {
@@ -98,19 +93,6 @@ class TestFiles:
         model.save_weights(path)
         assert_equal(mx.load(path), arrays(stock))
 
-    @pytest.mark.parametrize("bits", [None, 8])
-    @pytest.mark.parametrize("first", ["stock", "converted"])
-    def test_prompt_cache(self, model, stock, tmp_path, first, bits):
-        writer, reader = (stock, model) if first == "stock" else (model, stock)
-        path, cache = str(tmp_path / "cache.safetensors"), make_prompt_cache(writer)
-        writer(TOKENS[:1], cache=cache)
-        if bits:
-            cache = [c.to_quantized(32, bits) for c in cache]
-        save_prompt_cache(path, cache)
-        chunk = TOKENS[1:, :3]
-        found, expected = reader(chunk, cache=load_prompt_cache(path)), writer(chunk, cache=cache)
-        assert_same_model(found, expected, bits=bits, what="after the saved prompt")
-
 
 class TestGeneration:
     @pytest.mark.parametrize(
@@ -120,25 +102,6 @@ class TestGeneration:
     )
     def test_greedy(self, model, stock, options):
         assert generated(model, **options) == generated(stock, **options)
-
-    def test_speculative(self, model, stock):
-        draft = build("qwen2", QWEN._replace(config={**QWEN.config, "num_hidden_layers": 1}))
-        convert_model(draft)
-        steps = list(speculative_generate_step(PROMPT, model, draft, max_tokens=24))
-        assert [int(token) for token, _, _ in steps] == generated(stock)
-        # A model is its own best draft: this is the path where all tokens are accepted.
-        own = list(speculative_generate_step(PROMPT, model, model, max_tokens=24))
-        assert [int(token) for token, _, _ in own] == generated(stock)
-        assert any(drafted for _, _, drafted in own)
-
-    def test_batch(self, model, stock):
-        prompts = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8]]
-        found, expected = (
-            batch_generate(m, TOKENIZER, prompts, max_tokens=[9, 12, 5], return_token_ids=True)
-            for m in (model, stock)
-        )
-        assert found.token_ids == expected.token_ids
-        assert [len(ids) for ids in found.token_ids] == [9, 12, 5]
 
 
 def adapted(model: nn.Module, **kw: Any) -> nn.Module:
@@ -290,43 +253,6 @@ class TestTransformations:
         assert_equal(arrays(loaded), arrays(model))
         assert_same(model, loaded, "quantized again")
         convert_model(loaded, config=tmp_path)
-
-    @pytest.mark.parametrize("sharding", ["all-to-sharded", "sharded-to-all"])
-    def test_shard_linear(self, model, stock, sharding):
-        x = mx.random.normal((3, 128), key=mx.random.key(0))
-        ours, theirs = (m.model.layers[0].self_attn.q_proj for m in (model, stock))
-        group = mx.distributed.init()
-        found, expected = (shard_linear(layer, sharding, group=group) for layer in (ours, theirs))
-        assert type(found) is type(expected) and type(ours) is QLinear
-        assert mx.array_equal(found(x), expected(x))
-        before = ours(x)
-        shard_inplace(ours, sharding, group=group)
-        assert type(ours) is QLinear and mx.array_equal(ours(x), before)
-
-    def test_shard_model(self, model, stock):
-        for m in (model, stock):
-            m.shard(mx.distributed.init())
-        assert_same(model, stock, "sharded")
-        assert "left" not in convert_model(stock).counts
-        sharded = [m for m in stock.modules() if type(m) in LINEARS[1:]]
-        assert len(sharded) == 14 and len({*map(type, sharded)}) == 2
-        assert_same(model, stock, "sharded, then converted")
-
-    def test_deepcopy(self, model, stock):
-        twin = copy.deepcopy(model)
-        assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
-        assert_same(twin, stock, "copied")
-        revert_model(twin)
-        assert type(model.model.layers[0].mlp.up_proj) is QLinear
-        assert isinstance(model.model.layers[0].self_attn, FusedAttention)
-        assert mx.array_equal(twin(TOKENS), stock(TOKENS))
-
-    def test_pickle(self, model, stock):
-        twin = pickle.loads(pickle.dumps(model))
-        assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
-        assert mx.array_equal(twin(TOKENS), model(TOKENS))
-        assert revert_model(twin).counts == {"reverted": 17}
-        assert mx.array_equal(twin(TOKENS), stock(TOKENS))
 
     def test_compile(self, model, stock):
         compiled = mx.compile(model)

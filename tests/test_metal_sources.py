@@ -34,7 +34,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a run of one small test file writes."""
     folder = tmp_path_factory.mktemp("sources") / "metal"
     cache = folder.parent / "cache"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.metal_sources", "-n", "1"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.metal_sources"]
     command += ["--metal-sources", str(folder), "tests/ops/test_exp.py"]
     changed = {"PYTHONPATH": str(ROOT), "PYTHONOPTIMIZE": "1", "MLX_QLAYERS_CACHE_DIR": str(cache)}
     environment = {**os.environ, **changed}

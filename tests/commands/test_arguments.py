@@ -15,25 +15,13 @@ from typing import Any
 import pytest
 
 from mlx_qlayers import cli
-from mlx_qlayers.commands.arguments import positive
 from mlx_qlayers.commands.ranges import RANGES
 
 BORROWED = ("generate", "chat", "server", "lora", "fuse")
 # What may be empty, or is a text in which every letter is right.
 FREE = {"prompt", "system_prompt", "prefill_response", "chat_template", "adapter_path", "verbose"}
 NUMBERS = {
-    int: [
-        "nan",
-        "1e3",
-        "1.5",
-        "",
-        "ten",
-        "-9",
-        "-99999999999",
-        str(10**30),
-        "9" * 5000,
-        "\x1b[31m",
-    ],
+    int: ["nan", "1e3", "1.5", "", "ten", "-9", "-99999999999", "9" * 30, "9" * 5000, "\x1b[31m"],
     float: ["nan", "inf", "-inf", "1e999", "", "x", "-1e30", "1e30", "\x00"],
 }
 
@@ -138,17 +126,7 @@ TABLE: list[tuple[list[str], str]] = [
     (["quantize", "--model", "m", "--mlx-path", "o", "--bits-per-weight", "nan"], "not nan"),
     (["quantize", "--model", "m", "--mlx-path", "o", "--bits-per-weight", "0"], "not 0.0"),
     (
-        [
-            "quantize",
-            "--model",
-            "m",
-            "--mlx-path",
-            "o",
-            "--bits-per-weight",
-            "3",
-            "--method",
-            "rtn",
-        ],
+        ["quantize", "--model=m", "--mlx-path=o", "--bits-per-weight=3", "--method=rtn"],
         "needs --method gptq",
     ),
     (["quantize", "--model", "m", "--mlx-path", "o", "--group-size", "48"], "group_size"),
@@ -237,12 +215,3 @@ def test_values_that_are_taken() -> None:
         assert str(getattr(parser.parse_args([f"{option}={value}"]), action.dest)) in (
             value, f"{value}.0",
         )  # fmt: skip
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "1.5", "", "ten"])
-def test_numbers_that_are_not_positive(text: str) -> None:
-    parser = cli.Parser()
-    parser.add_argument("--it", type=positive)
-    assert parser.parse_args(["--it", "3"]).it == 3
-    with pytest.raises(SystemExit), contextlib.redirect_stderr(io.StringIO()):
-        parser.parse_args([f"--it={text}"])

@@ -19,15 +19,18 @@ from mlx_qlayers.cli import main
 from mlx_qlayers.conversion.quantize import quantize_checkpoint
 
 
-def test_progress_on_a_terminal_only(plain_model: Path, tmp_path: Path) -> None:
-    arguments = [*COMMAND, "convert", "--hf-path", str(plain_model), "--mlx-path"]
-    piped = subprocess.run([*arguments, str(tmp_path / "a")], capture_output=True, check=True)
-    assert not complaints(piped.stderr)
-    assert piped.stdout.decode().startswith(f"{tmp_path / 'a'}: 15 quantized layers")
+def test_progress_on_a_terminal_only(
+    plain_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["convert", "--hf-path", str(plain_model), "--mlx-path"]
+    assert main([*arguments, str(tmp_path / "a")]) == 0
+    out, err = capsys.readouterr()
+    assert not complaints(err.encode())
+    assert out.startswith(f"{tmp_path / 'a'}: 15 quantized layers")
     primary, secondary = pty.openpty()
     termios.tcsetwinsize(secondary, (24, 100))
     with subprocess.Popen(
-        [*arguments, str(tmp_path / "b")], stdout=subprocess.DEVNULL, stderr=secondary
+        [*COMMAND, *arguments, str(tmp_path / "b")], stdout=subprocess.DEVNULL, stderr=secondary
     ) as process:
         os.close(secondary)
         shown = b""

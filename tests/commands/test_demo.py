@@ -10,7 +10,6 @@ import pytest
 from command_line import complaints
 
 from mlx_qlayers.cli import main
-from mlx_qlayers.commands import demo
 
 
 def test_demo_prints_report_text_and_speeds(
@@ -27,9 +26,3 @@ def test_demo_prints_report_text_and_speeds(
     assert not complaints(err.encode())
     for row in ("stock", "converted, reference path", "converted, Metal kernels on the"):
         assert re.search(rf"^{row}.* +[\d.]+ +[\d.]+$", speeds, re.MULTILINE), row
-
-
-def test_demo_finds_the_model_of_the_repository() -> None:
-    path = demo.shipped_model()
-    assert path == Path(__file__).parents[2] / "models" / demo.MODEL
-    assert (path / "config.json").exists()

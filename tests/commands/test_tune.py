@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from itertools import islice
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -24,7 +19,6 @@ from mlx_qlayers.measurements import entries, store
 from mlx_qlayers.measurements.entries import device_name
 from mlx_qlayers.metal.records import RECORDS
 from mlx_qlayers.runtime.backend import advance_epoch
-from mlx_qlayers.runtime.cache_folder import own_folder
 from mlx_qlayers.tuning import problems, tune
 from mlx_qlayers.tuning.problems import problems_of, problems_of_model
 from mlx_qlayers.tuning.tune import DeviceLost
@@ -129,20 +123,3 @@ def test_a_kernel_that_hangs_ends_the_process_with_what_was_found(monkeypatch, c
     monkeypatch.setattr(os, "_exit", ended.append)
     main([*ARGUMENTS, "--budget", "1"])
     assert ended == [1] and "no result" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_two_commands_at_once_and_one_that_is_killed(tmp_path):
-    command = [sys.executable, "-m", "mlx_qlayers", *ARGUMENTS, "--budget", "1"]
-    environment = os.environ | {"MLX_QLAYERS_CACHE_DIR": str(tmp_path)}
-    Path(tmp_path, "host").symlink_to(own_folder("host"))  # kernels are no matter here
-    others = [command, [*command, "--batch", "2"], [*command, "--batch", "3"]]
-    processes = [subprocess.Popen(c, env=environment, stdout=subprocess.DEVNULL) for c in others]
-    path = Path(tmp_path, "tuning", f"{device_name()}.json")
-    end = time.monotonic() + 120
-    while not path.exists() and time.monotonic() < end:
-        time.sleep(0.2)
-    processes[2].send_signal(signal.SIGKILL)
-    assert [process.wait() for process in processes] == [0, 0, -signal.SIGKILL]
-    keys = json.loads(path.read_text())["entries"]
-    assert any(" 1x" in key for key in keys) and any(" 2x" in key for key in keys)

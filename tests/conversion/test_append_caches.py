@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import re
-from itertools import chain
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 from architectures import VOCABULARY
 from converted import pair
-from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import (
     BatchKVCache,
     load_prompt_cache,
@@ -27,9 +25,7 @@ from numerics import assert_same_model, assert_same_states
 from mlx_qlayers import use_backend
 from mlx_qlayers.decode import append_buffers, engine
 from mlx_qlayers.ops.attention_step import Rotation, attention_step
-from mlx_qlayers.runtime.backend import Mode, mode
 from mlx_qlayers.runtime.host import checks
-from tests.threads import in_threads
 
 TOKENS = mx.random.randint(0, VOCABULARY, (3, 40), key=mx.random.key(1))
 
@@ -54,11 +50,6 @@ def dequantized(cache: Any, parts: Any) -> mx.array:
     """Keys or values of a cache, those of a quantized one as numbers."""
     bits = getattr(cache, "bits", None)
     return mx.dequantize(*parts, cache.group_size, bits) if bits else parts
-
-
-def seen(cache: list) -> list[list[np.ndarray]]:
-    """What the caches say that they hold."""
-    return [[np.array(dequantized(c, a), np.float32) for a in c.keys_and_values()] for c in cache]
 
 
 def rows(cache: Any) -> int:
@@ -111,19 +102,6 @@ def test_append_buffers_are_short_where_sequences_are_many() -> None:
     }
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("own", None), ("bits 4", 4)])
-def test_each_token_is_there_at_once(kind, bits, four_rows):
-    stock, model = pair()
-    found = []
-    for m in (stock, model):
-        cache = begun(m, kind)
-        found.append([seen(cache) for i in range(5, 15) if stepped(m, cache, range(i, i + 1))])
-    for ours, theirs in zip(found[1], found[0], strict=True):
-        for a, b in zip(chain(*ours), chain(*theirs), strict=True):
-            assert a.shape == b.shape
-            assert_same_states(mx.array(a), mx.array(b), bits=bits, what="a token")
-
-
 @pytest.mark.parametrize("rows", [4, 256])
 def test_prompts_and_cuts_between_tokens(rows, four_rows, monkeypatch):
     """As in speculative decoding: mlx-lm writes a prompt's keys into the arrays of a cache."""
@@ -140,18 +118,6 @@ def test_prompts_and_cuts_between_tokens(rows, four_rows, monkeypatch):
         return mx.concatenate(logits, axis=1), cache
 
     agree(run, "prompts")
-
-
-def test_arrays_that_somebody_writes_into(four_rows):
-    def run(model):
-        cache = begun(model)
-        logits = stepped(model, cache, range(5, 8))
-        cache[1].keys[:, :, 6] = 0.5
-        cache[0].values = cache[0].values * 2
-        logits += stepped(model, cache, range(8, 14))
-        return mx.concatenate(logits, axis=1), cache
-
-    agree(run, "written")
 
 
 @pytest.mark.parametrize(("kind", "batch"), [("own", 1), ("batch", 2), ("bits 4", 1)])
@@ -202,17 +168,6 @@ def test_batches_that_are_merged_filtered_and_extracted(four_rows):
     agree(run, "batches")
 
 
-def test_speculative_decoding(four_rows):
-    stock, model = pair()
-    _, draft = pair(num_hidden_layers=1)
-    prompt, found = TOKENS[0, :7], []
-    for m, d in ((stock, stock), (model, draft), (model, model)):
-        steps = speculative_generate_step(prompt, m, d, max_tokens=16, num_draft_tokens=3)
-        found.append([token for token, *_ in steps])
-    alone = [token for token, _ in generate_step(prompt, model, max_tokens=16)]
-    assert found == [found[0]] * 3 == [alone] * 3 and len(alone) == 16
-
-
 def test_generation_in_batches_takes_and_gives_caches(four_rows):
     stock, model = pair()
     found = []
@@ -227,21 +182,6 @@ def test_generation_in_batches_takes_and_gives_caches(four_rows):
         generator.close()
         found.append(tokens)
     assert found[0] == found[1]
-
-
-def test_threads_with_caches_of_their_own(four_rows):
-    _, model = pair()
-    wanted = mx.concatenate(stepped(model, begun(model), range(5, 20)), axis=1)
-    mx.eval(wanted)
-
-    def run(_: int) -> mx.array:
-        cache = begun(model)
-        logits = mx.concatenate(stepped(model, cache, range(5, 20)), axis=1)
-        mx.eval(logits, [c.state for c in cache])
-        return logits
-
-    for logits in in_threads(run, 3, same_context=True):
-        assert_same_model(logits, wanted, bits=None, what="in a thread")
 
 
 def test_nobody_computes_what_a_cache_shows(four_rows):
@@ -261,21 +201,6 @@ def test_nobody_computes_what_a_cache_shows(four_rows):
     graph = io.StringIO()
     mx.export_to_dot(graph, *(c.keys for c in cache))
     assert "SliceUpdate" not in graph.getvalue()
-
-
-def test_append_buffers_start_where_buffers_have_room():
-    """Also in buffers smaller than an append buffer."""
-    _, model = pair()
-    with mode(Mode.INFERENCE):
-        cache = begun(model)
-        for rows, length, start in ((256, 5, 0), (512, 300, 256), (512, 100, 100), (20, 7, 0)):
-            for c in cache:
-                c.keys, c.values = (mx.ones((1, 2, rows, 32)) for _ in range(2))
-                c.offset = length
-            made = append_buffers.append_buffer_of(cache)
-            assert (made.start, made.held) == (start, length - start)
-            assert made.arrays[0].shape[2] == min(256, rows)
-            assert made.start <= length < made.start + made.arrays[0].shape[2]
 
 
 def test_a_long_cache_grows_by_a_quarter(graphs):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import chain
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from architecture_table import ARCHITECTURES
 from architectures import VOCABULARY, build
@@ -21,7 +19,6 @@ from mlx_qlayers.conversion.report import FUSED, LEFT
 from mlx_qlayers.conversion.stepping import step_class
 from mlx_qlayers.decode import engine
 from mlx_qlayers.decode.append_form import AppendForm
-from mlx_qlayers.decode.snapshot import Snapshot
 
 # What no graph can hold, and the beginning of the reason.
 LEFT_TO_THE_MODEL = {
@@ -125,19 +122,6 @@ def test_a_model_that_was_converted_in_two_goes_is_reverted() -> None:
     assert [*map(type, model.modules())] == [*map(type, stock.modules())]
 
 
-def test_what_was_not_replaced_stays_where_it_is_when_a_trial_ends() -> None:
-    """Other threads may compute with the model meanwhile."""
-    norm, calls = nn.RMSNorm(4), list[str]()
-    before = Snapshot([norm])
-    norm.weight, norm.eps, norm.new = mx.zeros(4), 2.0, 3
-    sys.setprofile(lambda frame, event, arg: calls.append(getattr(arg, "__name__", "")))
-    try:
-        before.restore()
-    finally:
-        sys.setprofile(None)
-    assert before.holds() and "update" in calls and "clear" not in calls
-
-
 def test_the_report_names_the_line_that_stops_a_graph() -> None:
     for name, reason in LEFT_TO_THE_MODEL.items():
         report = convert_model(build(name, ARCHITECTURES[name]), dry_run=True)
@@ -186,20 +170,14 @@ def test_arrays_that_a_call_replaces_by_equal_ones(graphs: list[object]) -> None
     assert_same_model(*reversed(results), bits=None, what="gemma3n")
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [("deepseek_v32", {"index_topk": 260})],
-)
-def test_sparse_attention_begins_in_a_larger_cache(
-    name: str, config: dict[str, int], graphs: list[object]
-) -> None:
-    table = ARCHITECTURES[name]
-    changed = table._replace(config={**table.config, **config})
+def test_sparse_attention_begins_in_a_larger_cache(graphs: list[object]) -> None:
+    table = ARCHITECTURES["deepseek_v32"]
+    changed = table._replace(config={**table.config, "index_topk": 260})
     tokens, results = mx.random.randint(0, VOCABULARY, (1, 264), key=mx.random.key(1)), []
-    for model in models_of(name, changed):
+    for model in models_of("deepseek_v32", changed):
         cache = make_prompt_cache(model)
         parts = [model(tokens[:, :250], cache=cache)]
         parts += [model(tokens[:, i : i + 1], cache=cache) for i in range(250, 264)]
         results.append(mx.concatenate(parts, axis=1)[0])
     assert len(graphs) >= 14, engine.stopped(model)
-    assert_same_model(*reversed(results), bits=None, what=name)
+    assert_same_model(*reversed(results), bits=None, what="sparse")

@@ -131,13 +131,6 @@ def test_a_stop_costs_no_finished_layer(
     assert not folder.exists()
 
 
-def test_what_was_finished_for_other_arguments_is_not_used(tmp_path: Path) -> None:
-    first = gptq._Store(tmp_path / "work", ["a"])
-    first.save(0, {"x": mx.ones(3)})
-    assert set(gptq._Store(tmp_path / "work", ["a"]).load(0)) == {"x"}
-    assert gptq._Store(tmp_path / "work", ["b"]).load(0) is None
-
-
 @pytest.mark.parametrize(
     "damage", [lambda raw: raw[:-9], lambda raw: b"", lambda raw: b"\xff" * 80]
 )

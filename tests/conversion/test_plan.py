@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from numerics import assert_same_model
 from small_qwen import BASE, Q0, TOKENS, qwen, snapshot
 
-from mlx_qlayers import QLinear, convert_model, revert_model
-from mlx_qlayers.conversion.plan import counterpart_of, stock_of
-from mlx_qlayers.layers.qlinear import QEmbedding
-from mlx_qlayers.layers.switch_linear import QSwitchLinear
+from mlx_qlayers import convert_model, revert_model
 
 
 def test_an_unquantized_model():
@@ -95,29 +88,6 @@ def test_frozen_and_eval_state():
     assert not tree_flatten(frozen.trainable_parameters())
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"quantization": {"group_size": 64, "bits": 8}}, r"bits=8.*arrays hold .*bits=4"),
-        (
-            {"quantization": {"group_size": 32, "bits": 4}},
-            r"group_size=32.*hold .*size=64",
-        ),
-        ({"quantization": BASE | {Q0: {"bits": 2}}}, rf"{Q0}: config: quantization\.{Q0} says"),
-        ({"quantization": BASE | {Q0: False}}, rf"{Q0}.*says it is not quantized"),
-        ({"quantization": BASE | {"mode": "mxfp4", "group_size": 32}}, r"mode='mxfp4'"),
-        ({"quantization": {"group_size": 64}}, r"bits is missing"),
-        (17, "config must be"),
-    ],
-)
-def test_contradictions(config, message):
-    model = qwen()
-    before = snapshot(model)
-    with pytest.raises(ValueError, match=message):
-        convert_model(model, config=config)
-    assert snapshot(model) == before
-
-
 def test_arrays_that_contradict_the_module():
     model = qwen()
     model.model.layers[1].mlp.up_proj.bits = 8
@@ -150,33 +120,3 @@ def test_switches_and_predicate():
         report = convert_model(qwen(), **kw)
         assert report.counts == counts
         assert all(row.reason for row in report.rows if row.action == "left")
-
-
-PAIRS = {
-    nn.QuantizedLinear: QLinear,
-    nn.QuantizedEmbedding: QEmbedding,
-    QuantizedSwitchLinear: QSwitchLinear,
-}
-
-
-@pytest.mark.parametrize("stock", PAIRS)
-def test_there_and_back(stock):
-    sizes = (64, 32, 4) if stock is QuantizedSwitchLinear else (64, 64)
-    assert counterpart_of(stock) is PAIRS[stock]
-    assert stock_of(PAIRS[stock](*sizes)) is stock and stock_of(stock(*sizes)) is None
-
-
-def test_other_classes_have_none():
-    class Special(nn.QuantizedLinear):
-        pass
-
-    assert counterpart_of(Special) is None and counterpart_of(nn.Linear) is None
-    assert stock_of(type("Own", (QLinear,), {})(64, 64)) is None
-
-
-def test_asking_does_not_import_mlx_lm():
-    script = (
-        "import sys, mlx.nn as nn; from mlx_qlayers.conversion.plan import counterpart_of;"
-        "counterpart_of(nn.QuantizedLinear); sys.exit('mlx_lm.models.switch_layers' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_qlayers import convert_model
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from bench_step_graph import begun, build, commits, launches, token
+from bench_step_graph import begun, build, launches, token
 from python_calls import calls
 from recorded_gpu import KERNEL, Recorded, primitives, recorded_gpu, starting, zeros
 from verified_model import cache_of
@@ -44,13 +44,13 @@ def sizes(kernels: list[Recorded]) -> tuple[int, int]:
 def test_a_layer_of_qwen2_is_five_kernels_and_nothing_else(
     rows: int, arrays: tuple[int, int]
 ) -> None:
-    few, more = (of_token("qwen2", layers, rows) for layers in (5, 9))
-    assert more[0].total() - few[0].total() == 4 * 5
-    assert len(more[1]) - len(few[1]) == 4 * 5
-    assert few[0].total() <= 5 * 5 + 17 and starting(few[0]) <= 5 * 5 + 6
+    few, more = (of_token("qwen2", layers, rows) for layers in (2, 4))
+    assert more[0].total() - few[0].total() == 2 * 5
+    assert len(more[1]) - len(few[1]) == 2 * 5
+    assert few[0].total() <= 2 * 5 + 17 and starting(few[0]) <= 2 * 5 + 6
     # What MLX looks at for each of them: their inputs, and what they give.
     pairs = zip(*(sizes(kernels) for _, kernels in (few, more)), strict=True)
-    assert [b - a for a, b in pairs] == [4 * each for each in arrays]
+    assert [b - a for a, b in pairs] == [2 * each for each in arrays]
     # It also hashes their text.
     assert max(kernel.text for kernel in more[1]) < 1400
 
@@ -91,7 +91,7 @@ def test_a_small_model(name: str, others: int, none: set[str]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "batch", "bits"),
-    [("phi3", 1, 0), ("qwen3_moe", 1, 0), ("phi3", 3, 0), ("phi3", 1, 8), ("phi3", 2, 8)],
+    [("qwen3_moe", 1, 0), ("phi3", 3, 0), ("phi3", 2, 8)],
 )
 def test_a_token_behind_another_takes_python_few_calls(name: str, batch: int, bits: int) -> None:
     """As many for all layers, but for one that goes through their caches."""
@@ -122,9 +122,3 @@ def test_tokens_of_another_dtype_take_as_little() -> None:
                 mx.eval(y)
             found.append(kinds)
     assert found[1] - found[0] == Counter(["View int32"]) and not found[0] - found[1]
-
-
-def test_commits_are_by_operations_or_elements() -> None:
-    kernel = Recorded("", 0, (1 << 20,), 1)
-    assert commits([kernel] * 100, 0) == 1 and commits([kernel] * 101, 0) == 2
-    assert commits([kernel._replace(inputs=(600 << 20, 600 << 20))], 0) == 2

@@ -16,7 +16,6 @@ from numerics import assert_same_model, assert_same_states
 from mlx_qlayers import convert_model, explain, revert_model
 from mlx_qlayers.conversion.report import FUSED, LEFT
 from mlx_qlayers.decode.twin import is_stepped
-from tests.threads import in_threads
 
 NAMES = ["qwen2", "qwen3", "gemma", "qwen3_moe", "granite", "phimoe", "deepseek_v2"]
 
@@ -67,34 +66,10 @@ def test_gradient_of_the_embeddings_on_a_gpu(gpu_path):
     test_gradient_of_the_embeddings()
 
 
-def test_parameters_that_change_are_seen(gpu_path):
-    stock, model = pair()
-    decoded(model)
-    for m in (stock, model):
-        m.layers[0].input_layernorm.weight = m.layers[0].input_layernorm.weight * 2
-        m.layers[1].mlp.down_proj.scales = m.layers[1].mlp.down_proj.scales * 0.5
-    assert_same_model(decoded(model), decoded(stock), bits=None, what="other parameters")
-
-
 def test_compile_of_the_whole_model():
     stock, model = pair()
     found = mx.compile(model)(TOKENS)
     assert_same_model(found, stock(TOKENS), bits=None, what="compiled")
-
-
-def test_threads(gpu_path):
-    """Several threads decode with one model: each sees its own numbers."""
-    _, model = pair()
-    expected = decoded(model)
-    mx.eval(expected)
-
-    def run(_: int) -> mx.array:
-        logits = decoded(model)
-        mx.eval(logits)
-        return logits
-
-    for logits in in_threads(run, 4, same_context=True):
-        assert_same_model(logits, expected, bits=None, what="in a thread")
 
 
 def test_copies_and_pickles():
@@ -142,14 +117,3 @@ def test_more_than_tokens_and_a_cache_goes_to_the_model():
         found.append(mx.concatenate(parts, axis=1))
         assert cache[0].offset == 5
     assert_same_model(*reversed(found), bits=None, what="keywords")
-
-
-def test_rows_of_changing_number(gpu_path):
-    """As in speculative decoding: what was bound for one number of rows is not used for another."""
-    stock, model = pair()
-    results = []
-    for m in (stock, model):
-        cache = make_prompt_cache(m)
-        chunks = [TOKENS[:, :3], TOKENS[:, :1], TOKENS[:, 2:5], TOKENS[:, :1], TOKENS[:, :1]]
-        results.append(mx.concatenate([m(chunk, cache=cache) for chunk in chunks], axis=1))
-    assert_same_model(*reversed(results), bits=None, what="rows of changing number")

@@ -119,63 +119,6 @@ def test_trimmed_in_the_midst_of_an_append_buffer(kind: str) -> None:
     assert_same(*(state(run.cache) for run in runs), kind, "trimmed")
 
 
-def test_batches_that_are_filtered_extended_and_extracted() -> None:
-    model = qwen()
-    for kind in ("batch", "batch of rings"):
-        runs = Stepped(model, kind, True), Stepped(model, kind, False)
-        others = [Stepped(model, kind, run.by_graph, prompt=7) for run in runs]
-        for count, rows in ((9, [0, 2]), (11, [1])):
-            assert_same(*(run(count) for run in runs), kind, rows)
-            assert_same(*(run(count) for run in others), kind, rows)
-            for run in runs:
-                for c in run.cache:
-                    c.filter(mx.array(rows))
-                run.rows = len(rows)
-        for run, other in zip(runs, others, strict=True):
-            for c, more in zip(run.cache, other.cache, strict=True):
-                c.extend(more)
-            run.rows += other.rows
-        for i in range(30, 34):
-            given = mx.broadcast_to(TOKENS[:1, i : i + 1], (4, 1))
-            ours = engine.step(model, given, runs[0].cache)
-            assert_same(ours, model(given, cache=runs[1].cache), kind, "extended")
-        assert engine.stopped(model) is None
-        assert_same(*([c.extract(2).state[:2] for c in run.cache] for run in runs), kind, "out")
-
-
-@pytest.mark.parametrize("kind", ["plain", "bits", "batch of rings"])
-def test_buffers_are_not_copied(kind: str) -> None:
-    """Neither by a token, nor where one is full, nor by who looks at caches."""
-    model, rows = qwen(), 1 << 12
-    run = Stepped(model, kind, True)
-    for c in run.cache:
-        c.keys, c.values = _of_rows([c.keys, c.values], rows)
-        if kind == "batch of rings":
-            c.max_size, c._idx, c._offset, c.rotated = rows, 17, rows + 17, True
-            c.offset, c.left_padding = mx.array([rows + 17] * 3), mx.array([-17] * 3)
-        else:
-            c.offset = rows - 100
-    with use_backend("host"):
-        mx.eval(run(1))
-        whole = sum(c.nbytes for c in run.cache)
-        for i in range(10):
-            before = mx.get_active_memory()
-            mx.reset_peak_memory()
-            mx.eval(run(1))
-            if i % 5 == 4:
-                mx.eval([c.state[:2] for c in run.cache])
-            assert before > whole and mx.get_peak_memory() - before < 0.1 * whole
-
-
-def _of_rows(part: Any, rows: int) -> Any:
-    """Keys or values with so many rows."""
-    if isinstance(part, mx.array):
-        part = mx.contiguous(mx.repeat(part[:, :, :1], rows, axis=2))
-        mx.eval(part)
-        return part
-    return [_of_rows(each, rows) for each in part]
-
-
 @pytest.mark.parametrize("kind", ["plain", "batch of rings"])
 def test_interrupted_anywhere_all_layers_hold_the_token_or_none(kind: str) -> None:
     """An exception at every line that runs, as Ctrl-C raises it."""

@@ -110,6 +110,25 @@ def test_code_that_is_not_the_same_twice_is_left_to_the_model(
         assert noise is noises.the_clock or np.allclose(np.array(one), np.array(other), atol=1e-5)
 
 
+class Launches(qwen2.Model):
+    """A model with a kernel of its own."""
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        """The logits, by that where there is one token."""
+        logits: mx.array = super().__call__(inputs, cache)
+        kernel = mx.fast.metal_kernel("twice", ["x"], ["y"], "uint i = thread_position_in_grid.x;")
+        more = {"output_shapes": [logits.shape], "output_dtypes": [logits.dtype]}
+        sizes = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "stream": mx.gpu}
+        return logits if inputs.shape[1] > 1 else kernel(inputs=[logits], **more, **sizes)[0]
+
+
+def test_a_kernel_of_its_own_is_left_to_the_model() -> None:
+    model: Any = qwen()
+    model.__class__ = Launches
+    assert engine.step(model, TOKEN, after_prompt(model)) is None
+    assert "launches a kernel of its own: custom_kernel_twice" in str(engine.stopped(model))
+
+
 def test_numbers_that_another_thread_draws_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if it were this model's code that draws them: once, so another capture finds it not."""
     model, draws, plain = qwen(), [random.random], captured.Trace

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import threading
 
@@ -14,7 +13,6 @@ from mlx_qlayers import explain, quantized_matmul, use_backend
 from mlx_qlayers.dispatch import Choice, Operation, Plan, dispatch, dispatcher
 from mlx_qlayers.runtime.backend import Mode, advance_epoch, current, mode
 from tests.numerics import assert_same_sums, random
-from tests.threads import in_threads
 
 
 @pytest.fixture
@@ -137,48 +135,6 @@ def test_wrong_arguments_are_named(on_a_gpu):
     assert mx.array_equal(
         quantized_matmul(x, w, scales, biases, bits=4), quantized_matmul(x, w, scales, biases)
     )
-
-
-def test_other_dtypes_of_the_same_shapes(on_a_gpu):
-    x, (w, scales, biases) = problem()
-    quantized_matmul(x, w, scales, biases)
-    for dtype in (mx.float16, mx.bfloat16):
-        y = quantized_matmul(x.astype(dtype), w, scales.astype(dtype), biases.astype(dtype))
-        mixed = quantized_matmul(x.astype(dtype), w, scales, biases)
-        assert (y.dtype, mixed.dtype) == (dtype, mx.float32)
-
-
-def test_threads_have_plans_of_their_own(on_a_gpu):
-    x, packed = problem(5)
-    mx.eval(x, packed)  # streams belong to threads, and so does what was not evaluated
-
-    def work(_):
-        with use_backend("reference"), mx.stream(mx.new_stream(mx.cpu)):
-            for _ in range(20):
-                y = quantized_matmul(x, *packed)
-                mx.eval(y)
-        return y
-
-    expected = mx.quantized_matmul(x, *packed)
-    assert all(mx.array_equal(y, expected) for y in in_threads(work, 4))
-
-
-def test_tasks_have_backends_of_their_own():
-    x, packed = problem()
-
-    async def task(name):
-        paths = []
-        for _ in range(5):
-            with use_backend(name):
-                await asyncio.sleep(0)
-                quantized_matmul(x, *packed)
-                paths.append(current.get().requested)
-        return paths
-
-    async def both():
-        return await asyncio.gather(task("reference"), task("host"))
-
-    assert asyncio.run(both()) == [["reference"] * 5, ["host"] * 5]
 
 
 def test_shapes_of_arrays_are_told_apart():

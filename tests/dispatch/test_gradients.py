@@ -44,55 +44,6 @@ def test_one_by_one(backend, asked, names):
 
 
 @pytest.mark.parametrize("backend", ["host", "reference"])
-def test_an_argument_that_is_used_twice(backend):
-    with use_backend(backend):
-        function, a = product([]), mx.array([2.0, 3.0])
-        found = mx.grad(lambda a: (function(a, a) + function(a, mx.exp(a)) * a).sum())(a)
-    assert found.tolist() == mx.grad(lambda a: (a * a + a * mx.exp(a) * a).sum())(a).tolist()
-
-
-@pytest.mark.parametrize("backend", ["host", "reference"])
-def test_gradients_that_are_computed_together_and_a_single_argument(backend):
-    calls = []
-
-    def both(arrays, cotangents, _):
-        calls.append(None)
-        a, b = arrays
-        return [b * cotangents[0], a * cotangents[0]]
-
-    with use_backend(backend):
-        a, b = mx.array([2.0, 3.0]), mx.array([5.0, 7.0])
-        function = differentiable("f", lambda a, b: a * b, [Gradient((0, 1), both)], [a, b])
-        found = mx.grad(lambda a, b: function(a, b).sum(), (0, 1))(a, b)
-        assert [g.tolist() for g in found] == [[5, 7], [2, 3]] and len(calls) == 1
-        of = [Gradient((0,), lambda arrays, d, _: [2 * arrays[0] * d[0]])]
-        square = differentiable("square", lambda a: a * a, of, [a])
-        assert mx.grad(lambda a: square(a).sum())(a).tolist() == [4, 6]
-
-
-def composed(x, y, codes, extra):
-    return [x * y + (0 if extra is None else extra), x**2 * codes.astype(x.dtype)]
-
-
-@pytest.mark.parametrize("backend", ["host", "reference"])
-def test_the_gradient_of_a_composition(backend):
-    arrays = mx.array([1.0, 2.0]), mx.array([3.0, 4.0]), mx.array([5, 6], mx.uint32), None
-    with use_backend(backend):
-        run = differentiable(
-            "composed",
-            lambda x, *rest: composed(mx.stop_gradient(x), *rest),
-            gradient_of(composed, arrays),
-            arrays,
-        )
-        assert [y.tolist() for y in run(*arrays)] == [[3, 8], [5, 24]]
-        total = lambda x, y: sum(z.sum() for z in run(x, y, *arrays[2:]))  # noqa: E731
-        found = mx.grad(total, argnums=(0, 1))(*arrays[:2])
-        assert [g.tolist() for g in found] == [[3 + 10, 4 + 24], [1, 2]]
-        with pytest.raises(ValueError, match="no gradient wrt"):
-            mx.grad(lambda codes: run(*arrays[:2], codes, None)[0].sum())(arrays[2])
-
-
-@pytest.mark.parametrize("backend", ["host", "reference"])
 @pytest.mark.parametrize("asked", [1, 2])
 def test_every_argument_of_integers_refuses(backend, asked):
     arrays = mx.array([1.0, 2.0]), mx.array([5, 6], mx.uint32), mx.array([True, False])

@@ -1,7 +1,6 @@
 """What operations are told: tuned configurations, faster paths and thresholds, where they hold."""
 
 import threading
-import timeit
 from dataclasses import asdict, replace
 
 import mlx.core as mx
@@ -19,7 +18,6 @@ from mlx_qlayers.dispatch.measurements import (
 from mlx_qlayers.formats import Format
 from mlx_qlayers.measurements import entries
 from mlx_qlayers.measurements.store import clear
-from mlx_qlayers.measurements.thresholds import threshold
 from mlx_qlayers.metal.records import RECORDS
 from mlx_qlayers.ops.attention_step import why_not
 from mlx_qlayers.runtime import backend as backends
@@ -206,18 +204,6 @@ def test_steps_go_to_stock_where_that_was_faster(monkeypatch):
         assert why_not(*given) is None
 
 
-def test_a_second_look_takes_a_few_microseconds():
-    keep(config=OTHER)
-    asks = (
-        lambda: found("qmv", *QUESTION, device="cuda"),
-        lambda: configure("qmv", "cuda", *QUESTION),
-        lambda: threshold("qmm_max_rows", "whole", device="cuda"),
-    )
-    for ask in asks:
-        ask()
-        assert min(timeit.repeat(ask, number=1000, repeat=10)) / 1000 < 4e-6
-
-
 def test_untuned_and_back():
     before, _ = backends.epoch.number, keep(config=OTHER)
     outside = backends.epoch.number
@@ -269,8 +255,3 @@ def test_questions_are_collected_once_each():
     assert list(asked) == [RECORDS["qmv"](*QUESTION)]
     configure("qmv", "cuda", 2, *QUESTION[1:])
     assert len(asked) == 1
-
-
-def test_what_was_tuned_counts_for_its_own_device_alone():
-    """This one is called some_gpu."""
-    assert found("qmv", 1, 4608, 3584, mx.bfloat16, FMT, "3") is None

@@ -14,9 +14,9 @@ from architectures import build
 from machine import has_gpu
 from mlx_lm import load as load_stock
 
-from mlx_qlayers import convert_model, explain, quantized_matmul, use_backend
+from mlx_qlayers import convert_model, explain, use_backend
 from mlx_qlayers.decode import engine
-from mlx_qlayers.dispatch.measurements import found, lookup
+from mlx_qlayers.dispatch.measurements import lookup
 from mlx_qlayers.formats import Format
 from mlx_qlayers.measurements import entries
 from mlx_qlayers.measurements.store import clear, listed
@@ -286,25 +286,6 @@ def test_another_process_measures_until_the_deadline_and_no_longer(tmp_path):
 
 
 SHAPES = ((96, 64), (32, 96))
-
-
-def test_rows_between_two_that_were_measured_go_by_the_larger(timed):
-    timed.kernel = Sample(3.0, 3.0, 3.0, 3)
-    fmt = Format(64, 4)
-    problem = QmvRecord(4, 64, 64, mx.float32, fmt)
-    assert found("qmv", 3, 64, 64, mx.float32, fmt, device="host") is None
-    assert module._measure("cpu", 1, measuring.results([problem], inf, inf), []) == 1
-    best = found("qmv", 3, 64, 64, mx.float32, fmt, device="host")
-    assert best is not None and best.path == "stock"
-    assert best.config == QmvRecord(3, 64, 64, mx.float32, fmt).heuristic("host")
-    assert found("qmv", 5, 64, 64, mx.float32, fmt, device="host") is None
-    explain(reset=True)
-    quantized_matmul(mx.ones((3, 64)), *mx.quantize(mx.ones((64, 64))))
-    (decision,) = (d for d in explain() if d.op == "quantized_matmul")
-    assert (
-        decision.path == "reference"
-        and "kernel 3,000,000 us, stock 2,000,000 us" in decision.reason
-    )
 
 
 def test_a_cpu_measures_large_products_in_part():

@@ -72,52 +72,9 @@ def test_what_remains_is_as_uncertain_as_what_is_left_out():
     assert steady.median == pytest.approx(1e-3) and steady.spread == pytest.approx(0)
 
 
-def test_a_time_is_taken_again_where_the_work_before_was_held_up(measured, monkeypatch):
-    measured._rounds = {len(measured.sets): evaluator._CHAIN}
-    asked = []
-
-    def seconds(chains, repeats, deadline):
-        asked.append(repeats)
-        held_up = repeats // 2 if len(asked) == 1 else 1
-        links = [2.0] * (repeats - held_up) + [2.0 + 4 * len(measured.sets)] * held_up
-        whole = [2.0 + 5 * len(measured.sets)] * repeats
-        return {name: Sample.of(links if name == "links" else whole) for name in chains}
-
-    monkeypatch.setattr(evaluator.timer_of("cuda"), "seconds", seconds)
-    assert measured.rate(RECORD.heuristic("cuda")) == pytest.approx(5)
-    assert asked == [4, 9]
-
-
 def test_a_configuration_is_verified_and_timed(measured):
     trial = measured.attempt(RECORD.heuristic("cuda"))
     assert trial.problem == "" and 0 < trial.seconds < 1
-
-
-def test_contenders_alternate_and_work_that_is_too_short_grows(monkeypatch):
-    monkeypatch.setattr(QueueTimer, "_unqueued", lambda self, products: 1e-3 * products)
-    timer, calls = QueueTimer(), []
-    assert timer._matrix.shape == (512, 512) and timer.length == pytest.approx(1e-3)
-
-    def once(run):
-        calls.append(run)
-        return 5.0 if run == "a" else 7.0, 4e-3
-
-    monkeypatch.setattr(timer, "_once", once)
-    found = timer.seconds({"a": "a", "b": "b"}, repeats=4)
-    assert {name: sample.median for name, sample in found.items()} == {"a": 5.0, "b": 7.0}
-    # One call each first, then rounds until two came too late, whose order is reversed by turns.
-    assert calls == [*"ab", *"ab", *"abbaabba"]
-    assert timer.length == pytest.approx(7e-3)
-
-
-def test_where_the_device_tells_the_time_the_work_before_is_no_part_of_it(monkeypatch):
-    times, asked = iter([2_000, 5_000]), []
-    timer = QueueTimer(busy=False)
-    monkeypatch.setattr(timer, "_work", lambda products: asked.append("work") or mx.zeros(1))
-    monkeypatch.setattr(timer, "_time", lambda: asked.append("time") or mx.array(next(times)))
-    took, queued = timer._once(lambda y: asked.append("run") or [y])
-    assert took == pytest.approx(3e-6) and 0 < queued < 1
-    assert asked == ["work", "time", "run", "time"]
 
 
 @pytest.mark.cuda
@@ -125,28 +82,6 @@ def test_the_clock_of_the_device_counts_nanoseconds():
     timer, chain = QueueTimer(), lambda y: [y @ timer._matrix for _ in range(8)]
     found = timer.seconds({"none": lambda y: [y], "chain": chain})
     assert found["none"].median < 1e-4 and found["chain"].median > 4 * timer._product
-
-
-@pytest.mark.parametrize("ordered", [False, True])
-def test_every_launch_has_a_set_of_its_own_and_waits_for_the_last(measured, ordered):
-    sets = measured.sets
-    assert len(sets) > 2
-    measured._ordered, measured.device = ordered, "host"  # which is not traced
-    ran = []
-
-    def path(inputs):
-        ran.append(inputs)
-        return [inputs[0] + 1]
-
-    found = measured._chain("kernel", path, sets, 2)(mx.zeros((1, 1)))
-    assert len(found) == (2 * len(sets) if ordered else 2) and len(ran) == 2 * len(sets)
-    every = [*sets, *sets]
-    assert [list(map(id, inputs[1:])) for inputs in ran] == [
-        list(map(id, others)) for _, *others in every
-    ]
-    # Where MLX starts in order what it is given, nothing needs to link one launch to the next.
-    own = [inputs[0] is first for inputs, (first, *_) in zip(ran, every, strict=True)]
-    assert all(own) if ordered else not any(own)
 
 
 STEP = AttentionStepRecord(mx.float32, 2, 4, 2, 4096, 64, 64)
@@ -188,17 +123,6 @@ def test_every_output_is_compared(wrong):
 
     assert rates._verified("kernel", path) is None
     assert "wrong by" in rates._verified("kernel", damaged)
-
-
-def test_large_launches_are_measured_alone(measured, monkeypatch):
-    """Copies of their inputs would defeat caches, which do not hold those of one."""
-    monkeypatch.setattr(Evaluator, "_seconds", lambda self, name, *_, **__: 2.1e-3)
-    monkeypatch.setattr(Evaluator, "_verified", lambda *_: None)
-    monkeypatch.setattr(Evaluator, "_times", lambda self, every, sets, *_: kept.append(sets))
-    kept = []
-    with pytest.raises(TypeError):  # no times
-        measured.beside_stock(RECORD.heuristic("cuda"))
-    assert kept == [[measured.inputs]]
 
 
 def test_what_is_not_done_in_time_is_left(measured, monkeypatch):

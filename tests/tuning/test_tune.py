@@ -1,6 +1,6 @@
 """Tuning a kernel from end to end, with costs computed from counters."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from math import inf
 from typing import ClassVar
 
@@ -16,9 +16,8 @@ from mlx_qlayers.runtime import KernelTimeout, use_backend
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.tuning import evaluator
 from mlx_qlayers.tuning.evaluator import Times
-from mlx_qlayers.tuning.search import Trial
 from mlx_qlayers.tuning.timing import Sample
-from mlx_qlayers.tuning.tune import DeviceLost, fastest, finalists, tune, tune_all
+from mlx_qlayers.tuning.tune import DeviceLost, fastest, tune, tune_all
 
 COUNTED = {"evaluator": Counted}
 SHAPE = 16, 1024, mx.float32
@@ -187,13 +186,6 @@ def test_a_configuration_is_never_slower_than_the_heuristics():
     assert fastest(samples((1.0, 1.0), (0.995, 1.0), (0.5, 1.1))) == 0
     wide = Times(Sample(0.9, 0.6, 1.2, 9), Sample.of([1.0]))
     assert fastest([*samples((1.0, 1.0)), wide]) == 0
-
-
-def test_finalists_are_the_heuristics_choice_and_the_best_that_work():
-    trials = [Trial(name, i + 1.0) for i, name in enumerate("abcde")]
-    assert finalists("b", trials) == ["b", "a", "c", "d"]
-    trials[2] = replace(trials[2], problem="broken")
-    assert finalists("b", trials) == ["b", "a", "d", "e"]
 
 
 def test_without_a_backend_there_is_nothing_to_tune():
