@@ -1,4 +1,7 @@
-"""The quantized formats of MLX: which group sizes and bits each mode allows."""
+"""The quantized formats of MLX: which group sizes and bits each mode allows.
+
+The order of modes is that of their numbers in MLX and in ``packed.metal``.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ MODES = {
 DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
 # What mode nvfp4 divides a global scale by: the largest numbers that E4M3 and E2M1 hold.
 GLOBAL_UNIT = 448.0 * 6.0
+_MLX: Any = mx  # whose types take no format as arguments in turn
 
 
 class Format(NamedTuple):
@@ -63,6 +67,24 @@ class Format(NamedTuple):
     def dims(self, w: Any) -> int:
         """Elements of one row of the packed matrix ``w``, an array or its spec."""
         return w.shape[-1] * 32 // self.bits
+
+    # MLX's operators of packed matrices: all that asks for one asks here.
+
+    def quantize(self, x: mx.array) -> Any:
+        """``mx.quantize``: w, scales and, in mode affine, biases."""
+        return _MLX.quantize(x, *self)
+
+    def quantized_matmul(self, x: Any, w: Any, *rest: Any) -> mx.array:
+        """``mx.quantized_matmul`` of x, w, scales, biases and whether to transpose."""
+        return _MLX.quantized_matmul(x, w, *rest, *self)
+
+    def gather_qmm(self, x: Any, w: Any, *rest: Any, **options: Any) -> mx.array:
+        """``mx.gather_qmm`` of x, w, scales, biases, both indices and whether to transpose."""
+        return _MLX.gather_qmm(x, w, *rest, *self, **options)
+
+    def dequantize(self, w: Any, *rest: Any, **options: Any) -> mx.array:
+        """``mx.dequantize`` of w, scales and biases."""
+        return _MLX.dequantize(w, *rest, *self, **options)
 
     def mismatch(self, w: Any, scales: Any, biases: Any) -> str | None:
         """Describe why arrays do not hold this format; None if they do."""

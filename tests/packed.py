@@ -94,7 +94,7 @@ def random_packed(
     dense = mx.array(rng.normal(size=(-(-rows // 8) * 8, columns)).astype(np.float32))
     # On the CPU: for 1 bit MLX's CUDA quantizer launches nothing and leaves its results unset.
     with mx.stream(mx.cpu):
-        w, scales, *biases = (a[:rows] for a in mx.quantize(dense.astype(dtype), *fmt))
+        w, scales, *biases = (a[:rows] for a in fmt.quantize(dense.astype(dtype)))
         mx.eval(w, scales, biases)
     return w, scales, biases[0] if biases else None
 

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write a quantized checkpoint without its quantization",
     )
     option("--mlx-path", required=True, metavar="PATH", help="the directory to write")
-    option("--mode", "--q-mode", default="affine", help="affine, mxfp4, nvfp4 or mxfp8")
+    option("--mode", "--q-mode", default="affine", help="of mx.quantize, as mxfp4")
     option("--group-size", "--q-group-size", type=int, help="weights to a scale; the mode's own")
     option("--bits", "--q-bits", type=int, help="bits of a weight; the mode's usual number")
     option(

@@ -362,7 +362,7 @@ def _quantized(
 def _packed(
     shape: tuple[int, ...], dtype: mx.Dtype = mx.float16, fmt: Format = _FORMAT
 ) -> list[mx.array]:
-    return list(mx.quantize(_normal(shape, dtype), *fmt))
+    return list(fmt.quantize(_normal(shape, dtype)))
 
 
 def _normal(shape: tuple[int, ...], dtype: mx.Dtype = mx.float16) -> mx.array:

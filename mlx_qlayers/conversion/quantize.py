@@ -61,7 +61,7 @@ def quantize_checkpoint(
         target: the directory to write. There must be nothing, or an empty directory.
         group_size: weights that share a scale; by default the mode's usual one.
         bits: bits of a weight; by default the mode's usual number.
-        mode: ``"affine"``, ``"mxfp4"``, ``"nvfp4"`` or ``"mxfp8"``.
+        mode: one of ``mx.quantize``, as ``"affine"`` or ``"mxfp4"``.
         recipe: one of mlx-lm's mixtures in place of ``bits``: ``"mixed_2_6"``, ``"mixed_3_4"``,
             ``"mixed_3_6"`` or ``"mixed_4_6"``. The head, and in some layers the values and the
             projection down, get the larger number of bits.

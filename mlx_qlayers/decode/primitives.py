@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from .. import formats
 from ..dispatch import Operation
 from .graph import Node, number_of
 from .twin import FIRST_GROUP, GROUPS
 
-MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
+MODES = tuple(formats.MODES)
 
 
 class Call(NamedTuple):

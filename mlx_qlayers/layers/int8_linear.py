@@ -7,6 +7,7 @@ import re
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..formats import Format
 from ..measurements.thresholds import threshold
 from ..ops.int8_matmul import int8_products
 from ..reference.int8_matmul import MOST, block_of, rotated
@@ -37,7 +38,8 @@ class Int8Linear(QLinear):
     def joining(cls, layer: QLinear) -> Int8Linear:
         """Make a layer one of this class, in place."""
         packed = layer["weight"], layer["scales"], layer.get("biases")
-        dense = mx.dequantize(*packed, layer.group_size, layer.bits, layer.mode).astype(mx.float32)
+        fmt = Format(layer.group_size, layer.bits, layer.mode)
+        dense = fmt.dequantize(*packed).astype(mx.float32)
         block = block_of(dense.shape[1])
         dense = rotated(dense, block) * (64 / block if block else 1)
         scales = mx.abs(dense).max(axis=1) / MOST

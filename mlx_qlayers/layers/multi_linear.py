@@ -24,7 +24,7 @@ class QMultiLinear(Counterpart, QuantizedMultiLinear):
         num_heads: how many matrices there are, H.
         group_size: elements of a row that share a scale.
         bits: bits an element.
-        mode: ``"affine"``, ``"mxfp4"``, ``"mxfp8"`` or ``"nvfp4"``.
+        mode: one of ``mx.quantize``, as ``"affine"`` or ``"mxfp4"``.
 
     Raises:
         ValueError: the format does not exist, or an input does not fit.

@@ -57,7 +57,7 @@ class QLinear(Counterpart, nn.QuantizedLinear):
         bias: whether to add a bias.
         group_size: elements of a row that share a scale; None stands for the mode's default.
         bits: bits an element; None stands for the mode's default.
-        mode: ``"affine"``, ``"mxfp4"``, ``"mxfp8"`` or ``"nvfp4"``.
+        mode: one of ``mx.quantize``, as ``"affine"`` or ``"mxfp4"``.
 
     Raises:
         ValueError: the format does not exist, or ``input_dims`` is no multiple of the group size.
@@ -88,7 +88,7 @@ class QLinear(Counterpart, nn.QuantizedLinear):
         Args:
             group_size: elements of a row that share a scale.
             bits: bits an element.
-            mode: ``"affine"``, ``"mxfp4"``, ``"mxfp8"`` or ``"nvfp4"``. Without any argument the
+            mode: one of ``mx.quantize``, as ``"affine"`` or ``"mxfp4"``. Without any argument the
                 format is the layer's own; with some, None stands for affine and the mode's
                 defaults, as in ``nn.Linear.to_quantized``.
 
@@ -112,7 +112,7 @@ class QLinear(Counterpart, nn.QuantizedLinear):
             layer.__dict__.update(self.__dict__)
         else:
             dense = nn.Linear(1, 1, bias=False)
-            dense.weight = mx.dequantize(self["weight"], self["scales"], self.get("biases"), *own)
+            dense.weight = own.dequantize(self["weight"], self["scales"], self.get("biases"))
             if (width := dense.weight.shape[-1]) % fmt.group_size:
                 raise ValueError(f"group_size must divide the width {width}, not {fmt.group_size}")
             if "bias" in self:

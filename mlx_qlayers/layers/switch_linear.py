@@ -25,7 +25,7 @@ class QSwitchLinear(Counterpart, QuantizedSwitchLinear):
         bias: whether each expert adds a bias.
         group_size: elements of a row that share a scale.
         bits: bits an element.
-        mode: ``"affine"``, ``"mxfp4"``, ``"mxfp8"`` or ``"nvfp4"``.
+        mode: one of ``mx.quantize``, as ``"affine"`` or ``"mxfp4"``.
         global_scale: whether each expert has a scale of its own (nvfp4).
 
     Raises:

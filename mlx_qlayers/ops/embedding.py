@@ -39,7 +39,7 @@ def quantized_rows(
         biases: like ``scales``; None in modes other than ``"affine"``.
         group_size: elements that share a scale; None stands for the mode's default.
         bits: bits an element; None stands for the mode's default.
-        mode: ``"affine"``, ``"mxfp4"``, ``"mxfp8"`` or ``"nvfp4"``.
+        mode: one of ``mx.quantize``, as ``"affine"`` or ``"mxfp4"``.
 
     Returns:
         (..., K), in the dtype that ``mx.dequantize`` gives.
@@ -91,7 +91,7 @@ QUANTIZED_ROWS = Operation("quantized_rows", _plan)
 def _composed(fmt: Format) -> Callable[..., mx.array]:
     def run(numbers: Any, w: Any, scales: Any, biases: Any) -> mx.array:
         at = numbers if numbers.ndim else numbers[None]  # MLX unpacks matrices alone
-        rows = mx.dequantize(w[at], scales[at], None if biases is None else biases[at], *fmt)
+        rows = fmt.dequantize(w[at], scales[at], None if biases is None else biases[at])
         return rows if numbers.ndim else rows[0]
 
     return run

@@ -76,7 +76,7 @@ def fused_products(
         matrices: each ``(w, scales, biases, bias)`` as in :func:`quantized_matmul`.
         group_size: elements that share a scale; None stands for the mode's default.
         bits: bits an element; None stands for the mode's default.
-        mode: ``"affine"``, ``"mxfp4"``, ``"mxfp8"`` or ``"nvfp4"``.
+        mode: one of ``mx.quantize``, as ``"affine"`` or ``"mxfp4"``.
         norm: weight (K,) or None, and epsilon, of the RMS norm that ``x`` goes through first.
         gate: with two matrices: give ``activation(first) * second`` alone; the activation is
             ``"silu"``, ``"gelu"`` or ``"gelu_approx"``.

@@ -70,7 +70,7 @@ def gather_qmm(
         transpose: multiply with the transposes of the matrices.
         group_size: elements that share a scale; None stands for the mode's default (affine: 64).
         bits: bits an element; None stands for the mode's default (affine: 4).
-        mode: ``"affine"``, ``"mxfp4"``, ``"mxfp8"`` or ``"nvfp4"``.
+        mode: one of ``mx.quantize``, as ``"affine"`` or ``"mxfp4"``.
         global_scale: one number for each matrix in mode nvfp4, as ``mx.quantize`` takes it.
         sorted_indices: says that ``rhs_indices`` are sorted, so that products with the same
             matrix can share what they read of it. The statement has to be true.

@@ -48,7 +48,7 @@ def quantized_matmul(
         transpose: multiply with the transpose of the packed matrix.
         group_size: elements that share a scale; None stands for the mode's default (affine: 64).
         bits: bits an element; None stands for the mode's default (affine: 4).
-        mode: ``"affine"``, ``"mxfp4"``, ``"mxfp8"`` or ``"nvfp4"``.
+        mode: one of ``mx.quantize``, as ``"affine"`` or ``"mxfp4"``.
         bias: (N,) added to every row of the product.
         global_scale: one number for the matrix in mode nvfp4, as ``mx.quantize`` takes it. The
             stock operator has no such argument; it is applied to the float32 sums.

@@ -35,8 +35,9 @@ def gather_qmm(
     x, (w, *_), transpose, fmt = call
     out = x.dtype
     if mx.default_device().type == mx.gpu:
-        return lambda x, w, scales, biases, left, right, global_scale: mx.gather_qmm(
-            *(x, w, scales, biases, left, right, transpose, *fmt, global_scale),
+        return lambda x, w, scales, biases, left, right, global_scale: fmt.gather_qmm(
+            *(x, w, scales, biases, left, right, transpose),
+            global_scale=global_scale,
             sorted_indices=sorted_indices,
         )
     shape = (*leading, x.shape[-2], w.shape[-2] if transpose else fmt.dims(w))
@@ -54,8 +55,8 @@ def gather_qmm(
         right = mx.broadcast_to(every[1] if right is None else right, leading).flatten()
         products = []
         for core, part in cores:
-            given = x, w, scales, biases, left[part], right[part], transpose, *fmt
-            products.append(mx.gather_qmm(*given, stream=core))
+            given = x, w, scales, biases, left[part], right[part], transpose
+            products.append(fmt.gather_qmm(*given, stream=core))
         y = mx.concatenate(products)
         if global_scale is not None:
             y = y * (global_scale.flatten() / GLOBAL_UNIT)[right][:, None, None]

@@ -43,10 +43,10 @@ def quantized_matmul(
     if mx.default_device().type == mx.gpu:
         if w.ndim == 3 and x.ndim > 3 and mx.cuda.is_available():
             return by_matrix(x, w, scales, biases, transpose=transpose, fmt=fmt)
-        return mx.quantized_matmul(x, w, scales, biases, transpose, *fmt)
+        return fmt.quantized_matmul(x, w, scales, biases, transpose)
     if w.ndim > 2:
         wide = x.astype(mx.float32)
-        return mx.quantized_matmul(wide, w, scales, biases, transpose, *fmt).astype(out)
+        return fmt.quantized_matmul(wide, w, scales, biases, transpose).astype(out)
     rows = x.reshape(-1, x.shape[-1]).astype(mx.float32)
     dense = dense_rows is not None and rows.shape[0] >= dense_rows
     # The stock BLAS is twice as fast on row-major operands as on a transposed one.
@@ -59,7 +59,7 @@ def quantized_matmul(
         with on_core(core):
             given = columns if transpose else rows[:, part]
             if not dense:
-                products.append(mx.quantized_matmul(given, *packed, transpose, *fmt))
+                products.append(fmt.quantized_matmul(given, *packed, transpose))
             elif transpose:
                 products.append(dequantize(*packed, fmt) @ given)
             else:
@@ -78,8 +78,7 @@ def by_matrix(x: mx.array, *packed: Any, transpose: bool, fmt: Format) -> mx.arr
     """
     *batch, heads, rows, width = x.shape
     x = x.reshape(-1, heads, rows, width).swapaxes(0, 1)
-    multiply: Any = mx.quantized_matmul
-    y = multiply(x.reshape(heads, -1, width), *packed, transpose, *fmt)
+    y = fmt.quantized_matmul(x.reshape(heads, -1, width), *packed, transpose)
     y = y.reshape(len(y), -1, rows, y.shape[-1]).swapaxes(0, 1)
     return y.reshape(*batch, *y.shape[1:])
 
@@ -87,5 +86,5 @@ def by_matrix(x: mx.array, *packed: Any, transpose: bool, fmt: Format) -> mx.arr
 def dequantize(w: mx.array, scales: mx.array, biases: mx.array | None, fmt: Format) -> mx.array:
     """The dense float32 matrix that ``w`` stands for, computed in float32."""
     if biases is None:
-        return mx.dequantize(w, scales, None, *fmt, dtype=mx.float32)
-    return mx.dequantize(w, scales.astype(mx.float32), biases.astype(mx.float32), *fmt)
+        return fmt.dequantize(w, scales, None, dtype=mx.float32)
+    return fmt.dequantize(w, scales.astype(mx.float32), biases.astype(mx.float32))
