@@ -8,37 +8,15 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 from types import ModuleType
 
 from ._interrupts import INTERRUPTED, raising
-from .commands import (
-    bench,
-    borrowed,
-    convert,
-    demo,
-    doctor,
-    explain,
-    generate,
-    info,
-    perplexity,
-    quantize,
-    tune,
-)
+from .commands import borrowed, generate, info
 from .commands.arguments import Parser, one_line
 
-_COMMANDS = (
-    generate,
-    borrowed,
-    convert,
-    quantize,
-    perplexity,
-    tune,
-    bench,
-    info,
-    doctor,
-    explain,
-    demo,
-)
+_NAMES = "generate borrowed convert quantize perplexity tune bench info doctor explain demo"
+_COMMANDS = [import_module(f".commands.{name}", __package__) for name in _NAMES.split()]
 _ERROR, _BROKEN_PIPE = 2, 141
 
 
