@@ -15,19 +15,10 @@ MODES = {
     "mxfp4": ((32,), (4,)),
     "mxfp8": ((32,), (8,)),
     "nvfp4": ((16,), (4,)),
-    "mxfp6": ((32,), (6,)),
 }
-DEFAULTS = {
-    "affine": (64, 4),
-    "mxfp4": (32, 4),
-    "mxfp8": (32, 8),
-    "nvfp4": (16, 4),
-    "mxfp6": (32, 6),
-}
+DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
 # What mode nvfp4 divides a global scale by: the largest numbers that E4M3 and E2M1 hold.
 GLOBAL_UNIT = 448.0 * 6.0
-# The numbers of E2M3, from 0 on: two bits of exponent, three of mantissa. E4M3 holds each of them.
-_E2M3 = [m / 8 if m < 8 else (1 + m % 8 / 8) * 2.0 ** (m // 8 - 1) for m in range(32)]
 _MLX: Any = mx  # whose types take no format as arguments in turn
 
 
@@ -38,7 +29,7 @@ class Format(NamedTuple):
         group_size: consecutive elements of a row that share one scale.
         bits: bits an element.
         mode: ``"affine"`` (float scale and bias a group), ``"mxfp4"`` and ``"mxfp8"`` (E8M0
-            scale), ``"nvfp4"`` (E4M3 scale) or ``"mxfp6"`` (E2M3, with an E8M0 scale).
+            scale) or ``"nvfp4"`` (E4M3 scale).
     """
 
     group_size: int
@@ -81,35 +72,19 @@ class Format(NamedTuple):
 
     def quantize(self, x: mx.array) -> Any:
         """``mx.quantize``: w, scales and, in mode affine, biases."""
-        if self.mode != "mxfp6":
-            return _MLX.quantize(x, *self)
-        groups = x.astype(mx.float32).reshape(*x.shape[:-1], -1, self.group_size)
-        exponents = mx.floor(mx.log2(mx.maximum(abs(groups).max(-1, keepdims=True), 2.0**-120))) - 2
-        sizes, numbers = abs(groups) * 2.0**-exponents, mx.array(_E2M3)
-        codes = (sizes[..., None] > (numbers[1:] + numbers[:-1]) / 2).sum(-1) + 32 * (groups < 0)
-        return _regrouped(codes.reshape(x.shape), 6, 32), (exponents[..., 0] + 127).astype(mx.uint8)
-
-    def _in_mlx(self, w: Any) -> tuple[Any, Format]:
-        """The same matrix in a format that MLX has."""
-        if self.mode != "mxfp6":
-            return w, self
-        bytes_of = mx.to_fp8(mx.array([*_E2M3, *(-number for number in _E2M3)]))
-        return _regrouped(bytes_of[_regrouped(w, 32, 6)], 8, 32), Format(32, 8, "mxfp8")
+        return _MLX.quantize(x, *self)
 
     def quantized_matmul(self, x: Any, w: Any, *rest: Any) -> mx.array:
         """``mx.quantized_matmul`` of x, w, scales, biases and whether to transpose."""
-        w, fmt = self._in_mlx(w)
-        return _MLX.quantized_matmul(x, w, *rest, *fmt)
+        return _MLX.quantized_matmul(x, w, *rest, *self)
 
     def gather_qmm(self, x: Any, w: Any, *rest: Any, **options: Any) -> mx.array:
         """``mx.gather_qmm`` of x, w, scales, biases, both indices and whether to transpose."""
-        w, fmt = self._in_mlx(w)
-        return _MLX.gather_qmm(x, w, *rest, *fmt, **options)
+        return _MLX.gather_qmm(x, w, *rest, *self, **options)
 
     def dequantize(self, w: Any, *rest: Any, **options: Any) -> mx.array:
         """``mx.dequantize`` of w, scales and biases."""
-        w, fmt = self._in_mlx(w)
-        return _MLX.dequantize(w, *rest, *fmt, **options)
+        return _MLX.dequantize(w, *rest, *self, **options)
 
     def mismatch(self, w: Any, scales: Any, biases: Any) -> str | None:
         """Describe why arrays do not hold this format; None if they do."""
@@ -154,13 +129,6 @@ class Format(NamedTuple):
                 f"all, not {_name(global_scale.dtype)} in shape {global_scale.shape}"
             )
         return None
-
-
-def _regrouped(numbers: mx.array, bits: int, into: int) -> mx.array:
-    """A stream of numbers of so many bits, the first in the lowest ones, as numbers of others."""
-    places = mx.arange(32, dtype=mx.uint32)
-    stream = (numbers.astype(mx.uint32)[..., None] >> places[:bits]) & 1
-    return (stream.reshape(*numbers.shape[:-1], -1, into) << places[:into]).sum(-1)
 
 
 def _one_of(name: str, allowed: tuple[int, ...], value: object, mode: str) -> int:

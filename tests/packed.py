@@ -52,12 +52,6 @@ def _e4m3(codes: np.ndarray) -> np.ndarray:
     return sign * np.where(exponent == 0, mantissa / 8 * 2.0**-6, normal)
 
 
-def _e2m3(codes: np.ndarray) -> np.ndarray:
-    exponent, mantissa = (codes >> 3) & 3, codes & 7
-    size = np.where(exponent == 0, mantissa / 8, (1 + mantissa / 8) * 2.0 ** (exponent - 1.0))
-    return np.where(codes & 32, -size, size)
-
-
 def codes(w: mx.array, bits: int) -> np.ndarray:
     """The integers of each row, which are one little-endian stream of bits."""
     stream = np.unpackbits(np.ascontiguousarray(w).view(np.uint8), axis=-1, bitorder="little")
@@ -88,7 +82,7 @@ def _decoded(
         return (groups * s).reshape(q.shape), np.broadcast_to(b, groups.shape).reshape(q.shape)
     s = np.array(scales).astype(int)
     s = _e4m3(s) if fmt.mode == "nvfp4" else 2.0 ** (s - 127)
-    values = {8: _e4m3, 6: _e2m3, 4: _FP4.__getitem__}[fmt.bits](groups)
+    values = _e4m3(groups) if fmt.bits == 8 else _FP4[groups]
     return (values * s[..., None]).reshape(q.shape), np.zeros(q.shape)
 
 

@@ -2,7 +2,7 @@
 //
 // A row of K elements is K * bits / 32 words, elements from the low bits up; `group` elements share
 // a scale. In mode affine an element is scale * code + bias; in the others a code is a small float
-// (E2M1, E2M3 or E4M3) and a scale a byte (E8M0, in NVFP4 E4M3).
+// (E2M1 or E4M3) and a scale a byte (E8M0, in NVFP4 E4M3).
 
 #include "common/load.metal"
 
@@ -13,7 +13,6 @@ using namespace metal;
 #define MXFP4 1
 #define MXFP8 2
 #define NVFP4 3
-#define MXFP6 4
 
 // Element i of a row of packed words; i is known when the loop around it is unrolled.
 template <int bits>
@@ -35,9 +34,6 @@ METAL_FUNC float float_from_e4m3(uint code) {
 METAL_FUNC float float_from_e2m1(uint code) {
   return float(as_type<half>(ushort((code & 8) << 12 | (code & 7) << 9))) * 16384.0f;
 }
-METAL_FUNC float float_from_e2m3(uint code) {
-  return float(as_type<half>(ushort((code & 32) << 10 | (code & 31) << 7))) * 16384.0f;
-}
 
 // An integer below 2^23 in the mantissa of 2^23: cheaper than a conversion on Apple GPUs.
 METAL_FUNC float float_from_integer(uint code) {
@@ -49,9 +45,7 @@ METAL_FUNC float decoded(uint code) {
   if (mode == AFFINE) {
     return float_from_integer(code);
   }
-  return mode == MXFP8   ? float_from_e4m3(code)
-         : mode == MXFP6 ? float_from_e2m3(code)
-                         : float_from_e2m1(code);
+  return mode == MXFP8 ? float_from_e4m3(code) : float_from_e2m1(code);
 }
 
 template <int mode, typename S>
@@ -106,7 +100,7 @@ METAL_FUNC float pair_factor() {
 // float32 that factor is applied here: products with numbers below 2^-100 would be lost.
 template <typename T, int mode, int bits>
 METAL_FUNC float code_factor() {
-  return sizeof(T) == 4 || (mode == AFFINE && bits != 8) || mode == MXFP6 ? 1.0f : pair_factor<mode>();
+  return sizeof(T) == 4 || (mode == AFFINE && bits != 8) ? 1.0f : pair_factor<mode>();
 }
 template <typename T, int mode, int bits, int count>
 METAL_FUNC void decode_codes(thread float* to, const thread uint* words) {
@@ -115,8 +109,6 @@ METAL_FUNC void decode_codes(thread float* to, const thread uint* words) {
   for (int i = 0; i < count; i++) {
     if (mode == AFFINE && (bits != 8 || sizeof(T) == 4)) {
       to[i] = code_number<bits>(words, i);
-    } else if (mode == MXFP6) {
-      to[i] = decoded<mode>(packed_code<bits>(words, i));
     } else if (i / apart % 2 == 0) {
       uint word = words[i / (2 * apart)];
       float2 pair = float2(mode == AFFINE       ? byte_pair(word, i % apart)

@@ -110,16 +110,10 @@ METAL_FUNC metal::vec<T, 2> weight_pair(const thread uint* halves, int i, int pa
     }
     return as_type<metal::vec<T, 2>>(code);
   }
-  if (mode == MXFP4 || mode == NVFP4) {
+  if (mode != MXFP8) {
     return scaled_e2m1_pair<T>(halves[0], i, scale);
   }
-  half2 pair;
-  if (mode == MXFP6) {
-    uint codes = code_pair<bits>(halves, bits * i, 0, 0);
-    pair = scaled_up<14>(as_type<half2>((codes & 0x00200020u) << 10 | (codes & 0x001f001fu) << 7));
-  } else {
-    pair = scaled_up<8>(e4m3_pair(halves[0], i));
-  }
+  half2 pair = scaled_up<8>(e4m3_pair(halves[0], i));
   return is_same_v<T, half> ? as_type<metal::vec<T, 2>>(pair) : metal::vec<T, 2>(float2(pair));
 }
 // What those of codes lack beside their offset.
