@@ -5,8 +5,6 @@ prove. A fault can be put into a kernel, in this process and in those that it st
 imports ``sitecustomize.py`` in ``tests/apple``, which installs this too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@
 A row follows from the report of converting a small model; ``tests/test_architectures.py`` compares.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import mlx.nn as nn

@@ -4,8 +4,6 @@ Left out are bitnet and muse_spark (Metal only), olmo (needs a package), phi3sma
 is large by construction), prism_hadamard_qwen35 (one checkpoint's own format).
 """
 
-from __future__ import annotations
-
 from architectures import Architecture
 
 _SLIDING = ["sliding_attention", "full_attention"]

@@ -1,7 +1,5 @@
 """Small random models of the architectures that mlx-lm ships, quantized."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib

@@ -1,7 +1,5 @@
 """Inputs for attention on awkward shapes, and what float64 makes of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

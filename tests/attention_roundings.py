@@ -4,8 +4,6 @@ All is in units of float32's rounding. The roundings of a score move all weights
 roundings of different scores, weights and gradients are independent, so their squares add up.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

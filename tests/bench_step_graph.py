@@ -4,8 +4,6 @@ Models are of Qwen2-7B's shape in 4 bits, with weights of zeros that take no mem
 chosen as for an H200 and stand in the graph, but compute nothing.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

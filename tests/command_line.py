@@ -1,7 +1,5 @@
 """The command as a process, and what it says."""
 
-from __future__ import annotations
-
 import sys
 
 COMMAND = [sys.executable, "-m", "mlx_qlayers"]

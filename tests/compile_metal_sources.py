@@ -13,8 +13,6 @@ Example:
     python tests/compile_metal_sources.py build/metal --needs 3.1 3.2
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -6,8 +6,6 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 
 # Workers of pytest-xdist have a core each: numpy's threads would only wait for one another.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -58,7 +56,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def forced_backend() -> Iterator[None]:
+def forced_backend():
     """What a test or an example that it runs forces for good is forced no longer."""
     before = current.get()
     yield
@@ -66,7 +64,7 @@ def forced_backend() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_model(tmp_path_factory):
     """A quantized Qwen2 checkpoint with random weights; not to be changed."""
     from tiny_model import save_tiny_model  # whose imports take seconds
 
@@ -74,7 +72,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def plain_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain_model(tmp_path_factory):
     """The same without quantization."""
     from tiny_model import save_tiny_model
 

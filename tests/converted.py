@@ -1,7 +1,5 @@
 """Small models, stock and converted, and what their conversion says."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 from architectures import Architecture, build

@@ -1,7 +1,5 @@
 """The tuner without a clock: costs by what the checked build of the host counts."""
 
-from __future__ import annotations
-
 from math import inf
 
 from mlx_qlayers import use_backend

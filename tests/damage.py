@@ -1,7 +1,5 @@
 """Ways to spoil a model directory, and what must be said about each."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Damaged model directories, and what is said of each."""
 
-from __future__ import annotations
-
 import shutil
 
 from damage import (

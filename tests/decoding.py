@@ -1,7 +1,5 @@
 """Runs models side by side over a prompt and a few decoded tokens, with every kind of cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

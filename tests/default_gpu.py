@@ -1,7 +1,5 @@
 """Runs Python in a process whose default device is a GPU, also where there is none."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The golden values of deformable attention, made by ``golden/make_deformable_attention.py``."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

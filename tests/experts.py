@@ -1,7 +1,5 @@
 """Stacked quantized matrices, and the products that rows have with those they choose."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 

@@ -1,7 +1,5 @@
 """mlx-lm's own trainer over a few sequences of the tales, and the losses that it reports."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import mlx.nn as nn

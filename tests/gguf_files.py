@@ -1,7 +1,5 @@
 """Small GGUF files, written as llama.cpp writes them: blocks, names, rows of q and k, norms."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct

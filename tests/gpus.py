@@ -1,7 +1,5 @@
 """The GPUs that tests run on. Where there is none of a kind, conftest.py leaves its tests out."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 

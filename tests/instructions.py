@@ -7,8 +7,6 @@ length, as Apple's does. Meetings of lanes and matrix products are one instructi
 done to a vector counts for each element.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set

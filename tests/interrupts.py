@@ -1,7 +1,5 @@
 """Calls that are interrupted at one of the lines that they run."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Container
 from types import FrameType

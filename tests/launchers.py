@@ -1,7 +1,5 @@
 """Launchers as functions of arrays: each call plans for its arrays and launches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,8 +1,5 @@
 """Pretends that a machine has other backends than it has."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +26,7 @@ def has_device(monkeypatch: pytest.MonkeyPatch, name: str, **other: Any) -> None
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def machine(monkeypatch):
     """Pretend that exactly these backends can run; plans made meanwhile are not used again."""
 
     def pretend(*names: str) -> None:

@@ -13,8 +13,6 @@ threadgroup, the ``threads``. ``tests/compile_metal_sources.py`` compiles them; 
 tests.metal_sources build/metal`` exits with 1 if the folder lacks a kernel of the package.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

@@ -3,8 +3,6 @@
 On a CPU ``mx.compile`` runs g++ for each new function, and two thirds of that time is one header.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Models whose code is not the same twice: what it adds to logits, from wherever that comes."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable

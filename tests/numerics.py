@@ -6,8 +6,6 @@ the end. What cannot be held to that has a constant here, with its reason. No te
 of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Oracles in numpy, in float64 for the truth and in float32 for what one rounding may cost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

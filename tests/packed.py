@@ -1,7 +1,5 @@
 """Quantized matrices decoded with numpy in float64, from the formats' definitions."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

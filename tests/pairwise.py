@@ -1,7 +1,5 @@
 """Rows of test parameters in which any two values of two lists meet, far fewer than all rows."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations, product

@@ -5,8 +5,6 @@ been made before. Where there is no GPU, ``gpu`` is the path of one whose kernel
 as on every Mac: the stock operators and graphs of ``mx.compile``, which are made but never run.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -3,8 +3,6 @@
 One process imports everything and forks the ranks, which saves the imports of all but one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@ Kernels are chosen, bound and added to graphs as for an H200, but each is a ``De
 primitive of the same inputs that gives zeros. So a model decodes zeros, at the cost of its graph.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections import Counter

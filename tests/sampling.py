@@ -1,7 +1,5 @@
 """PyTorch's golden values of grid sampling, made by ``golden/make_grid_sample.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A small Qwen2 model, and what it holds."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen2

@@ -3,8 +3,6 @@
 Run ``python tests/step_launches.py`` to write the file anew: it says what fusion has come to.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A stock model and the same one whose steps of decoding are graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Models that make tokens by graphs of steps, and what their caches hold."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

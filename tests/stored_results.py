@@ -1,7 +1,5 @@
 """Results of measurements, kept as if they were made on a GPU."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from importlib.metadata import version
 

@@ -4,8 +4,6 @@ Each function below makes so many rounds and raises where something is lost: an 
 a value, the backend of a block, the state of a model, or the status of a process that ends.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import gc

@@ -3,8 +3,6 @@
 A test adds a row with ``record_property("table: <title>", [cell, ...])``, in any process.
 """
 
-from __future__ import annotations
-
 import pytest
 
 _PREFIX = "table: "

@@ -1,14 +1,11 @@
 """Conversion of small models of most architectures that mlx-lm ships."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -46,7 +43,7 @@ every_architecture = pytest.mark.parametrize("name", NAMES, scope="module")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def without_compilation() -> Iterator[None]:
+def without_compilation():
     """mlx-lm's small compiled functions take MLX seconds each on a CPU; they compute the same."""
     mx.disable_compile()
     yield
@@ -91,17 +88,18 @@ def described(model: nn.Module) -> str:
 
 
 @every_architecture
-@pytest.mark.parametrize("others", [False, True], ids=["own", "another in turn"])
-def test_logits(name: str, others: bool) -> None:
-    """With an architecture's own caches, and with another kind."""
-    kinds = [kind for kind in KINDS if kind != "own"]
-    check_logits(name, kinds[NAMES.index(name) % len(kinds)] if others else "own")
+def test_logits(name):
+    """With an architecture's own caches, and every second one with another kind."""
+    check_logits(name, "own")
+    number, kinds = NAMES.index(name) // 2, [kind for kind in KINDS if kind != "own"]
+    if NAMES.index(name) % 2:
+        check_logits(name, kinds[number % len(kinds)])
 
 
 @pytest.mark.caches
 @every_architecture
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_with_every_cache(name: str, kind: str) -> None:
+def test_logits_with_every_cache(name, kind):
     check_logits(name, kind)
 
 
@@ -120,7 +118,7 @@ def check_logits(name: str, kind: str) -> None:
 
 
 @every_architecture
-def test_conversion(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversion(name, monkeypatch):
     expected = ARCHITECTURES[name]
     other, model, report, before, stock = converted(name)
     converted.cache_clear()  # reverted below
@@ -169,14 +167,14 @@ def test_conversion(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert mx.array_equal(model(TOKENS), stock) and not calls
 
 
-def test_coverage() -> None:
+def test_coverage():
     """Enough architectures; what is not patched has no attention, or computes it on its own."""
     assert len(NAMES) >= 100
     unpatched = {name for name in NAMES if not ARCHITECTURES[name].patched}
     assert unpatched == {"mamba", "mamba2", "rwkv7", "gemma2", "plamo2", "deepseek_v41"}
 
 
-def test_every_class_that_calls_the_shared_function_is_patched() -> None:
+def test_every_class_that_calls_the_shared_function_is_patched():
     """Of all files that mlx-lm ships, also those that the table leaves out."""
     call = re.compile(r"(?<![\w.])(scaled_dot_product_attention|gated_delta_update)\(")
     callers = set()
@@ -196,14 +194,12 @@ def test_every_class_that_calls_the_shared_function_is_patched() -> None:
     ("name", "dtype"),
     [
         ("qwen2", mx.bfloat16),
-        ("gemma3_text", mx.bfloat16),
         ("deepseek_v2", mx.float16),
         ("gpt_oss", mx.bfloat16),
-        ("qwen3_moe", mx.float16),
     ],
     ids=str,
 )
-def test_half_precision_is_no_less_accurate_than_stock(name: str, dtype: mx.Dtype) -> None:
+def test_half_precision_is_no_less_accurate_than_stock(name, dtype):
     """The truth is the stock model in float32 with the very weights of the other two."""
     truth, stock, model = (build(name, ARCHITECTURES[name], dtype) for _ in range(3))
     truth.set_dtype(mx.float32)

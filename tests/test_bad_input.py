@@ -1,7 +1,5 @@
 """Damaged models and senseless arguments: each is named in one line, and nothing is changed."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -16,8 +14,8 @@ from pathlib import Path
 
 import mlx.nn as nn
 import pytest
-from damage import Case, quantization
 from damage import config as configured
+from damage import quantization
 from damaged_models import CASES, UP
 
 from mlx_qlayers import convert_model, load, revert_model
@@ -26,7 +24,7 @@ from mlx_qlayers.conversion.loading import load_stock
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_damaged_model(case: Case, tiny_model: Path, tmp_path: Path) -> None:
+def test_damaged_model(case, tiny_model, tmp_path):
     path = tmp_path / "model"
     shutil.copytree(tiny_model, path)
     case.damage(path)
@@ -41,7 +39,7 @@ def test_damaged_model(case: Case, tiny_model: Path, tmp_path: Path) -> None:
     assert all(text in line for text in case.says), line
 
 
-def test_an_adapter_of_a_senseless_rank(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_a_senseless_rank(tiny_model, tmp_path):
     """MLX ends the process where it allocates one."""
     (tmp_path / "adapters.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     config = {"num_layers": 2, "lora_parameters": {"rank": 10**9, "scale": 1.0, "dropout": 0.0}}
@@ -50,7 +48,7 @@ def test_an_adapter_of_a_senseless_rank(tiny_model: Path, tmp_path: Path) -> Non
         load(tiny_model, adapter_path=str(tmp_path))
 
 
-def test_models_that_cannot_be_converted(tiny_model: Path, plain_model: Path) -> None:
+def test_models_that_cannot_be_converted(tiny_model, plain_model):
     stock = load_stock(tiny_model).model
     before = snapshot(stock)
     group = {"group_size": 64, "bits": 4}
@@ -75,7 +73,7 @@ def test_models_that_cannot_be_converted(tiny_model: Path, plain_model: Path) ->
         convert_model(stock, config=tiny_model / "no-config.json")
 
 
-def test_the_pair_that_load_gives_is_one_line(tiny_model: Path) -> None:
+def test_the_pair_that_load_gives_is_one_line(tiny_model):
     pair = load_stock(tiny_model)[:2]
     for function in (convert_model, revert_model):
         with pytest.raises(TypeError, match=r"model, tokenizer = load\(path\)") as caught:
@@ -94,7 +92,7 @@ def snapshot(model: nn.Module) -> list[tuple[str, type, dict[str, int]]]:
     ]
 
 
-def test_keys_of_no_module_are_named_and_no_error(tiny_model: Path, tmp_path: Path) -> None:
+def test_keys_of_no_module_are_named_and_no_error(tiny_model, tmp_path):
     path = tmp_path / "model"
     shutil.copytree(tiny_model, path)
     quantization(**{"model.layers.7.mlp.up_proj": {"group_size": 64, "bits": 8}})(path)
@@ -104,7 +102,7 @@ def test_keys_of_no_module_are_named_and_no_error(tiny_model: Path, tmp_path: Pa
     assert "name no module: model.layers.7.mlp.up_proj" in str(report)
 
 
-def test_an_architecture_that_exits(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_architecture_that_exits(tiny_model, tmp_path):
     """As mlx-lm's file of olmo does where a package is missing."""
     path = shutil.copytree(tiny_model, tmp_path / "model")
     configured(model_type="olmo")(path)
@@ -112,7 +110,7 @@ def test_an_architecture_that_exits(tiny_model: Path, tmp_path: Path) -> None:
         load(path)
 
 
-def test_a_model_without_quantized_layers(plain_model: Path) -> None:
+def test_a_model_without_quantized_layers(plain_model):
     with pytest.raises(ValueError, match="no quantized layer"):
         load(plain_model)
     for command in (["info"], ["generate", "--prompt", "x"]):
@@ -139,7 +137,7 @@ ARGUMENTS = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "says"), ARGUMENTS, ids=[a[0] for a in ARGUMENTS])
-def test_bad_arguments(name: str, arguments: list[str], says: str, tiny_model: Path) -> None:
+def test_bad_arguments(name, arguments, says, tiny_model):
     code, line = run_cli("generate", "--model", str(tiny_model), *arguments)
     assert code == 2, name
     check_line(line)
@@ -158,9 +156,7 @@ CONVERSIONS = [
 @pytest.mark.parametrize(
     ("name", "arguments", "says"), CONVERSIONS, ids=[c[0] for c in CONVERSIONS]
 )
-def test_bad_conversion(
-    name: str, arguments: list[str], says: str, narrow_model: Path, tmp_path: Path
-) -> None:
+def test_bad_conversion(name, arguments, says, narrow_model, tmp_path):
     target = tmp_path / "out"
     code, line = run_cli(
         "convert", "--hf-path", str(narrow_model), "--mlx-path", str(target), *arguments
@@ -172,7 +168,7 @@ def test_bad_conversion(
 
 
 @pytest.fixture(scope="module")
-def narrow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def narrow_model(tmp_path_factory):
     """A checkpoint whose layers are 64 and 192 wide."""
     from tiny_model import save_tiny_model
 
@@ -193,7 +189,7 @@ def check_line(text: str) -> None:
     assert len(text) < 800
 
 
-def test_repository_out_of_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_repository_out_of_reach(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(
@@ -205,7 +201,7 @@ def test_repository_out_of_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
             load(name)
 
 
-def test_code_of_the_tokenizer_is_not_run(tiny_model: Path, tmp_path: Path) -> None:
+def test_code_of_the_tokenizer_is_not_run(tiny_model, tmp_path):
     path = tmp_path / "model"
     shutil.copytree(tiny_model, path)
     settings = {"auto_map": {"AutoTokenizer": [None, "own.Own"]}, "tokenizer_class": "Own"}
@@ -230,7 +226,7 @@ def somebody_else() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "."])
-def test_unreadable(name: str, tiny_model: Path) -> None:
+def test_unreadable(name, tiny_model):
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         path = Path(folder) / "model"
@@ -247,7 +243,7 @@ def test_unreadable(name: str, tiny_model: Path) -> None:
         (path / name).chmod(0o755)
 
 
-def test_target_is_taken(plain_model: Path, tmp_path: Path) -> None:
+def test_target_is_taken(plain_model, tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes").write_text("mine")
@@ -262,7 +258,7 @@ def test_target_is_taken(plain_model: Path, tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("*"))) == 3
 
 
-def test_quantized_already(tiny_model: Path, tmp_path: Path) -> None:
+def test_quantized_already(tiny_model, tmp_path):
     code, line = run_cli(
         "convert", "--hf-path", str(tiny_model), "--mlx-path", str(tmp_path / "out")
     )
@@ -271,7 +267,7 @@ def test_quantized_already(tiny_model: Path, tmp_path: Path) -> None:
     assert "already quantized" in line
 
 
-def test_no_room(monkeypatch: pytest.MonkeyPatch, plain_model: Path, tmp_path: Path) -> None:
+def test_no_room(monkeypatch, plain_model, tmp_path):
     usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     code, line = run_cli(
@@ -293,7 +289,7 @@ for limit in (4_000, 60_000):
 """
 
 
-def test_disk_full(plain_model: Path, tmp_path: Path) -> None:
+def test_disk_full(plain_model, tmp_path):
     """Writes that fail half-way, as on a full disk, here at a limit to the size of a file."""
     arguments = ["convert", "--hf-path", str(plain_model), "--mlx-path", str(tmp_path / "out")]
     command = [sys.executable, "-c", _CONVERT_TWICE, *arguments]

@@ -1,9 +1,7 @@
 """The benchmarks' shared tools, and one whole run of them on a small model."""
 
-from __future__ import annotations
-
 import csv
-import subprocess
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +13,12 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import simulate_distributed  # noqa: E402
-from common import Table, arguments, output  # noqa: E402
+from common import Table, arguments, facts, output  # noqa: E402
 from harness import Task, case, either, tasks  # noqa: E402
 from stored import Results  # noqa: E402
 
 
-def test_rows_are_in_the_file_as_soon_as_they_are_known(tmp_path: Path) -> None:
+def test_rows_are_in_the_file_as_soon_as_they_are_known(tmp_path):
     args = arguments("A benchmark.").parse_args(["--csv", str(tmp_path / "out.csv")])
 
     def names() -> list[str]:
@@ -54,7 +52,7 @@ def compare(ours: Callable[[mx.array], mx.array], table: Table, **options: Any) 
     case(way("stock", double), way("ours", ours), shapes, table=table, repeats=2, **options)
 
 
-def test_a_case_is_a_row_of_each_contender_or_one_of_all() -> None:
+def test_a_case_is_a_row_of_each_contender_or_one_of_all():
     long, wide = Table({"task": 24, "ms": 9}), Table({"gradients": 9, "ratio": 9})
     compare(lambda x: x + x, long, tolerance=lambda task: 0.0)
     assert [(row["task"], row["path"]) for row in long.rows] == [
@@ -75,7 +73,7 @@ def test_a_case_is_a_row_of_each_contender_or_one_of_all() -> None:
 
 
 @pytest.mark.parametrize("share, fails", [(0.0, True), (0.5, False)])
-def test_a_case_that_is_wrong_is_not_timed(share: float, fails: bool) -> None:
+def test_a_case_that_is_wrong_is_not_timed(share, fails):
     """The gradient is wrong, in one of two numbers, and the value as it should be."""
     table, weights = Table({"task": 24}), mx.array([0.0, 0.3])
 
@@ -93,15 +91,21 @@ def test_a_case_that_is_wrong_is_not_timed(share: float, fails: bool) -> None:
     assert len(table.rows) == (2 if fails else 4)
 
 
-def run(benchmark: str, *options: str) -> str:
-    """What a benchmark prints."""
-    command = [sys.executable, str(BENCHMARKS / benchmark), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """What a benchmark prints that is run as a script."""
+
+    def run(benchmark: str, *options: str) -> str:
+        monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / benchmark), *options])
+        facts.cache_clear()  # among which is the command
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        return capsys.readouterr().out
+
+    yield run
+    facts.cache_clear()
 
 
-def test_generation_benchmark(tiny_model: Path, tmp_path: Path) -> None:
+def test_generation_benchmark(tiny_model, tmp_path, run):
     options = ["--prompt-tokens", "20", "--tokens", "8", "--repeats", "2", "--verify-tokens", "8"]
     files = ["--csv", str(tmp_path / "generate.csv")]
     printed = run("bench_generate.py", "--model", str(tiny_model), *options, *files)
@@ -113,13 +117,13 @@ def test_generation_benchmark(tiny_model: Path, tmp_path: Path) -> None:
     assert all(row["decode tok/s"] > 0 and row["prefill tok/s count"] == 2 for row in found.rows)
 
 
-def test_simulated_ranks_take_the_time_that_was_measured() -> None:
+def test_simulated_ranks_take_the_time_that_was_measured():
     found = simulate_distributed.check(BENCHMARKS / "results" / "distributed_cuda.csv")
     assert {*found} == {"decode, batch 1", "decode, batch 16"}
     assert all(0.8 < ratio < 1.25 for ratio in found.values()), found
 
 
-def test_decoding_benchmark(tmp_path: Path) -> None:
+def test_decoding_benchmark(tmp_path, run):
     options = ["--tiny", *("--tokens", "4", "--prompt-tokens", "8", "--repeats", "1")]
     options += ["--prefill", "20", "--csv", str(tmp_path / "decode.csv")]
     assert "verified 8 x 11 tokens" in run("bench_decode.py", *options)

@@ -1,7 +1,5 @@
 """The command line: what it prints where, its exit codes, and what it does not import."""
 
-from __future__ import annotations
-
 import io
 import signal
 import subprocess
@@ -19,7 +17,7 @@ from mlx_qlayers.cli import main
 from mlx_qlayers.commands import generate
 
 
-def test_traceback_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_traceback_on_request(tmp_path, capsys):
     arguments = ["info", "--model", str(tmp_path / "none")]
     assert main(arguments) == 2
     line = capsys.readouterr().err
@@ -28,9 +26,7 @@ def test_traceback_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert text.startswith("Traceback") and text.endswith(line) and "loading.py" in text
 
 
-def test_an_unforeseen_error_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unforeseen_error_is_named(monkeypatch, capsys):
     def fail(args: object) -> None:
         raise KeyError("several\nlines " + "x" * 1000)
 
@@ -41,7 +37,7 @@ def test_an_unforeseen_error_is_named(
     assert "--traceback" in line and len(line) < 700
 
 
-def test_usage_errors_take_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_take_one_line(capsys):
     for arguments in ([], ["nonsense"], ["generate"], ["info", "--model"]):
         assert main(arguments) == 2
         assert capsys.readouterr().err.count("\n") == 1
@@ -54,12 +50,12 @@ def test_usage_errors_take_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def endless_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def endless_model(tmp_path_factory):
     """A model whose text does not end before somebody ends it."""
     return save_tiny_model(tmp_path_factory.mktemp("endless") / "model", endless=True)
 
 
-def test_letters_that_the_terminal_lacks(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_letters_that_the_terminal_lacks(tiny_model, monkeypatch):
     printed = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, "ascii", write_through=True))
     arguments = ["--model", str(tiny_model), "--prompt", "a", "--max-tokens", "40"]
@@ -80,14 +76,14 @@ def generating(model: Path) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]
         assert not complaints(process.stderr.read())
 
 
-def test_interrupt_is_quiet(endless_model: Path) -> None:
+def test_interrupt_is_quiet(endless_model):
     with generating(endless_model) as (process, _):
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
 
 
 @pytest.mark.parametrize("module", [b"mlx_qlayers.formats", b"mlx_qlayers.convert", b"tqdm"])
-def test_interrupt_amid_imports_is_quiet(module: bytes) -> None:
+def test_interrupt_amid_imports_is_quiet(module):
     """Those of the package, and those that a command makes."""
     command = [sys.executable, "-X", "importtime", *COMMAND[1:], "demo"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
@@ -100,7 +96,7 @@ def test_interrupt_amid_imports_is_quiet(module: bytes) -> None:
         assert process.wait(60) == 130 and b"Traceback" not in text
 
 
-def test_a_reader_that_leaves_is_no_error(endless_model: Path) -> None:
+def test_a_reader_that_leaves_is_no_error(endless_model):
     with generating(endless_model) as (process, output):
         output.close()
         assert process.wait(60) == 141

@@ -1,7 +1,5 @@
 """convert_model and revert_model on a small Qwen2 and on hand-made modules."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest

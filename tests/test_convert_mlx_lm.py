@@ -1,9 +1,6 @@
 """mlx-lm's own tools on a converted model do what they do on the stock one."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,12 +41,12 @@ LORA_KEYS = ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]
 
 
 @pytest.fixture
-def stock() -> nn.Module:
+def stock():
     return build("qwen2", QWEN)
 
 
 @pytest.fixture
-def model() -> nn.Module:
+def model():
     converted = build("qwen2", QWEN)
     convert_model(converted)
     return converted
@@ -275,7 +272,7 @@ class TestTransformations:
         assert len(model.leaf_modules()) == len(stock.leaf_modules())
 
 
-def test_reload_from_a_directory(tmp_path: Path):
+def test_reload_from_a_directory(tmp_path):
     """config.json and the saved arrays agree; a config that lies is refused with both values."""
     model = build("qwen2", QWEN)
     convert_model(model)

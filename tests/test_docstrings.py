@@ -1,7 +1,5 @@
 """The examples in docstrings, README.md, CONTRIBUTING.md and docs/, executed without a network."""
 
-from __future__ import annotations
-
 import doctest
 import re
 import shlex
@@ -46,7 +44,7 @@ PAGES = [
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(plain_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def elsewhere(plain_model, tmp_path, monkeypatch):
     """A folder with ``models``, and a cache of the Hub that holds small models by known names."""
     (tmp_path / "models").symlink_to(ROOT / "models")
     hub = {
@@ -66,7 +64,7 @@ def elsewhere(plain_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_of_docstrings(name: str) -> None:
+def test_examples_of_docstrings(name):
     module = import_module(name)
     finder = doctest.DocTestFinder(exclude_empty=True)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
@@ -78,7 +76,7 @@ def test_examples_of_docstrings(name: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_examples_of_pages(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_of_pages(page, capsys):
     """A comment behind a ``print`` is what it prints. Commands are run where they are in docs/."""
     blocks = BLOCK.findall(page.read_text())
     names: dict[str, object] = {}

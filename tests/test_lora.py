@@ -1,8 +1,5 @@
 """Fine-tuning the shipped model with mlx-lm's own trainer, converted and stock."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 
 import mlx.core as mx
@@ -36,14 +33,14 @@ def adapted(convert: bool, directory: Path) -> tuple[nn.Module, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def stock(tmp_path_factory):
     _, losses = adapted(False, tmp_path_factory.mktemp("stock"))
     assert_learned(losses, SEQUENCES, 0.6)
     return losses
 
 
 @pytest.mark.slow
-def test_the_loss_curve_of_compiled_steps(tmp_path: Path, stock: list[float]) -> None:
+def test_the_loss_curve_of_compiled_steps(tmp_path, stock):
     """Where ``mx.compile`` traces the step, as mlx-lm has it, the host backend cannot run."""
     explain(reset=True)
     model, found = adapted(True, tmp_path)
@@ -54,7 +51,7 @@ def test_the_loss_curve_of_compiled_steps(tmp_path: Path, stock: list[float]) ->
 
 
 @pytest.fixture
-def launch_by_launch() -> Iterator[None]:
+def launch_by_launch():
     mx.disable_compile()
     with use_backend("host"):
         yield
@@ -70,9 +67,7 @@ ATTENTION = ("attention_forward", "attention_backward_queries", "attention_backw
 
 
 @pytest.mark.slow
-def test_the_loss_curve_by_kernels(
-    tmp_path: Path, stock: list[float], launch_by_launch: None
-) -> None:
+def test_the_loss_curve_by_kernels(tmp_path, stock, launch_by_launch):
     """Products, attention and both gradients by kernels, in each layer and step."""
     with trace() as launches:
         _, found = adapted(True, tmp_path)
@@ -83,7 +78,7 @@ def test_the_loss_curve_by_kernels(
 
 
 @pytest.mark.slow
-def test_the_loss_curve_of_all_parameters(tmp_path: Path, launch_by_launch: None) -> None:
+def test_the_loss_curve_of_all_parameters(tmp_path, launch_by_launch):
     """Attention and its gradient by kernels in a dense model, of which every weight learns."""
     losses = []
     for convert in (False, True):

@@ -1,7 +1,5 @@
 """The example that matches two pictures, against its authors' PyTorch."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The texts for Apple's compiler, and the program that compiles them on a Mac."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -30,7 +28,7 @@ done
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sources(tmp_path_factory):
     """What a run of one small test file writes."""
     folder = tmp_path_factory.mktemp("sources") / "metal"
     cache = folder.parent / "cache"
@@ -78,7 +76,7 @@ def test_what_is_asserted_is_computed_and_comes_to_nothing():
 
 
 @pytest.fixture
-def xcode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def xcode(monkeypatch, tmp_path):
     """Stand-ins for Apple's compiler and framework: pipelines of at most 512 threads."""
     program = tmp_path / "bin" / "xcrun"
     program.parent.mkdir()

@@ -1,7 +1,5 @@
 """Any two values meet in a row; the first rows have every value."""
 
-from __future__ import annotations
-
 import doctest
 from itertools import combinations, product
 
@@ -11,7 +9,7 @@ from pairwise import in_turn, pairwise
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 2), (2, 3, 4), (7, 5, 3, 6), (24, 3, 2, 3, 2)])
-def test_any_two_values_meet(sizes: tuple[int, ...]) -> None:
+def test_any_two_values_meet(sizes):
     rows = pairwise(*map(range, sizes))
     for (i, a), (j, b) in combinations(enumerate(sizes), 2):
         met = {(row.values[i], row.values[j]) for row in rows}
@@ -22,7 +20,7 @@ def test_any_two_values_meet(sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(28, 2, 3), (7, 3, 3, 2), (28, 2, 3, 3, 2)])
-def test_rows_have_the_values_of_lists_in_turn(sizes: tuple[int, ...]) -> None:
+def test_rows_have_the_values_of_lists_in_turn(sizes):
     """All but the first two lists, whose pairs are the rows."""
     lists = [[(i, value) for value in range(size)] for i, size in enumerate(sizes)]
     rows = pairwise(*lists[:2])
@@ -33,5 +31,5 @@ def test_rows_have_the_values_of_lists_in_turn(sizes: tuple[int, ...]) -> None:
         assert met == set(product(lists[i], lists[j])), (i, j)
 
 
-def test_example() -> None:
+def test_example():
     assert doctest.testmod(module).failed == 0

@@ -1,7 +1,5 @@
 """README.md and docs/: numbers are those of the result files, links and commands lead somewhere."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys
@@ -62,13 +60,13 @@ def assert_numbers_of_file(path: Path, shown: list[str], ratio: str) -> None:
 
 
 @pytest.mark.parametrize("page", readme.pages(), ids=lambda page: page.name)
-def test_parts_are_those_of_the_files(page: Path) -> None:
+def test_parts_are_those_of_the_files(page):
     text = page.read_text()
     assert readme.filled(text, readme.pages()[page]) == text, "run python benchmarks/readme.py"
     assert PART.findall(text)
 
 
-def test_every_table_has_a_place() -> None:
+def test_every_table_has_a_place():
     assert PARTS.keys() == readme.pages()[readme.BENCHMARKS].keys()
     assert {f"results {table.stem}" for table in readme.TABLES} < PARTS.keys()
     assert {"generate", "quantized_matmul", "grid_sample"} <= MEASURED.keys()
@@ -76,7 +74,7 @@ def test_every_table_has_a_place() -> None:
 
 
 @pytest.mark.parametrize("stem", MEASURED)
-def test_every_number_is_in_the_named_file(stem: str) -> None:
+def test_every_number_is_in_the_named_file(stem):
     """Without the code that wrote the table."""
     block = MEASURED[stem]
     (link,) = set(LINK.findall(block))
@@ -88,7 +86,7 @@ def test_every_number_is_in_the_named_file(stem: str) -> None:
         assert_numbers_of_file(path, shown, ratio)
 
 
-def test_the_numbers_of_the_summary_are_in_the_files() -> None:
+def test_the_numbers_of_the_summary_are_in_the_files():
     for _, machine, script, _, *shown, ratio in rows(PART.search(TEXT)[2]):  # type: ignore[index]
         assert (ROOT / "benchmarks" / script.strip("`")).exists()
         (link,) = LINK.findall(machine)
@@ -96,7 +94,7 @@ def test_the_numbers_of_the_summary_are_in_the_files() -> None:
 
 
 @pytest.mark.parametrize("page", readme.pages(), ids=lambda page: page.name)
-def test_prose_about_measurements_has_no_number_of_its_own(page: Path) -> None:
+def test_prose_about_measurements_has_no_number_of_its_own(page):
     prose = PART.sub("", page.read_text())
     if page == readme.README:
         prose = prose.partition("## Results")[2]
@@ -110,7 +108,7 @@ def test_prose_about_measurements_has_no_number_of_its_own(page: Path) -> None:
     stored.stored().values(),
     ids=lambda found: f"{found.name} {'is stale since' if found.stale else 'is of'} {found.commit}",
 )
-def test_the_pages_say_which_results_are_stale(found: stored.Results) -> None:
+def test_the_pages_say_which_results_are_stale(found):
     """The names of these tests are the list of the stale results."""
     assert re.fullmatch("[0-9a-f]{7,8}(-dirty)?", found.commit), "of which commit is not said"
     lines = [line for page in readme.pages() for line in page.read_text().splitlines()]
@@ -120,7 +118,7 @@ def test_the_pages_say_which_results_are_stale(found: stored.Results) -> None:
     assert says, "no page says its commit"
 
 
-def test_a_result_is_stale_once_a_kernel_that_it_timed_is_another(tmp_path: Path) -> None:
+def test_a_result_is_stale_once_a_kernel_that_it_timed_is_another(tmp_path):
     shutil.copytree(ROOT / "mlx_qlayers" / "metal", tmp_path / "mlx_qlayers" / "metal")
     before = stored.kernels_hash("quantized_few", tmp_path)
     assert before == stored.kernels_hash("quantized_few") != stored.kernels_hash("linalg")
@@ -139,14 +137,14 @@ def test_a_result_is_stale_once_a_kernel_that_it_timed_is_another(tmp_path: Path
     assert stored.kernels_hash("distributed_plan") == "none"
 
 
-def test_a_table_whose_file_is_missing_says_so() -> None:
+def test_a_table_whose_file_is_missing_says_so():
     absent = readme.Table("absent", "absent.py", readme.MS, {})
     assert str(absent) == "Not measured yet: `python benchmarks/bench_absent.py` prints this table."
     with pytest.raises(ValueError, match="one place for results absent"):
         readme.filled(TEXT, {"results absent": str(absent)})
 
 
-def test_every_stored_result_and_document_is_on_a_page() -> None:
+def test_every_stored_result_and_document_is_on_a_page():
     links = (link for page in PAGES for link in LINK.findall(page.read_text()))
     linked = {Path(link.partition("#")[0]).name for link in links}
     folders = ROOT / "benchmarks" / "results", ROOT / "docs"
@@ -154,7 +152,7 @@ def test_every_stored_result_and_document_is_on_a_page() -> None:
 
 
 @every_page
-def test_links_lead_to_files_and_headings(page: Path) -> None:
+def test_links_lead_to_files_and_headings(page):
     for link in LINK.findall(page.read_text()):
         if not link.startswith("http"):
             name, _, heading = link.partition("#")
@@ -166,7 +164,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
                 assert heading in slugs, link
 
 
-def test_excerpts_are_in_the_files_that_they_name() -> None:
+def test_excerpts_are_in_the_files_that_they_name():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     blocks = re.findall(r"```(?:py|metal)\n(?:#|//) (\S+)\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == text.count("```py\n") + text.count("```metal\n") > 2
@@ -176,7 +174,7 @@ def test_excerpts_are_in_the_files_that_they_name() -> None:
             assert part.rstrip() in source, part
 
 
-def test_packages_and_files_that_are_named_exist() -> None:
+def test_packages_and_files_that_are_named_exist():
     design = (ROOT / "docs" / "design.md").read_text()
     named = re.findall(r"^\| ((?:`[\w./]+`(?:, )?)+) \|", design, re.MULTILINE)
     names = [name for cell in named for name in re.findall(r"`([\w./]+)`", cell)]
@@ -185,7 +183,7 @@ def test_packages_and_files_that_are_named_exist() -> None:
 
 
 @every_page
-def test_files_of_file_tables_exist(page: Path) -> None:
+def test_files_of_file_tables_exist(page):
     tables = re.findall(r"^\| file \|.*\n\|[-|]+\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE)
     cells = re.findall(r"^\| ([^|]+) \|", "".join(tables), re.MULTILINE)
     names = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
@@ -193,7 +191,7 @@ def test_files_of_file_tables_exist(page: Path) -> None:
 
 
 @every_page
-def test_commands_exist(page: Path) -> None:
+def test_commands_exist(page):
     text, makefile = page.read_text(), (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"(?:^|`)make ([a-z][\w-]*)", text, re.MULTILINE)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
@@ -203,7 +201,7 @@ def test_commands_exist(page: Path) -> None:
             assert option in source, f"{script} --{option}"
 
 
-def test_subcommands_take_the_options_that_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_subcommands_take_the_options_that_are_shown(capsys):
     text = "\n".join(page.read_text() for page in PAGES if page.name != "CHANGELOG.md")
     shown = set(re.findall(r"(?:^|`)mlx-qlayers (\w+)([^`\n]*)", text, re.MULTILINE))
     assert len({command for command, _ in shown}) >= 8
@@ -213,11 +211,11 @@ def test_subcommands_take_the_options_that_are_shown(capsys: pytest.CaptureFixtu
         assert all(option in text for option in re.findall(r"--[\w-]+", rest)), command
 
 
-def test_the_number_of_architectures_is_that_of_the_tests() -> None:
+def test_the_number_of_architectures_is_that_of_the_tests():
     assert f"{len(ARCHITECTURES)} mlx-lm architectures" in TEXT
 
 
-def test_the_readme_is_short_and_no_sentence_stands_twice() -> None:
+def test_the_readme_is_short_and_no_sentence_stands_twice():
     assert len(TEXT.splitlines()) <= 160
     prose = [re.sub(r"```.*?```", "", PART.sub("", p.read_text()), flags=re.DOTALL) for p in PAGES]
     sentences = (" ".join(s.split()) for text in prose for s in re.split(r"[.:|]\s|\n\n", text))

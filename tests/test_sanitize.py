@@ -1,7 +1,5 @@
 """The sanitizer's driver: what it runs, and how it reads what the tools say."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -23,20 +21,20 @@ FAULT = """========= COMPUTE-SANITIZER
 PRINTED = json.dumps({"cases": 2, "wrong": [], "launches": {"exp_forward": 3}})
 
 
-def test_the_checks_of_doctor_are_run() -> None:
+def test_the_checks_of_doctor_are_run():
     with checks():
         part = run_cases(["exp"], "host")
     assert part["cases"] == 3 and not part["wrong"]
     assert {"exp_forward", "exp_strided", "exp_gradient"} <= part["launches"].keys()
 
 
-def test_what_a_clean_tool_says() -> None:
+def test_what_a_clean_tool_says():
     report = summary("memcheck", [f"note\n{PRINTED}\n", PRINTED], [CLEAN, CLEAN])
     assert report.clean
     assert (report.cases, report.kernels, report.launches) == (4, 1, 6)
 
 
-def test_complaints_are_told_apart() -> None:
+def test_complaints_are_told_apart():
     assert len(summary("memcheck", [PRINTED], [FAULT]).ours) == 2
     report = summary("initcheck", [PRINTED], [FAULT])
     assert not report.clean
@@ -45,7 +43,7 @@ def test_complaints_are_told_apart() -> None:
     assert report.row["errors"] == report.row["reports about MLX"] == 1
 
 
-def test_a_process_that_breaks_off_is_not_clean() -> None:
+def test_a_process_that_breaks_off_is_not_clean():
     assert "broke off: Killed" in summary("memcheck", ["Killed"], [CLEAN]).complaints[0]
     assert not summary("memcheck", [PRINTED], [""]).clean
     wrong = json.dumps({"cases": 1, "wrong": ["exp: error 1"], "launches": {"exp_forward": 1}})

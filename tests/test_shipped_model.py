@@ -1,7 +1,5 @@
 """The model of the repository, converted, beside stock mlx-lm."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 from mlx_lm import load

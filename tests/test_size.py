@@ -1,18 +1,14 @@
 """`make size`: what counts as a line of code, and that a room above its budget fails."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
-
-import pytest
 
 SIZE = runpy.run_path(str(Path(__file__).parents[1] / ".ci" / "size.py"))
 CODE = '"""Of the module,\n\nin three lines."""\n\nx = 1  # one\n\n\n'
 CODE += 'def f():\n    """Of f."""\n    return """\n\n"""\n'
 
 
-def test_a_room_above_its_budget_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_room_above_its_budget_fails(tmp_path, capsys):
     files = {"tests/test_a.py": CODE, "mlx_qlayers/ops/a.py": "x = 1\n", "mlx_qlayers/b.py": ""}
     files["mlx_qlayers/metal/a/a.metal"] = "// a\n\nkernel\n"
     for name, text in files.items():

@@ -1,7 +1,5 @@
 """The wheel: complete, and enough for the demo in an environment that holds nothing else."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -21,7 +19,7 @@ PROJECT = (*FILES, "mlx_qlayers", "benchmarks", MODEL)
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     """The wheel that a source distribution builds, which shows what that one lacks."""
     out = tmp_path_factory.mktemp("dist")
     source = out / "source"  # a build writes beside its sources
@@ -35,7 +33,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_wheel_has_every_file(wheel: Path) -> None:
+def test_wheel_has_every_file(wheel):
     names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     wanted = {
         str(path.relative_to(ROOT))
@@ -48,7 +46,7 @@ def test_wheel_has_every_file(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_demo_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_demo_runs_from_the_wheel(wheel, tmp_path):
     run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], tmp_path)
     python = str(tmp_path / "env" / "bin" / "python")
     install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
@@ -81,7 +79,7 @@ def link_requirements(package: metadata.Distribution, extras: tuple[str, ...], s
             link_requirements(found, tuple(requirement.extras), site)
 
 
-def test_floors_are_those_that_are_tested() -> None:
+def test_floors_are_those_that_are_tested():
     with (ROOT / "pyproject.toml").open("rb") as file:
         dependencies = tomllib.load(file)["project"]["dependencies"]
     tested = dict(
@@ -94,7 +92,7 @@ def test_floors_are_those_that_are_tested() -> None:
         assert f"{tested[name]}.".startswith(f"{floor}."), dependency
 
 
-def test_citation_names_this_version() -> None:
+def test_citation_names_this_version():
     with (ROOT / "pyproject.toml").open("rb") as file:
         version = tomllib.load(file)["project"]["version"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()

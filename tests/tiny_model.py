@@ -1,7 +1,5 @@
 """Small random Qwen2 checkpoints, saved as mlx-lm saves them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 Each scenario prints a line of JSON for each result: what it was, and why it is not as stock's.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

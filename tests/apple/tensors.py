@@ -1,7 +1,5 @@
 """Calls by tensor operations on an M5, as if it had been calibrated."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,9 +1,6 @@
 """What the tests of commands share."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
@@ -14,14 +11,14 @@ from tiny_model import save_tiny_model
 
 
 @pytest.fixture(scope="module")
-def exact_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exact_model(tmp_path_factory):
     """A quantized checkpoint in float32, in which greedy choices do not depend on rounding."""
     path = tmp_path_factory.mktemp("exact") / "model"
     return save_tiny_model(path, dtype=mx.float32, torch_dtype="float32", seed=3)
 
 
 @pytest.fixture(scope="module")
-def adapters(exact_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapters(exact_model, tmp_path_factory):
     """Adapters of that model which change what it says."""
     path = tmp_path_factory.mktemp("adapters")
     model, _ = mlx_lm.load(str(exact_model))

@@ -1,7 +1,5 @@
 """What a command line says is checked before any work: a table of hostile values of all options."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib
@@ -61,7 +59,7 @@ REQUIRED = {
 
 
 @pytest.fixture(autouse=True)
-def no_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_work(monkeypatch, tmp_path):
     """Loading a model is where the work of a command begins."""
 
     def work(*args: Any, **options: Any) -> None:
@@ -98,14 +96,14 @@ HOSTILE = {f"{command} {option}": values for command, option, values in hostile(
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_values_are_refused_by_name(name: str) -> None:
+def test_hostile_values_are_refused_by_name(name):
     command, option = name.split()
     for value in HOSTILE[name]:
         line = refused(command, *REQUIRED.get(command, []), f"{option}={value}")
         assert f"{option}: " in line or f"{option}/" in line or f"/{option}" in line, line
 
 
-def test_every_number_has_a_range() -> None:
+def test_every_number_has_a_range():
     numbers = {a.dest for a in OPTIONS.values() if a.type in NUMBERS}
     assert numbers <= RANGES.keys() and len(OPTIONS) > 100 and len(numbers) > 30
 
@@ -161,13 +159,7 @@ TABLE: list[tuple[list[str], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "says"), TABLE, ids=lambda x: " ".join(x)[:70])
-def test_refused_before_work(
-    arguments: list[str],
-    says: str,
-    tiny_model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_refused_before_work(arguments, says, tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "taken").write_text("a text")
     assert says in refused(*(str(tiny_model) if word == "m" else word for word in arguments))
@@ -190,17 +182,17 @@ def test_refused_before_work(
     ],
     ids=str,
 )
-def test_what_a_file_of_lora_says_is_checked_too(entries: Any, says: str, tmp_path: Path) -> None:
+def test_what_a_file_of_lora_says_is_checked_too(entries, says, tmp_path):
     assert says in refused("lora", *lora(tmp_path, entries))
 
 
-def test_an_address_that_is_taken() -> None:
+def test_an_address_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         line = refused("server", "--model", "m", "--port", str(taken.getsockname()[1]))
     assert "Errno" in line
 
 
-def test_values_that_are_taken() -> None:
+def test_values_that_are_taken():
     for command, option, value in (
         ("generate", "--seed", str(2**64 - 1)),
         ("chat", "--temp", "0"),

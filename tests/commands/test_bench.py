@@ -1,13 +1,10 @@
 """The benchmarks by one command: files, pictures, a summary, and what is said of failures."""
 
-from __future__ import annotations
-
 import csv
 import shutil
 import struct
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -25,12 +22,12 @@ def size(picture: Path) -> tuple[int, ...]:
 
 
 @pytest.fixture(autouse=True)
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(str(scripts()))
 
 
 @pytest.fixture
-def suite(monkeypatch: pytest.MonkeyPatch) -> Any:
+def suite(monkeypatch):
     """What the command runs, with one family in one small size and one that fails."""
     suite, grid = import_module("suite"), import_module("bench_grid_sample")
     monkeypatch.setattr(grid, "copy_bandwidth", lambda gpu: 1e9)  # takes seconds
@@ -45,9 +42,7 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> Any:
     return suite
 
 
-def test_a_run_leaves_tables_pictures_and_a_summary(
-    suite: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_leaves_tables_pictures_and_a_summary(suite, tmp_path, capsys):
     cases = import_module("bench_grid_sample").CPU
     assert main(["bench", "--quick", "--only", "grid_sample", "--out", str(tmp_path)]) == 0
     assert import_module("bench_grid_sample").CPU is cases
@@ -67,30 +62,26 @@ def test_a_run_leaves_tables_pictures_and_a_summary(
     )
 
 
-def test_a_benchmark_that_fails_is_named_and_ends_nothing(
-    suite: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_benchmark_that_fails_is_named_and_ends_nothing(suite, tmp_path, capsys):
     assert main(["bench", "--quick", "--out", str(tmp_path)]) == 2
     assert "RuntimeError: these benchmarks failed: broken" in capsys.readouterr().err
     (folder,) = tmp_path.iterdir()
     assert (folder / "grid_sample.csv").exists()
 
 
-def test_unknown_names(suite: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_names(suite, capsys):
     assert main(["bench", "--only", "nonsense"]) == 2
     assert "no benchmark is called nonsense; there are grid_sample" in capsys.readouterr().err
 
 
-def test_small_machines_make_small_runs(
-    suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_machines_make_small_runs(suite, tmp_path, monkeypatch):
     monkeypatch.setattr(mx, "device_info", lambda *_: {"memory_size": 8 * 2**30})
     monkeypatch.setattr(suite, "QUICK_REPEATS", 1)
     folder = suite.run(tmp_path, only=["grid_sample"])
     assert "1x8x8x3" in (folder / "grid_sample.csv").read_text()
 
 
-def test_the_families_are_all_scripts_and_constants() -> None:
+def test_the_families_are_all_scripts_and_constants():
     suite = import_module("suite")
     for family in suite.FAMILIES:
         assert callable(import_module(family.script).main)
@@ -98,7 +89,7 @@ def test_the_families_are_all_scripts_and_constants() -> None:
             assert len(cut(suite._constant(name))) >= 1, name
 
 
-def test_pictures_of_stored_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures_of_stored_results(tmp_path, capsys):
     for path in RESULTS.glob("*.csv"):
         shutil.copy(path, tmp_path)
     assert main(["bench", "--from", str(tmp_path)]) == 0
@@ -110,21 +101,19 @@ def test_pictures_of_stored_results(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(size(path) == SIZE for path in drawn)
 
 
-def test_pictures_without_matplotlib(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_without_matplotlib(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("mlx_qlayers.commands.bench.find_spec", lambda name: None)
     assert main(["bench", "--from", str(tmp_path)]) == 2
     line = "mlx-qlayers: error: pictures need matplotlib: pip install 'mlx-qlayers[bench]'\n"
     assert capsys.readouterr().err == line
 
 
-def test_a_folder_without_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_results(tmp_path, capsys):
     assert main(["bench", "--from", str(tmp_path)]) == 2
     assert "no results of benchmarks" in capsys.readouterr().err
 
 
-def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_results_are_read_as_they_were_written(tmp_path):
     stored = import_module("stored")
     text = '# device: Device(gpu, 0), Some GPU\n# cpu: 4 x C\ntask,ms\n"a, b",1.5\n,2\n'
     (tmp_path / "x.csv").write_text(text)

@@ -1,7 +1,5 @@
 """mlx-lm's server, chat, lora and fuse with the shipped model converted."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import json
@@ -11,7 +9,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
@@ -35,7 +32,7 @@ SERVER = [sys.executable, "-m", "mlx_qlayers", "server"]
 
 
 @pytest.fixture(scope="module")
-def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def talker(tmp_path_factory):
     """The shipped model in float32, where greedy choices do not hang on rounding."""
     path = tmp_path_factory.mktemp("talker") / "model"
     shutil.copytree(shipped_model(), path)
@@ -46,13 +43,13 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(talker: Path) -> str:
+def expected(talker):
     model, tokenizer = mlx_lm.load(str(talker))
     return mlx_lm.generate(model, tokenizer, PROMPT, max_tokens=TOKENS)
 
 
 @pytest.fixture(scope="module")
-def server(talker: Path) -> Iterator[tuple[str, Path]]:
+def server(talker):
     """The address of a running server and what it writes."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -83,7 +80,7 @@ def ask(address: str, path: str, **body: Any) -> bytes:
         return answer.read()
 
 
-def test_server_answers_as_stock(server: tuple[str, Path], expected: str) -> None:
+def test_server_answers_as_stock(server, expected):
     address, log = server
     completed = json.loads(ask(address, "/v1/completions", prompt=PROMPT))
     assert completed["choices"][0]["text"] == expected
@@ -93,7 +90,7 @@ def test_server_answers_as_stock(server: tuple[str, Path], expected: str) -> Non
     assert "49 swapped" in log.read_text()
 
 
-def test_server_streams(server: tuple[str, Path], expected: str) -> None:
+def test_server_streams(server, expected):
     answer = ask(server[0], "/v1/completions", prompt=PROMPT, stream=True).decode()
     parts = [line.removeprefix("data: ") for line in answer.splitlines() if "{" in line]
     assert "".join(json.loads(part)["choices"][0]["text"] for part in parts) == expected
@@ -102,13 +99,7 @@ def test_server_streams(server: tuple[str, Path], expected: str) -> None:
 @pytest.mark.parametrize(
     "flags", [[], ["--no-fuse", "--backend", "reference"], ["--stock"]], ids=str
 )
-def test_chat_by_script(
-    flags: list[str],
-    talker: Path,
-    expected: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_chat_by_script(flags, talker, expected, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\nr\n{PROMPT}\nq\n"))
     explain(reset=True)
     arguments = ["--model", str(talker), "--max-tokens", str(TOKENS), "--temp", "0"]
@@ -123,16 +114,14 @@ def test_chat_by_script(
         assert {(d.path, d.reason) for d in decisions} == {("reference", "asked for")}
 
 
-def test_chat_ends_at_the_end_of_its_input(
-    talker: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_ends_at_the_end_of_its_input(talker, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["chat", "--model", str(talker), "--report"]) == 0
     err = capsys.readouterr().err
     assert "error" not in err and "model.layers.0-5.mlp.gate_proj" in err
 
 
-def test_the_backend_holds_in_threads_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_holds_in_threads_of_the_command(monkeypatch):
     seen = []
 
     def serve() -> None:
@@ -158,9 +147,7 @@ def loss(model: nn.Module, tokens: mx.array) -> float:
     return nn.losses.cross_entropy(model(tokens[None, :-1])[0], tokens[1:], reduction="mean").item()
 
 
-def test_lora_trains_what_stock_loads(
-    talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lora_trains_what_stock_loads(talker, tmp_path, capsys):
     arguments = ["--model", str(talker), "--train", "--data", str(texts(tmp_path / "data"))]
     arguments += ["--iters", "3", "--batch-size", "2", "--num-layers", "2"]
     arguments += ["--learning-rate", "2e-4", "--val-batches", "1"]
@@ -177,9 +164,7 @@ def test_lora_trains_what_stock_loads(
     assert ours < 0.95 * untrained
 
 
-def test_lora_names_data_that_is_not_there(
-    tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lora_names_data_that_is_not_there(tiny_model, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)  # as where it is not installed
     assert main(["lora", "--model", str(tiny_model), "--train", "--data", "no/where"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
@@ -187,7 +172,7 @@ def test_lora_names_data_that_is_not_there(
     assert "pip install datasets" in error
 
 
-def test_a_step_of_lora_runs_kernels_on_a_cpu(talker: Path, tmp_path: Path) -> None:
+def test_a_step_of_lora_runs_kernels_on_a_cpu(talker, tmp_path):
     """A step that ``mx.compile`` has traced would run none."""
     arguments = ["--model", str(talker), "--train", "--data", str(texts(tmp_path / "data"))]
     arguments += ["--iters", "1", "--batch-size", "1", "--num-layers", "1", "--val-batches", "0"]
@@ -201,9 +186,7 @@ def test_a_step_of_lora_runs_kernels_on_a_cpu(talker: Path, tmp_path: Path) -> N
     assert len(counted) == 1  # compilation is on again
 
 
-def test_adapters_are_fused_as_mlx_lm_fuses_them(
-    exact_model: Path, adapters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_are_fused_as_mlx_lm_fuses_them(exact_model, adapters, tmp_path, monkeypatch):
     arguments = ["--model", str(exact_model), "--adapter-path", str(adapters), "--save-path"]
     assert main(["fuse", *arguments, str(tmp_path / "ours")]) == 0
     monkeypatch.setattr(sys, "argv", ["fuse", *arguments, str(tmp_path / "theirs")])
@@ -221,7 +204,7 @@ def test_adapters_are_fused_as_mlx_lm_fuses_them(
     assert_same_model(fused(tokens), unfused(tokens), bits=None, what="fused")
 
 
-def test_a_model_without_quantized_layers(plain_model: Path, tmp_path: Path) -> None:
+def test_a_model_without_quantized_layers(plain_model, tmp_path):
     arguments = ["--model", str(plain_model), "--test", "--data", str(tmp_path)]
     lines = "\n".join(json.dumps({"text": PROMPT}) for _ in range(2))
     (tmp_path / "test.jsonl").write_text(lines)
@@ -229,14 +212,14 @@ def test_a_model_without_quantized_layers(plain_model: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["server", "chat", "lora", "fuse", "generate"])
-def test_help_is_both(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_both(name, capsys):
     assert main([name, "--help"]) == 0
     out = capsys.readouterr().out
     assert "--no-fuse" in out and "--adapter-path" in out and "mlx_lm" not in out.split("\n")[0]
 
 
 @pytest.mark.parametrize("name", ["server", "chat", "lora", "fuse", "generate"])
-def test_no_option_hides_one_of_mlx_lm(name: str) -> None:
+def test_no_option_hides_one_of_mlx_lm(name):
     theirs: list[argparse.ArgumentParser] = []
 
     def stop(parser: argparse.ArgumentParser, *_: Any) -> None:
@@ -251,7 +234,7 @@ def test_no_option_hides_one_of_mlx_lm(name: str) -> None:
     assert options == {"-h", "--help"}
 
 
-def test_errors_are_mlx_lms(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_mlx_lms(capsys):
     assert main(["server", "--nonsense", "3"]) == 2
     assert "unrecognized arguments: --nonsense 3" in capsys.readouterr().err
     assert main(["chat", "--model", "/nowhere/at/all"]) == 2

@@ -1,7 +1,5 @@
 """The command convert: what it prints, and where."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty
@@ -19,9 +17,7 @@ from mlx_qlayers.cli import main
 from mlx_qlayers.conversion.quantize import quantize_checkpoint
 
 
-def test_progress_on_a_terminal_only(
-    plain_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_on_a_terminal_only(plain_model, tmp_path, capsys):
     arguments = ["convert", "--hf-path", str(plain_model), "--mlx-path"]
     assert main([*arguments, str(tmp_path / "a")]) == 0
     out, err = capsys.readouterr()
@@ -45,7 +41,7 @@ def test_progress_on_a_terminal_only(
 
 
 @pytest.mark.parametrize("recipe", QUANT_RECIPES)
-def test_recipes_are_those_of_mlx_lm(recipe: str, plain_model: Path, tmp_path: Path) -> None:
+def test_recipes_are_those_of_mlx_lm(recipe, plain_model, tmp_path):
     arguments = ["--hf-path", str(plain_model), "--mlx-path", str(tmp_path / "ours")]
     sizes = ["--q-group-size", "32", "--quant-predicate", recipe]
     assert main(["convert", *arguments, *sizes]) == 0
@@ -59,9 +55,7 @@ def test_recipes_are_those_of_mlx_lm(recipe: str, plain_model: Path, tmp_path: P
     assert bits[0] == bits[1] and len(set(bits[0].values())) == 2
 
 
-def test_without_its_quantization_as_mlx_lm_writes_it(
-    plain_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_its_quantization_as_mlx_lm_writes_it(plain_model, tmp_path, capsys):
     packed, ours, theirs = (str(tmp_path / name) for name in ("packed", "ours", "theirs"))
     quantize_checkpoint(plain_model, packed, mode="nvfp4")
     assert main(["convert", "-d", "--hf-path", packed, "--mlx-path", ours]) == 0
@@ -81,17 +75,13 @@ def test_without_its_quantization_as_mlx_lm_writes_it(
         assert message in capsys.readouterr().err
 
 
-def test_a_recipe_leaves_no_choice_of_bits(
-    plain_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_leaves_no_choice_of_bits(plain_model, tmp_path, capsys):
     arguments = ["--hf-path", str(plain_model), "--mlx-path", str(tmp_path / "out")]
     assert main(["convert", *arguments, "--bits", "4", "--quant-predicate", "mixed_3_6"]) == 2
     assert "recipe 'mixed_3_6' says bits" in capsys.readouterr().err
 
 
-def test_the_result_is_uploaded(
-    plain_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_result_is_uploaded(plain_model, tmp_path, monkeypatch):
     uploads = []
     monkeypatch.setattr("mlx_lm.utils.upload_to_hub", lambda *what: uploads.append(what))
     arguments = ["--hf-path", str(plain_model), "--mlx-path", str(tmp_path / "out")]

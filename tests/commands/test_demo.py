@@ -1,20 +1,14 @@
 """The command demo: report, text and speeds of the model that ships."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import mlx_lm
-import pytest
 from command_line import complaints
 
 from mlx_qlayers.cli import main
 
 
-def test_demo_prints_report_text_and_speeds(
-    exact_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_demo_prints_report_text_and_speeds(exact_model, capsys):
     arguments = ["--model", str(exact_model), "--max-tokens", "30", "--temp", "0"]
     assert main(["demo", *arguments]) == 0
     out, err = capsys.readouterr()

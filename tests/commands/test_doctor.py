@@ -1,7 +1,5 @@
 """The command doctor: it runs every kernel there is, and says what is wrong."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -37,7 +35,7 @@ TENSORS = {"qmm_tensor", "group_sums", "qmm_codes", "gather_qmm_tensor", "attent
 }
 
 
-def test_the_page_of_some_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_some_kernels(capsys):
     assert main(["doctor", "--only", "exp", "rotary_embedding", "gather_qmm"]) == 0
     out, _ = capsys.readouterr()
     for name in ("python", "mlx", "device", "memory", "backend", "results"):
@@ -48,7 +46,7 @@ def test_the_page_of_some_kernels(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_all_but_attention(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_but_attention(capsys):
     """Whose kernels take a CPU's compiler as long as all others."""
     families = [family for family in examples._FAMILIES if family != "attention"]
     assert main(["doctor", "--only", "model", *families]) == 0
@@ -57,7 +55,7 @@ def test_all_but_attention(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @on_gpus
-def test_on_gpus(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_gpus(gpu, capsys):
     """In a minute on a Mac; CUDA's compiler takes longer."""
     assert main(["doctor", "--budget", "50" if gpu == "metal" else "300"]) == 0
     assert re.search(r"^(\d+) of \1 checks were right$", capsys.readouterr().out, re.M)
@@ -66,13 +64,7 @@ def test_on_gpus(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("device", "other"), [("metal", ON_CPUS | ON_CUDA), ("cuda", ON_CPUS | TENSORS)]
 )
-def test_every_kernel_is_launched(
-    device: str,
-    other: set[str],
-    machine: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_kernel_is_launched(device, other, machine, monkeypatch, capsys):
     """On a stand-in, which gives zeros: so each result is wrong, and the exit code 1."""
     launched = set[str]()
 
@@ -101,15 +93,13 @@ def test_every_kernel_is_launched(
     assert every - launched == other | NOT_LAUNCHED
 
 
-def test_without_kernels(capsys: pytest.CaptureFixture[str], machine: Callable[..., None]) -> None:
+def test_without_kernels(capsys, machine):
     machine()
     assert main(["doctor", "--only", "exp"]) == 0
     assert capsys.readouterr().out.endswith("no kernels run here\n")
 
 
-def test_a_kernel_that_fails(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_fails(capsys, monkeypatch):
     def fails(x: mx.array) -> list[mx.array]:
         raise RuntimeError("the compiler refused it")
 
@@ -134,9 +124,7 @@ def work_that_crashes(*given: Any) -> None:
     doctor_run.work(*given)  # of a process where no test has replaced it
 
 
-def test_a_kernel_that_crashes(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_crashes(capsys, monkeypatch):
     """Is a line of the page, and all others are checked."""
     monkeypatch.setattr(doctor_run, "work", work_that_crashes)
     assert main(["doctor", "--only", "exp", "rotary_embedding"]) == 1
@@ -146,6 +134,6 @@ def test_a_kernel_that_crashes(
     assert out.endswith("5 of 6 checks were right\n")
 
 
-def test_a_check_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_check_that_there_is_not(capsys):
     assert main(["doctor", "--only", "cholesky"]) == 2
     assert "there is no check cholesky" in capsys.readouterr().err

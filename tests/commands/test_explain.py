@@ -1,17 +1,13 @@
 """The graph of a step, as it is printed."""
 
-from __future__ import annotations
-
 from pathlib import Path
-
-import pytest
 
 from mlx_qlayers.cli import main
 
 MODEL = Path(__file__).parents[2] / "models" / "tales-qwen2"
 
 
-def test_a_layer_is_five_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layer_is_five_nodes(capsys):
     assert main(["explain", "--graph", str(MODEL), "--layer", "1"]) == 0
     captured, after = capsys.readouterr().out.strip().split("\n\n")
     assert captured.startswith("captured, ") and captured.count("QuantizedMatmul[64, 4, 0") == 7
@@ -22,6 +18,6 @@ def test_a_layer_is_five_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "layers.1.mlp.gate_proj, -, model.layers.1.mlp.up_proj" in nodes[3]
 
 
-def test_the_whole_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_model(capsys):
     assert main(["explain", "--graph", str(MODEL)]) == 0
     assert capsys.readouterr().out.count("= AttentionStep") > 1

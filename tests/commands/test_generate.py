@@ -1,7 +1,5 @@
 """The command generate: text, speeds, sampling, and where the prompt comes from."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -18,9 +16,7 @@ from mlx_qlayers.cli import main
 
 
 @pytest.mark.parametrize("stock", [[], ["--no-fuse"], ["--stock"]], ids=str)
-def test_generate_says_what_mlx_lm_says(
-    stock: list[str], exact_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_says_what_mlx_lm_says(stock, exact_model, capsys):
     arguments = ["--model", str(exact_model), "--prompt", PROMPT, "--max-tokens", "40"]
     assert main(["generate", *arguments, *stock]) == 0
     out, err = capsys.readouterr()
@@ -34,7 +30,7 @@ def test_generate_says_what_mlx_lm_says(
     )
 
 
-def test_sampling_follows_the_seed(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sampling_follows_the_seed(tiny_model, capsys):
     texts = []
     for seed in (1, 1, 2):
         arguments = ["--model", str(tiny_model), "--prompt", PROMPT, "--max-tokens", "20"]
@@ -43,9 +39,7 @@ def test_sampling_follows_the_seed(tiny_model: Path, capsys: pytest.CaptureFixtu
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_prompt_from_standard_input(
-    tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompt_from_standard_input(tiny_model, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
     texts = []
     for prompt in ("-", PROMPT):
@@ -61,9 +55,7 @@ def generated(capsys: pytest.CaptureFixture[str], model: Path, *arguments: str) 
     return capsys.readouterr().out.removesuffix("\n")
 
 
-def test_options_of_mlx_lm(
-    exact_model: Path, adapters: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_of_mlx_lm(exact_model, adapters, capsys):
     prompt = f"--prompt={PROMPT}"
     model, tokenizer = mlx_lm.load(str(exact_model))
 
@@ -84,9 +76,7 @@ def test_options_of_mlx_lm(
     assert generated(capsys, exact_model, prompt, f"--adapter-path={adapters}") == stock() != plain
 
 
-def test_the_backend_is_chosen_and_the_report_is_printed(
-    tiny_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_backend_is_chosen_and_the_report_is_printed(tiny_model, capsys):
     explain(reset=True)
     arguments = [f"--model={tiny_model}", f"--prompt={PROMPT}", "--max-tokens=2"]
     assert main(["generate", *arguments, "--backend=reference", "--report"]) == 0
@@ -95,9 +85,7 @@ def test_the_backend_is_chosen_and_the_report_is_printed(
     assert "model.layers.0-1.self_attn.q_proj" in err and "17 swapped" in err
 
 
-def test_chat_template_is_used_where_there_is_one(
-    exact_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_chat_template_is_used_where_there_is_one(exact_model, tmp_path, capsys):
     path = shutil.copytree(exact_model, tmp_path / "model")
     config = json.loads((path / "tokenizer_config.json").read_text())
     config["chat_template"] = "{% for m in messages %}[{{ m.content }}]{% endfor %}"

@@ -1,18 +1,11 @@
 """The command info: versions, device, backends, and a report that changes nothing."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
-
-import pytest
 
 from mlx_qlayers.cli import main
 
 
-def test_info_names_versions_device_and_backends(
-    tiny_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_info_names_versions_device_and_backends(tiny_model, capsys):
     assert main(["info", "--model", str(tiny_model)]) == 0
     out, err = capsys.readouterr()
     for name in (
@@ -29,7 +22,7 @@ def test_info_names_versions_device_and_backends(
     assert "qwen2" in out and err == ""
 
 
-def test_info_does_not_convert(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_does_not_convert(tiny_model, monkeypatch):
     before = {path: path.read_bytes() for path in tiny_model.iterdir()}
     assert main(["info", "--model", str(tiny_model)]) == 0
     assert before == {path: path.read_bytes() for path in tiny_model.iterdir()}

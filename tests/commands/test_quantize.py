@@ -1,9 +1,6 @@
 """The commands quantize and perplexity, one after the other."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 from tiny_model import TEXT
@@ -11,9 +8,7 @@ from tiny_model import TEXT
 from mlx_qlayers.cli import main
 
 
-def test_quantize_and_perplexity(
-    plain_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quantize_and_perplexity(plain_model, tmp_path, capsys):
     text, target = tmp_path / "text.txt", tmp_path / "model"
     text.write_text(TEXT * 4)
     common = ["--text", str(text), "--samples", "4", "--sequence-length", "32"]

@@ -1,7 +1,5 @@
 """Commands on two ranks, of which one comes to an end before the other, and what they tell then."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -46,7 +44,7 @@ def generate(path: str, number: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     return str(save_tiny_model(path, endless=True, max_position_embeddings=1 << 20))
 
@@ -55,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("number", "what"),
     [(signal.SIGKILL, "rank 1 is gone: it was killed"), (signal.SIGINT, "rank 1 was interrupted")],
 )
-def test_all_end_with_one(model: str, number: int, what: str) -> None:
+def test_all_end_with_one(model, number, what):
     with pytest.raises(AssertionError) as error:
         run("tests/commands/test_ranks.py", "generate", 2, model, number)
     said = str(error.value)
@@ -94,7 +92,7 @@ def chat_and_serve(path: str, port: int) -> tuple[str, list[str], int]:
     return printed.getvalue(), answers, code
 
 
-def test_chat_and_server() -> None:
+def test_chat_and_server():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     path, model = "tests/commands/test_ranks.py", "models/tales-qwen2"
@@ -139,7 +137,7 @@ def watched() -> Iterator[tuple[Any, socket.socket]]:
 
 
 @pytest.mark.parametrize("of_other", ["", "2 rank 1 is gone: it was killed or crashed"])
-def test_a_lost_connection_is_not_the_cause_where_a_rank_ended(of_other: str) -> None:
+def test_a_lost_connection_is_not_the_cause_where_a_rank_ended(of_other):
     with watched() as (rank, other):
         for _ in range(40 if of_other else 0):  # a sign of life is not answered by one
             other.sendall(b"\n")

@@ -1,7 +1,5 @@
 """The server goes on: after errors of its model, when clients leave, and beside long prompts."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket
@@ -10,7 +8,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -38,7 +35,7 @@ ERROR, EXIT = "ZZZ", "QQQ"
 
 
 @pytest.fixture(scope="module")
-def failing_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def failing_model(tmp_path_factory):
     path = save_tiny_model(tmp_path_factory.mktemp("failing") / "model", endless=True)
     vocabulary = json.loads((path / "tokenizer.json").read_text())["model"]["vocab"]
     (path / "own.py").write_text(_FAILING % (vocabulary["Z"], vocabulary["Q"]))
@@ -62,8 +59,8 @@ def health(address: str) -> int:
 
 
 def test_generation_begins_anew_after_errors_unless_there_are_many_in_a_row(
-    failing_model: Path, tmp_path: Path
-) -> None:
+    failing_model, tmp_path
+):
     log = tmp_path / "log"
     with serving(failing_model, "--trust-remote-code", log=log) as (address, process):
         for bad in (ERROR, EXIT, ERROR, EXIT):
@@ -81,13 +78,13 @@ def test_generation_begins_anew_after_errors_unless_there_are_many_in_a_row(
     assert log.read_text().splitlines()[-1] == "mlx-qlayers: error: RuntimeError: no memory"
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_process(failing_model: Path) -> None:
+def test_a_model_that_cannot_be_loaded_ends_the_process(failing_model):
     command = [*COMMAND, "--model", str(failing_model), "--port", "0"]  # its code may not run
     done = subprocess.run(command, timeout=60, check=False, capture_output=True)
     assert done.returncode == 2 and b"trust_remote_code" in done.stderr.splitlines()[-1]
 
 
-def test_clients_that_leave_make_room(failing_model: Path) -> None:
+def test_clients_that_leave_make_room(failing_model):
     one = ["--decode-concurrency", "1", "--prompt-concurrency", "1", "--log-level", "CRITICAL"]
     with serving(failing_model, "--trust-remote-code", *one) as (address, _):
         first = start(address, "a", stream=False)
@@ -131,9 +128,7 @@ def texts(kind: type[Stock], prompts: list[list[int]]) -> Iterator[tuple[int, in
             return
 
 
-def test_long_prompts_are_read_between_the_tokens_of_others(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_long_prompts_are_read_between_the_tokens_of_others(caplog):
     prompts = [[5, 6, 7], [k % 90 for k in range(1500)]]
     meanwhile, found = {}, {}
     for kind in (Stock, BatchGenerator):

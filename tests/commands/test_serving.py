@@ -1,7 +1,5 @@
 """What mlx-lm's server is asked: bad requests get 400 and harm no other; it ends cleanly."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -52,7 +50,7 @@ def serving(
 
 
 @pytest.fixture(scope="module")
-def address(exact_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def address(exact_model, tmp_path_factory):
     """Of a server that an interrupt ends in the end."""
     folder = tmp_path_factory.mktemp("server")
     with pytest.MonkeyPatch.context() as patch:
@@ -157,7 +155,7 @@ BAD: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "says"), BAD, ids=lambda x: str(x)[:60])
-def test_bad_requests_are_refused(path: str, body: Any, says: str, address: str) -> None:
+def test_bad_requests_are_refused(path, body, says, address):
     status, answer = ask(address, path, body)
     assert status == 400
     assert says in answer["error"]
@@ -165,7 +163,7 @@ def test_bad_requests_are_refused(path: str, body: Any, says: str, address: str)
 
 
 @pytest.mark.parametrize("name", sorted(NUMBERS))
-def test_numbers_of_any_size_are_answered(name: str, address: str) -> None:
+def test_numbers_of_any_size_are_answered(name, address):
     """Those with an effect, so that they are used; the largest that is allowed is served."""
     base = {"prompt": "abc", "temperature": 1, "repetition_penalty": 1.1, "xtc_probability": 0.5}
     base |= {"frequency_penalty": 0.1, "presence_penalty": 0.1, "logprobs": True}
@@ -183,12 +181,12 @@ def test_numbers_of_any_size_are_answered(name: str, address: str) -> None:
 
 
 @pytest.mark.parametrize(("length", "status"), [("-1", 400), ("x", 400), ("9" * 30, 413)])
-def test_lengths_are_checked(length: str, status: int, address: str) -> None:
+def test_lengths_are_checked(length, status, address):
     assert ask(address, COMPLETE, b"{}", **{"Content-Length": length})[0] == status
     check_health(address)
 
 
-def test_good_requests_are_served(address: str) -> None:
+def test_good_requests_are_served(address):
     for body in (
         {"prompt": "a", "logit_bias": {"7": 100}, "top_k": 3, "temperature": 1, "seed": 2**63 - 1},
         {"prompt": "a", "stop": "x", "temperature": 1e-5, "top_logprobs": 2},
@@ -199,7 +197,7 @@ def test_good_requests_are_served(address: str) -> None:
         assert ask(address, COMPLETE, body)[0] == expected, body
 
 
-def test_the_served_model_is_listed_without_a_cache(address: str, exact_model: Path) -> None:
+def test_the_served_model_is_listed_without_a_cache(address, exact_model):
     for path, ids in (("", [str(exact_model)]), ("/nobody/nothing", [])):
         with urllib.request.urlopen(f"{address}/v1/models{path}") as answer:
             listed = json.loads(answer.read())
@@ -221,14 +219,14 @@ BODIES = st.fixed_dictionaries(
 
 @given(JSON | BODIES, st.sampled_from([COMPLETE, CHAT]))
 @settings(max_examples=90, deadline=None, database=None)
-def test_any_request_is_answered(address: str, body: Any, path: str) -> None:
+def test_any_request_is_answered(address, body, path):
     if isinstance(body, dict):
         base = {"prompt": "a", "messages": [USER], "max_tokens": 2, "stream": False}
         body = base | {k: v for k, v in body.items() if k not in ("stream", "max_tokens")}
     assert ask(address, path, body)[0] in (200, 400)
 
 
-def test_a_seed_waits_for_nobody(address: str) -> None:
+def test_a_seed_waits_for_nobody(address):
     """And gives the same text beside others as alone."""
     asked: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 1.0, "seed": 7}
 
@@ -244,7 +242,7 @@ def test_a_seed_waits_for_nobody(address: str) -> None:
     assert beside == alone != other
 
 
-def test_a_prompt_that_is_held_whole_is_served(address: str) -> None:
+def test_a_prompt_that_is_held_whole_is_served(address):
     read = []
     for letter in "abcdefgh":
         prompt = f"The {letter}"
@@ -257,12 +255,12 @@ def test_a_prompt_that_is_held_whole_is_served(address: str) -> None:
     assert 1 in read
 
 
-def test_an_interrupt_ends_it_while_it_generates(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_interrupt_ends_it_while_it_generates(tiny_model, tmp_path):
     log = tmp_path / "log"
     with serving(tiny_model, log=log) as (address, process), start(address, "a") as client:
         assert client.recv(10)
         interrupt(process, log)
 
 
-def test_a_model_that_is_not_there_ends_the_command(tmp_path: Path) -> None:
+def test_a_model_that_is_not_there_ends_the_command(tmp_path):
     assert main(["server", "--model", str(tmp_path / "none")]) == 2

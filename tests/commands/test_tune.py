@@ -1,7 +1,5 @@
 """The command tune: the shapes of a real model, its table, and what it leaves behind."""
 
-from __future__ import annotations
-
 import json
 import os
 from itertools import islice

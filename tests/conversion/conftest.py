@@ -1,9 +1,5 @@
 """The path of a GPU, as far as it runs without one."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import mlx.core as mx
 import pytest
 from step_models import as_graphs, on_a_gpu
@@ -12,7 +8,7 @@ from mlx_qlayers import explain, use_backend
 
 
 @pytest.fixture(params=["compiled", "kernels"])
-def gpu_path(request: pytest.FixtureRequest) -> Iterator[str]:
+def gpu_path(request):
     """Compute as on a GPU, in the two halves that can be had on a CPU.
 
     ``compiled`` runs the graphs that ``mx.compile`` makes, of MLX's operators. ``kernels`` calls
@@ -35,21 +31,21 @@ def gpu_path(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
-def graphs() -> Iterator[list[object]]:
+def graphs():
     """Every call of a graph; as on a GPU, but that MLX compiles nothing, which takes minutes."""
     with as_graphs() as calls:
         yield calls
 
 
 @pytest.fixture
-def compiled_steps() -> Iterator[None]:
+def compiled_steps():
     """Steps of decoding are graphs that MLX compiles, as on a GPU, of its own operators."""
     with on_a_gpu(), use_backend("reference"):
         yield
 
 
 @pytest.fixture
-def steps() -> Iterator[list[object]]:
+def steps():
     """What each step gave that ran as a graph."""
     with on_a_gpu() as found:
         yield found

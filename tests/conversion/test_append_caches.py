@@ -1,7 +1,5 @@
 """Append buffers of converted models: their caches hold at any time what stock's hold."""
 
-from __future__ import annotations
-
 import copy
 import io
 import re
@@ -82,7 +80,7 @@ def stepped(model: nn.Module, cache: list, steps: range, batch: int = 1) -> list
     return [model(TOKENS[:batch, i : i + 1], cache=cache) for i in steps]
 
 
-def test_append_buffers_are_short_where_sequences_are_many() -> None:
+def test_append_buffers_are_short_where_sequences_are_many():
     """Bytes that a token writes, of a layer of a 7B model, as the checked build counts them."""
     written = {}
     for batch in (1, 8):

@@ -1,9 +1,7 @@
 """Attention by kernels in models: every cache of mlx-lm, and speculative decoding."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -54,7 +52,7 @@ PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3])
 
 
 @pytest.fixture(autouse=True)
-def without_compilation() -> Iterator[None]:
+def without_compilation():
     """The host backend runs at once: under ``mx.compile`` it cannot."""
     mx.disable_compile()
     yield

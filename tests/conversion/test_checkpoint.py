@@ -1,12 +1,9 @@
 """The check of a model directory, against the safetensors library and MLX itself."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import time
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -15,7 +12,7 @@ from safetensors import SafetensorError, deserialize
 from mlx_qlayers.conversion.checkpoint import check_adapter, check_directory, read_header, read_json
 
 
-def test_a_sound_model_passes(tiny_model: Path, plain_model: Path) -> None:
+def test_a_sound_model_passes(tiny_model, plain_model):
     for path in (tiny_model, plain_model):
         assert check_directory(path)["model_type"] == "qwen2"
         weights = mx.load(str(path / "model.safetensors"))
@@ -26,7 +23,7 @@ def test_a_sound_model_passes(tiny_model: Path, plain_model: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_headers_are_judged_as_the_format_says(seed: int, tmp_path: Path) -> None:
+def test_headers_are_judged_as_the_format_says(seed, tmp_path):
     """What the safetensors library accepts is accepted, and what is accepted, MLX can read."""
     draw = random.Random(seed)
     file = tmp_path / "model.safetensors"
@@ -61,7 +58,7 @@ def test_headers_are_judged_as_the_format_says(seed: int, tmp_path: Path) -> Non
     assert 10 < accepted < 240
 
 
-def test_a_repeated_name_is_found_in_linear_time(tmp_path: Path) -> None:
+def test_a_repeated_name_is_found_in_linear_time(tmp_path):
     file = tmp_path / "model.safetensors"
     names = [f'"{i:06}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(50_000)]
     text = f"{{{','.join([*names, names[-1]])}}}".encode()
@@ -72,7 +69,7 @@ def test_a_repeated_name_is_found_in_linear_time(tmp_path: Path) -> None:
     assert time.process_time() - start < 3  # 36 seconds, where each name was counted
 
 
-def test_an_adapter_and_its_configuration_agree(tmp_path: Path) -> None:
+def test_an_adapter_and_its_configuration_agree(tmp_path):
     def adapter(weights: dict[str, mx.array], **parameters: object) -> None:
         mx.save_safetensors(str(tmp_path / "adapters.safetensors"), weights)
         config = {"num_layers": 1, "lora_parameters": {"rank": 4, "scale": 2.0} | parameters}
@@ -106,7 +103,7 @@ def test_an_adapter_and_its_configuration_agree(tmp_path: Path) -> None:
         (tmp_path / name).unlink()
 
 
-def test_an_empty_tensor_may_be_anywhere(tmp_path: Path) -> None:
+def test_an_empty_tensor_may_be_anywhere(tmp_path):
     file = tmp_path / "model.safetensors"
     for begin in (0, 4, 8):
         entries = {"a": ([2], 0, 8), "b": ([0], begin, begin), "c": ([1], 8, 12)}
@@ -121,7 +118,7 @@ def test_an_empty_tensor_may_be_anywhere(tmp_path: Path) -> None:
         assert {name: a.shape for name, a in mx.load(str(file)).items()}["b"] == (0,)
 
 
-def test_every_dtype_of_mlx_is_known(tmp_path: Path) -> None:
+def test_every_dtype_of_mlx_is_known(tmp_path):
     names = ("bool_", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
     names += ("float16", "bfloat16", "float32", "complex64")
     file = tmp_path / "model.safetensors"
@@ -129,9 +126,7 @@ def test_every_dtype_of_mlx_is_known(tmp_path: Path) -> None:
     assert set(read_header(file)) == {*names}
 
 
-def test_an_index_left_over_beside_merged_weights_does_no_harm(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_an_index_left_over_beside_merged_weights_does_no_harm(tiny_model, tmp_path):
     path = tmp_path / "model"
     path.mkdir()
     for file in tiny_model.iterdir():
@@ -142,7 +137,7 @@ def test_an_index_left_over_beside_merged_weights_does_no_harm(
     check_directory(path)
 
 
-def test_json_that_nests_too_deeply_is_an_error(tmp_path: Path) -> None:
+def test_json_that_nests_too_deeply_is_an_error(tmp_path):
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"config\.json"):
         read_json(tmp_path / "config.json")

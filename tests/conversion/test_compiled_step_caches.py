@@ -1,7 +1,5 @@
 """Steps of decoding as one graph with rotating, quantized and batched caches."""
 
-from __future__ import annotations
-
 import inspect
 from itertools import groupby
 
@@ -32,7 +30,7 @@ RINGS = [(5, 8, 4), (11, 8, 0), (8, 8, 2), (3, 300, 0)]
 @pytest.mark.parametrize(
     ("name", "ring"), [*(("phi3", ring) for ring in RINGS), ("gemma3_text", RINGS[1])], ids=str
 )
-def test_rings(name: str, ring: tuple[int, int, int], graphs: list[object]) -> None:
+def test_rings(name, ring, graphs):
     """More than twice around, behind prompts that are longer, and trimmed while they can be."""
     prompt, size, keep = ring
     results, tokens = [], mx.random.randint(0, VOCABULARY, (1, 60), key=mx.random.key(1))
@@ -56,9 +54,7 @@ def test_rings(name: str, ring: tuple[int, int, int], graphs: list[object]) -> N
 
 
 @pytest.mark.parametrize(("name", "keep"), [("gemma3_text", 0), ("phi3", 2)])
-def test_a_full_ring_is_read_beside_an_append_buffer(
-    name: str, keep: int, graphs: list[object]
-) -> None:
+def test_a_full_ring_is_read_beside_an_append_buffer(name, keep, graphs):
     """Until that is full, or somebody takes the ring's keys: then it has none of them."""
     results, buffers = [], list[mx.array | None]()
     tokens = mx.random.randint(0, VOCABULARY, (2, 60), key=mx.random.key(1))
@@ -82,7 +78,7 @@ def test_a_full_ring_is_read_beside_an_append_buffer(
 
 
 @pytest.mark.parametrize("kind", ["ring", "batch of rings", "plain", "bits"])
-def test_a_token_is_written_into_the_arrays_of_a_cache(kind: str) -> None:
+def test_a_token_is_written_into_the_arrays_of_a_cache(kind):
     """Of which MLX makes no copy, as it does if anybody else has them."""
     _, model = pair("phi3")
     rows, batch = 1 << 14, 1 + (kind == "batch of rings")
@@ -115,9 +111,7 @@ def test_a_token_is_written_into_the_arrays_of_a_cache(kind: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_many_sequences_of_one_length_with_quantized_caches(
-    bits: int, graphs: list[object]
-) -> None:
+def test_many_sequences_of_one_length_with_quantized_caches(bits, graphs):
     """As many as a launch has no room for in the fewest positions; mlx-lm has no ragged ones."""
     results, tokens = [], mx.random.randint(0, VOCABULARY, (11, 9), key=mx.random.key(1))
     for model in pair("phi3"):
@@ -130,7 +124,7 @@ def test_many_sequences_of_one_length_with_quantized_caches(
     assert_same_states(*reversed(results), bits=bits, what="11 sequences")
 
 
-def test_mlx_lm_has_quantized_caches_of_one_kind() -> None:
+def test_mlx_lm_has_quantized_caches_of_one_kind():
     """Neither rotating nor batched ones, which would have to be decoded with here."""
     named = vars(caches_of_mlx_lm).values()
     classes = [c for c in named if isinstance(c, type) and hasattr(c, "update_and_fetch")]
@@ -143,8 +137,8 @@ def test_mlx_lm_has_quantized_caches_of_one_kind() -> None:
 
 @pytest.mark.parametrize("name", ["phi3", "qwen3_moe", "gemma3_text"])
 def test_tokens_are_the_same_alone_in_a_batch_behind_a_trimmed_cache_and_by_speculation(
-    name: str, graphs: list[object]
-) -> None:
+    name, graphs
+):
     """Greedy tokens in float32, of the stock model and of the converted one."""
     stock, model = pair(name)
     prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3]]

@@ -1,7 +1,5 @@
 """What is read from config.json."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """GGUF files of every architecture and format, against mlx-lm's model with the blocks' values."""
 
-from __future__ import annotations
-
 import io
 from importlib import import_module
 from itertools import cycle
@@ -87,7 +85,7 @@ def written(
 @pytest.mark.parametrize(
     ("architecture", "kind"), [*zip(FAMILIES, cycle(["Q4_0", "Q4_1", "Q8_0"]), strict=False)]
 )
-def test_logits_are_those_of_the_values(architecture: str, kind: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_the_values(architecture, kind, tmp_path):
     stock, _ = written(tmp_path / "model.gguf", architecture, kind)
     model, config = read_gguf(tmp_path / "model.gguf", tmp_path, dtype=mx.float32)
     bits = 8 if kind == "Q8_0" else 4
@@ -101,7 +99,7 @@ def test_logits_are_those_of_the_values(architecture: str, kind: str, tmp_path: 
         assert mx.array_equal(values, modules[path].weight), path
 
 
-def test_the_factors_of_llama_3_are_recognised(tmp_path: Path) -> None:
+def test_the_factors_of_llama_3_are_recognised(tmp_path):
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
     scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     change = {"rope_scaling": scaling, "rope_theta": 500000.0}
@@ -119,7 +117,7 @@ def test_the_factors_of_llama_3_are_recognised(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
-def test_other_scalings_of_the_rotary_embedding(kind: str, tmp_path: Path) -> None:
+def test_other_scalings_of_the_rotary_embedding(kind, tmp_path):
     scaling = {"type": kind, "rope_type": kind, "factor": 4.0}
     about = {"qwen2.rope.scaling.type": kind, "qwen2.rope.scaling.factor": 4.0}
     if kind == "yarn":
@@ -132,7 +130,7 @@ def test_other_scalings_of_the_rotary_embedding(kind: str, tmp_path: Path) -> No
     assert_same_model(model(PROMPT), stock(PROMPT), bits=None, what=kind)
 
 
-def test_the_long_factors_of_phi_3(tmp_path: Path) -> None:
+def test_the_long_factors_of_phi_3(tmp_path):
     long, short = [2.0 + i for i in range(6)], [1.0] * 6
     scaling = {"type": "longrope", "long_factor": long, "short_factor": short}
     change = {"rope_scaling": scaling, "original_max_position_embeddings": 64}
@@ -146,7 +144,7 @@ def test_the_long_factors_of_phi_3(tmp_path: Path) -> None:
     assert_same_model(model(PROMPT), stock(PROMPT), bits=None, what="longrope")
 
 
-def test_the_head_of_six_bits_that_llama_cpp_gives(tmp_path: Path) -> None:
+def test_the_head_of_six_bits_that_llama_cpp_gives(tmp_path):
     path, change = tmp_path / "model.gguf", {"hidden_size": 256, "head_dim": 64}
     stock, file = written(path, "llama", "Q4_0", change)
     data, values = random_q6_k(stock.args.vocab_size, 256)
@@ -156,7 +154,7 @@ def test_the_head_of_six_bits_that_llama_cpp_gives(tmp_path: Path) -> None:
     assert_same_model(model(PROMPT), stock(PROMPT), bits=None, what="Q6_K")
 
 
-def test_q_k_and_v_of_phi_2_in_one(tmp_path: Path) -> None:
+def test_q_k_and_v_of_phi_2_in_one(tmp_path):
     path = tmp_path / "model.gguf"
     stock, file = written(path, "phi2", "Q4_1")
     tensors = file["tensors"]
@@ -180,7 +178,7 @@ SENTENCES = [
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_sentencepiece_tokens_are_those_of_sentencepiece(prefix: bool, tmp_path: Path) -> None:
+def test_sentencepiece_tokens_are_those_of_sentencepiece(prefix, tmp_path):
     trained = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.splitlines() * 3),
@@ -233,7 +231,7 @@ def test_sentencepiece_tokens_are_those_of_sentencepiece(prefix: bool, tmp_path:
         ("gpt-4o", ["it's", " ", "202", "4", "!\n\n", " x"]),
     ],
 )
-def test_text_is_cut_as_the_file_says(pre: str, parts: list[str], tmp_path: Path) -> None:
+def test_text_is_cut_as_the_file_says(pre, parts, tmp_path):
     about = byte_level()[1] | {"tokenizer.ggml.pre": pre}
     save_tokenizer(tmp_path, about, 400)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -242,7 +240,7 @@ def test_text_is_cut_as_the_file_says(pre: str, parts: list[str], tmp_path: Path
     assert found == parts
 
 
-def test_load_convert_and_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_load_convert_and_generate(tmp_path, capsys):
     path = tmp_path / "model.gguf"
     template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
     written(path, "qwen2", "Q4_0", None, **{"tokenizer.chat_template": template})
@@ -275,7 +273,7 @@ def changed(file: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return file | {"metadata": {k: v for k, v in metadata.items() if v is not None}}
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_named(tmp_path):
     path = tmp_path / "model.gguf"
     _, file = written(path, "qwen2", "Q4_0")
     tensors = file["tensors"]
@@ -313,7 +311,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         assert says in str(caught.value), (says, str(caught.value))
 
 
-def test_damage_is_named_wherever_it_is(tmp_path: Path) -> None:
+def test_damage_is_named_wherever_it_is(tmp_path):
     path = tmp_path / "model.gguf"
     written(path, "qwen2", "Q4_0")
     sound = path.read_bytes()

@@ -1,10 +1,6 @@
 """Models quantized by calibration: what is written, what it costs, and what a stop leaves."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
@@ -24,15 +20,13 @@ WORDS = TEXT * 4
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> Path:
+def text(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text(WORDS)
     return file
 
 
-def test_what_is_written_is_a_model_of_mlx_lms(
-    plain_model: Path, text: Path, tmp_path: Path
-) -> None:
+def test_what_is_written_is_a_model_of_mlx_lms(plain_model, text, tmp_path):
     target = tmp_path / "model"
     written = quantize_calibrated(
         plain_model, target, text=text, bits=3, group_size=32, calibration=SHORT
@@ -49,7 +43,7 @@ def test_what_is_written_is_a_model_of_mlx_lms(
         quantize_calibrated(target, tmp_path / "other", text=text, calibration=SHORT)
 
 
-def test_hessians_are_those_of_the_layers_before_as_they_are_by_then(plain_model: Path) -> None:
+def test_hessians_are_those_of_the_layers_before_as_they_are_by_then(plain_model):
     model, tokenizer = mlx_lm.load(str(plain_model))
     batches = mx.split(windows(tokenizer.encode(WORDS), 4, 32), 2)
     found = {}
@@ -69,7 +63,7 @@ def test_hessians_are_those_of_the_layers_before_as_they_are_by_then(plain_model
     assert abs(h - rows.T @ rows).max() <= 1e-5 * abs(h).max()
 
 
-def test_experts_have_the_inputs_that_chose_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_have_the_inputs_that_chose_them(monkeypatch):
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     sizes |= {"shared_expert_intermediate_size": 64, "vocab_size": 50, "num_hidden_layers": 1}
     sizes |= {"model_type": "qwen2_moe", "tie_word_embeddings": False}
@@ -102,9 +96,7 @@ def test_experts_have_the_inputs_that_chose_them(monkeypatch: pytest.MonkeyPatch
     assert mx.isfinite(model(tokens)).all()
 
 
-def test_a_stop_costs_no_finished_layer(
-    plain_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_costs_no_finished_layer(plain_model, text, tmp_path, monkeypatch):
     options = {"text": text, "bits_per_weight": 5.0, "group_size": 32, "calibration": SHORT}
     whole = quantize_calibrated(plain_model, tmp_path / "whole", **options)
     assert 4.0 < whole.bits_per_weight <= 5.0
@@ -134,7 +126,7 @@ def test_a_stop_costs_no_finished_layer(
 @pytest.mark.parametrize(
     "damage", [lambda raw: raw[:-9], lambda raw: b"", lambda raw: b"\xff" * 80]
 )
-def test_what_is_damaged_is_made_again(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+def test_what_is_damaged_is_made_again(damage, tmp_path):
     settings = ["a"]
     store = gptq._Store(tmp_path, settings)
     store.save(0, {"x": mx.arange(5)})
@@ -150,7 +142,7 @@ def test_what_is_damaged_is_made_again(damage: Callable[[bytes], bytes], tmp_pat
     assert [file.name for file in tmp_path.iterdir()] == ["settings.json"]
 
 
-def test_bits_go_where_they_are_worth_most(plain_model: Path) -> None:
+def test_bits_go_where_they_are_worth_most(plain_model):
     model, _ = mlx_lm.load(str(plain_model), lazy=True)
     paths = [p for p, m in model.named_modules() if hasattr(m, "to_quantized")]
     formats = dict.fromkeys(paths, Format(32, 4))
@@ -174,9 +166,7 @@ def test_bits_go_where_they_are_worth_most(plain_model: Path) -> None:
         ({"bits_per_weight": float("nan")}, "nan bits per weight are too few"),
     ],
 )
-def test_wrong_arguments(
-    plain_model: Path, options: dict, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_arguments(plain_model, options, message, monkeypatch):
     monkeypatch.setattr(gptq, "stages", lambda *_: pytest.fail("it has begun to measure"))
     model, tokenizer = mlx_lm.load(str(plain_model), lazy=True)
     with pytest.raises(ValueError, match=message):

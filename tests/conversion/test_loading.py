@@ -1,11 +1,8 @@
 """Loading with conversion: the stock model's words, the Hub's cache, and code that is not run."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +17,7 @@ from mlx_qlayers.conversion.loading import find_model, load_stock
 PROMPT = "One day he sent out a huntsman"
 
 
-def test_converts_what_mlx_lm_loads(tmp_path: Path) -> None:
+def test_converts_what_mlx_lm_loads(tmp_path):
     from tiny_model import save_tiny_model
 
     path = save_tiny_model(tmp_path / "model", dtype=mx.float32, seed=5)
@@ -33,9 +30,7 @@ def test_converts_what_mlx_lm_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("group_size", "mode"), [(32, "mxfp4"), (32, "affine")])
-def test_formats_mixed_as_mlx_lm_writes_them(
-    group_size: int, mode: str, plain_model: Path, tmp_path: Path
-) -> None:
+def test_formats_mixed_as_mlx_lm_writes_them(group_size, mode, plain_model, tmp_path):
     model, tokenizer = mlx_lm.load(str(plain_model))
     config = json.loads((plain_model / "config.json").read_text())
 
@@ -52,7 +47,7 @@ def test_formats_mixed_as_mlx_lm_writes_them(
     assert (up.group_size, up.bits, up.mode) == (64, 8, "affine")
 
 
-def test_keywords_reach_the_converter(tiny_model: Path) -> None:
+def test_keywords_reach_the_converter(tiny_model):
     model, _ = load(tiny_model, linear=False, attention=False, lazy=True)
     stock, _, config, quantization = load_stock(tiny_model)
     assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
@@ -61,14 +56,12 @@ def test_keywords_reach_the_converter(tiny_model: Path) -> None:
         load(tiny_model, bits=4)  # type: ignore[call-arg]
 
 
-def test_model_config_replaces_values(tiny_model: Path) -> None:
+def test_model_config_replaces_values(tiny_model):
     model, _ = load(tiny_model, model_config={"rope_theta": 500.0})
     assert model.args.rope_theta == 500.0
 
 
-def test_downloads_through_the_hub(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_downloads_through_the_hub(tiny_model, tmp_path, monkeypatch):
     asked = []
 
     def download(repo: str, **options: Any) -> str:
@@ -93,7 +86,7 @@ def test_downloads_through_the_hub(
         assert ("Fetching" in file.getvalue()) == file.isatty()
 
 
-def test_a_gguf_file_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_file_of_a_repository(tmp_path, monkeypatch):
     """It alone is downloaded."""
     save_qwen2(tmp_path / "model-q4_0.gguf")
     asked = []
@@ -112,9 +105,7 @@ def test_a_gguf_file_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyP
             find_model(name)
 
 
-def test_offline_takes_the_cache(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_takes_the_cache(tiny_model, tmp_path, monkeypatch):
     commit = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / "models--owner--name"
     shutil.copytree(tiny_model, repository / "snapshots" / commit)
@@ -130,7 +121,7 @@ def test_offline_takes_the_cache(
     load("owner/name")
 
 
-def test_runs_code_only_when_told(tiny_model: Path, tmp_path: Path) -> None:
+def test_runs_code_only_when_told(tiny_model, tmp_path):
     path = tmp_path / "model"
     shutil.copytree(tiny_model, path)
     config = json.loads((path / "config.json").read_text()) | {"model_file": "own.py"}

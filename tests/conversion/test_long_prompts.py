@@ -1,7 +1,5 @@
 """Layers of a long prompt that are evaluated one behind the other compute what they did."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -20,7 +18,7 @@ TOKENS = mx.random.randint(0, VOCABULARY, (1, 40), key=mx.random.key(1))
 
 
 @pytest.fixture
-def evaluated(gpu_path: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def evaluated(gpu_path, monkeypatch):
     """Of each layer of a prompt, whether what it was given is evaluated with it."""
     found: list[bool] = []
     is_transformed = long_prompts.is_transformed

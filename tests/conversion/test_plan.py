@@ -1,7 +1,5 @@
 """What is decided about each module: its format, its class, and whether it stays as it is."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest

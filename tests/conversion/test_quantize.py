@@ -1,7 +1,5 @@
 """Checkpoints quantized on disk: the same as mlx-lm's, and never half written."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -9,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
@@ -23,9 +20,7 @@ MODES = [("affine", 64, 4), ("affine", 32, 3), ("mxfp4", 32, 4), ("nvfp4", 16, 4
 
 
 @pytest.mark.parametrize(("mode", "group_size", "bits"), MODES)
-def test_writes_what_mlx_lm_writes(
-    mode: str, group_size: int, bits: int, plain_model: Path, tmp_path: Path
-) -> None:
+def test_writes_what_mlx_lm_writes(mode, group_size, bits, plain_model, tmp_path):
     written = quantize_checkpoint(
         plain_model, tmp_path / "ours", group_size=group_size, bits=bits, mode=mode
     )
@@ -47,7 +42,7 @@ def test_writes_what_mlx_lm_writes(
     assert written.nbytes == sum(array.nbytes for array in ours.values())
 
 
-def test_generates_with_mlx_lm(plain_model: Path, tmp_path: Path) -> None:
+def test_generates_with_mlx_lm(plain_model, tmp_path):
     quantize_checkpoint(plain_model, tmp_path / "out", bits=8, dtype="float32")
     model, tokenizer = mlx_lm.load(str(tmp_path / "out"))
     stock, _ = mlx_lm.load(str(plain_model))
@@ -57,7 +52,7 @@ def test_generates_with_mlx_lm(plain_model: Path, tmp_path: Path) -> None:
     assert np.abs(logits - wanted).max() < 0.05 * np.abs(wanted).max()
 
 
-def test_a_quantization_of_null_is_none(plain_model: Path, tmp_path: Path) -> None:
+def test_a_quantization_of_null_is_none(plain_model, tmp_path):
     source = shutil.copytree(plain_model, tmp_path / "source")
     config = json.loads((source / "config.json").read_text()) | {"quantization": None}
     (source / "config.json").write_text(json.dumps(config))
@@ -97,7 +92,7 @@ print(json.dumps([code, *(ended(str(n), n)[0] for n in (last // 2, last - 1, las
 
 
 @pytest.mark.slow
-def test_whole_or_absent_when_killed(plain_model: Path, tmp_path: Path) -> None:
+def test_whole_or_absent_when_killed(plain_model, tmp_path):
     command = [sys.executable, "-c", KILLED, str(plain_model), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

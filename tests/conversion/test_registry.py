@@ -1,7 +1,5 @@
 """Modules of classes that somebody registered: swapped, compared, reported and reverted."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest

@@ -1,7 +1,5 @@
 """The report of a conversion."""
 
-from __future__ import annotations
-
 import json
 
 from mlx_qlayers import ConversionReport

@@ -3,11 +3,9 @@
 Everything here is asked of the public surface, and compared with the stock model beside it.
 """
 
-from __future__ import annotations
-
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -43,9 +41,7 @@ def decoded(model: nn.Module, cache: list[Any], begin: int, end: int) -> mx.arra
 
 @pytest.mark.parametrize("ring", [(16, 4), (8, 4), (7, 2)], ids=str)
 @pytest.mark.parametrize("prompt", [1, 2, 3])
-def test_rings_that_begin_with_fewer_tokens_than_they_keep(
-    ring: tuple[int, int], prompt: int, graphs: list[object]
-) -> None:
+def test_rings_that_begin_with_fewer_tokens_than_they_keep(ring, prompt, graphs):
     """More than twice around."""
     results = []
     for model in pair("phi3"):
@@ -130,7 +126,7 @@ NAMES = {"SGD": SGD, "copy": copy, "tree_map": tree_map, "add_adapters": add_ada
 
 
 @pytest.fixture
-def doubled() -> Iterator[None]:
+def doubled():
     """A class that a test may change."""
     Doubled.factor = 2.0
     yield
@@ -139,7 +135,7 @@ def doubled() -> Iterator[None]:
 
 @pytest.mark.usefixtures("doubled")
 @pytest.mark.parametrize("name", ["qwen2", "gemma3_text"])
-def test_every_change_of_a_model_is_seen(name: str, compiled_steps: None) -> None:
+def test_every_change_of_a_model_is_seen(name, compiled_steps):
     """In place, too: what was computed of a weight follows it (of Gemma's norms 1 + w)."""
     models = models_of(name, ARCHITECTURES[name]._replace(format=(64, 4, "affine")))
     caches, results, at = [make_prompt_cache(model) for model in models], list[Any](), 3
@@ -169,9 +165,7 @@ NOISES = [noises.of_mlx, noises.dropout, noises.of_numpy, noises.a_count_of_a_cl
 
 
 @pytest.mark.parametrize("noise", NOISES, ids=lambda noise: noise.__name__)
-def test_code_that_is_not_the_same_twice_is_left_to_the_model(
-    noise: Callable[[Any, mx.array], mx.array], compiled_steps: None
-) -> None:
+def test_code_that_is_not_the_same_twice_is_left_to_the_model(noise, compiled_steps):
     """And the report says so. Numbers are those that the stock model gets of the same seeds."""
     cls = type("Noisy", (Noisy,), {"noise": staticmethod(noise)})
     results = []
@@ -213,7 +207,7 @@ def test_code_that_is_not_the_same_twice_is_left_to_the_model(
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "plamo3"])
-def test_a_model_in_training_mode_decodes_as_one_graph(name: str, graphs: list[object]) -> None:
+def test_a_model_in_training_mode_decodes_as_one_graph(name, graphs):
     """And what differs in training is what stock's does."""
     results = []
     for model in pair(name):
@@ -231,9 +225,7 @@ def test_a_model_in_training_mode_decodes_as_one_graph(name: str, graphs: list[o
 
 @pytest.mark.parametrize("name", ["phi3", "gemma3_text"])
 @pytest.mark.parametrize("size", [4096, 19])
-def test_rings_that_are_trimmed_right_behind_a_prompt(
-    name: str, size: int, graphs: list[object]
-) -> None:
+def test_rings_that_are_trimmed_right_behind_a_prompt(name, size, graphs):
     """They run as graphs, and so do caches that come later."""
     results = []
     for model in pair(name):
@@ -249,7 +241,7 @@ def test_rings_that_are_trimmed_right_behind_a_prompt(
     assert_same_model(*reversed(results), bits=None, what=name)
 
 
-def test_a_failure_with_some_caches_is_none_with_others(graphs: list[object]) -> None:
+def test_a_failure_with_some_caches_is_none_with_others(graphs):
     """With caches that are not as models make them, and that the stock model takes."""
     results = []
     for model in pair("phi3"):

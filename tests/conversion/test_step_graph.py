@@ -3,8 +3,6 @@
 The graphs of the benchmark, of models as wide as 7B with few layers, without a GPU.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from functools import partial
@@ -41,9 +39,7 @@ def sizes(kernels: list[Recorded]) -> tuple[int, int]:
 # Attention of long caches takes semaphores. Results for other launches lie in one array, and so do
 # their weights.
 @pytest.mark.parametrize(("rows", "arrays"), [(512, (18, 6)), (4352, (19, 6))])
-def test_a_layer_of_qwen2_is_five_kernels_and_nothing_else(
-    rows: int, arrays: tuple[int, int]
-) -> None:
+def test_a_layer_of_qwen2_is_five_kernels_and_nothing_else(rows, arrays):
     few, more = (of_token("qwen2", layers, rows) for layers in (2, 4))
     assert more[0].total() - few[0].total() == 2 * 5
     assert len(more[1]) - len(few[1]) == 2 * 5
@@ -56,7 +52,7 @@ def test_a_layer_of_qwen2_is_five_kernels_and_nothing_else(
 
 
 @pytest.mark.parametrize(("name", "others"), [("phi3", 5), ("qwen3_moe", 8)])
-def test_a_layer_by_a_models_own_code(name: str, others: int) -> None:
+def test_a_layer_by_a_models_own_code(name, others):
     """Norms of heads are part of attention, and the one ahead of experts of these.
 
     One matrix for queries, keys and values gives them by a split, which starts nothing.
@@ -76,7 +72,7 @@ def test_a_layer_by_a_models_own_code(name: str, others: int) -> None:
         ("mixtral", 21, {"AsType"}),
     ],
 )
-def test_a_small_model(name: str, others: int, none: set[str]) -> None:
+def test_a_small_model(name, others, none):
     """The mask of a full window is one launch, copies of heads are none, norms are part of
     attention and of the gated delta rule, and residuals of the sums of experts."""
     with recorded_gpu():
@@ -93,7 +89,7 @@ def test_a_small_model(name: str, others: int, none: set[str]) -> None:
     ("name", "batch", "bits"),
     [("qwen3_moe", 1, 0), ("phi3", 3, 0), ("phi3", 2, 8)],
 )
-def test_a_token_behind_another_takes_python_few_calls(name: str, batch: int, bits: int) -> None:
+def test_a_token_behind_another_takes_python_few_calls(name, batch, bits):
     """As many for all layers, but for one that goes through their caches."""
     found = []
     for layers in (2, 4):
@@ -109,7 +105,7 @@ def test_a_token_behind_another_takes_python_few_calls(name: str, batch: int, bi
     assert found[1] - found[0] <= 3 and found[0] <= 42
 
 
-def test_tokens_of_another_dtype_take_as_little() -> None:
+def test_tokens_of_another_dtype_take_as_little():
     """A change of dtype begins anew; what follows is as it is with the other one."""
     found = []
     with recorded_gpu():

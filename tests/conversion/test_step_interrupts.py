@@ -1,7 +1,5 @@
 """Ctrl-C at any line while a step becomes a graph, asked of the public surface."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ def _functions() -> list[dict[str, Any]]:
     return [{n: f for n, f in vars(space).items() if callable(f)} for space in spaces]
 
 
-def test_an_interrupt_at_any_time_leaves_all_as_it_was(compiled_steps: None) -> None:
+def test_an_interrupt_at_any_time_leaves_all_as_it_was(compiled_steps):
     """Functions of MLX and NumPy, the model and the cache; the next token is the right one."""
     stock, model = models_of("qwen2", PLAIN)
     cache, functions = make_prompt_cache(stock), _functions()

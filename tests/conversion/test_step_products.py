@@ -1,7 +1,5 @@
 """Decoder layers in the graph of a step compute what they do without, and leave the same caches."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools
@@ -198,7 +196,7 @@ def test_what_a_step_leaves_is_let_go_with_the_cache_and_the_model():
 
 @pytest.mark.parametrize("gpu_path", ["kernels"], indirect=True)
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "phi3"])
-def test_launches_that_share_arrays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_that_share_arrays(name, monkeypatch):
     """Weights and append buffers side by side, and results for other launches: the same numbers."""
 
     plain, theirs = decoded(pair(name)[1])

@@ -1,7 +1,5 @@
 """A model that decodes by graphs: what it computes, what is done to it, what the report says."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

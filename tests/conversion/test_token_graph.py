@@ -1,7 +1,5 @@
 """What a GPU is given for a token: kernels, copies and bytes of the graph that MLX records."""
 
-from __future__ import annotations
-
 import re
 
 import mlx.core as mx

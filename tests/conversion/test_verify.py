@@ -1,7 +1,5 @@
 """Layers that disagree with the stock ones are refused, and the model stays as it was."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest

@@ -1,10 +1,8 @@
 """Append buffers beside caches: no copies, and caches that hold at any time what stock's hold."""
 
-from __future__ import annotations
-
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,7 +21,7 @@ from mlx_qlayers.decode import append_buffers, append_form, caches, engine
 
 
 @pytest.fixture(autouse=True)
-def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def like_a_gpu(monkeypatch):
     """Steps by append buffers of four tokens, of which MLX compiles nothing."""
     monkeypatch.setattr(engine, "where", lambda: "a GPU")
     monkeypatch.setattr(append_buffers, "_ROWS", 4)
@@ -35,7 +33,7 @@ def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_token_is_by_append_buffers_while_caches_grow_and_go_round(kind: str) -> None:
+def test_every_token_is_by_append_buffers_while_caches_grow_and_go_round(kind):
     model = qwen()
     ours, theirs = Stepped(model, kind, True), Stepped(model, kind, False)
     for count in (1, 6, 1, 20, 13):
@@ -50,7 +48,7 @@ def test_every_token_is_by_append_buffers_while_caches_grow_and_go_round(kind: s
 
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
-def test_states_that_a_prompt_changes_between_tokens(name: str) -> None:
+def test_states_that_a_prompt_changes_between_tokens(name):
     """A model's code writes them into the list that a cache has."""
     model, logits = build(name, ARCHITECTURES[name]), []
     for by_graph in (True, False):
@@ -66,7 +64,7 @@ def test_states_that_a_prompt_changes_between_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 3])
-def test_windows_smaller_than_a_ring(keep: int) -> None:
+def test_windows_smaller_than_a_ring(keep):
     """Also where mlx-lm's mask of a ring that begins anew takes the row of its token as 0."""
     model, logits = build("llama", ARCHITECTURES["llama"]), []
     for by_graph in (True, False):
@@ -98,7 +96,7 @@ LOOKS: dict[str, Callable[[list[Any]], Any]] = {
 
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("kind", ["plain", "kept", "bits", "batch of rings"])
-def test_whoever_looks_sees_what_stock_shows(look: str, kind: str) -> None:
+def test_whoever_looks_sees_what_stock_shows(look, kind):
     model = qwen()
     runs = Stepped(model, kind, True), Stepped(model, kind, False)
     for count in (1, 2, 5, 9, 2):
@@ -110,7 +108,7 @@ def test_whoever_looks_sees_what_stock_shows(look: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "bits", "ring", "batch", "batch of rings"])
-def test_trimmed_in_the_midst_of_an_append_buffer(kind: str) -> None:
+def test_trimmed_in_the_midst_of_an_append_buffer(kind):
     model = qwen()
     runs = Stepped(model, kind, True), Stepped(model, kind, False)
     for count, cut in ((1, 1), (3, 2), (5, 4), (3, 1), (9, 0)):
@@ -120,7 +118,7 @@ def test_trimmed_in_the_midst_of_an_append_buffer(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "batch of rings"])
-def test_interrupted_anywhere_all_layers_hold_the_token_or_none(kind: str) -> None:
+def test_interrupted_anywhere_all_layers_hold_the_token_or_none(kind):
     """An exception at every line that runs, as Ctrl-C raises it."""
     model = qwen()
     files = {each.__file__ for each in (engine, append_form, append_buffers, caches)}

@@ -1,11 +1,8 @@
 """A model whose code is not the same twice is left alone, and captures change nothing of it."""
 
-from __future__ import annotations
-
 import copy
 import random
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +21,7 @@ PROMPT, TOKEN = mx.array([[5, 17, 3]]), mx.array([[4]])
 
 
 @pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
+def forgotten():
     yield
     engine._steps.clear()
 
@@ -66,9 +63,7 @@ NOISES: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(
     ("noise", "reason"), NOISES, ids=lambda each: getattr(each, "__name__", "")
 )
-def test_code_that_is_not_the_same_twice_is_left_to_the_model(
-    noise: Any, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_is_not_the_same_twice_is_left_to_the_model(noise, reason, monkeypatch):
     """And captures change nothing: numbers are those that come without them."""
     runs, plain = list[Any](), captured.Trace
     monkeypatch.setattr(captured, "Trace", lambda *a: runs.append(a) or plain(*a))
@@ -122,14 +117,14 @@ class Launches(qwen2.Model):
         return logits if inputs.shape[1] > 1 else kernel(inputs=[logits], **more, **sizes)[0]
 
 
-def test_a_kernel_of_its_own_is_left_to_the_model() -> None:
+def test_a_kernel_of_its_own_is_left_to_the_model():
     model: Any = qwen()
     model.__class__ = Launches
     assert engine.step(model, TOKEN, after_prompt(model)) is None
     assert "launches a kernel of its own: custom_kernel_twice" in str(engine.stopped(model))
 
 
-def test_numbers_that_another_thread_draws_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_another_thread_draws_meanwhile(monkeypatch):
     """As if it were this model's code that draws them: once, so another capture finds it not."""
     model, draws, plain = qwen(), [random.random], captured.Trace
 
@@ -151,7 +146,7 @@ class Blocks(qwen2.Model):
         return y if at < 12 else y + at // 4
 
 
-def test_positions_of_which_no_two_are_alike_stop_none_ahead_of_them() -> None:
+def test_positions_of_which_no_two_are_alike_stop_none_ahead_of_them():
     model: Any = qwen()
     model.__class__ = Blocks
     for begin in (9, 4, 10):

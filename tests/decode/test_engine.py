@@ -1,8 +1,5 @@
 """Steps by graphs compute what the model does with every kind of cache, and leave the same ones."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +17,7 @@ from mlx_qlayers.runtime.tracing import trace
 
 
 @pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
+def forgotten():
     yield
     engine._steps.clear()
 
@@ -33,7 +30,7 @@ def decoded(model: Any, cache: list[Any], length: int) -> mx.array:
 
 
 @pytest.mark.parametrize("kind", ["plain", "rotating", "kept", "quantized"])
-def test_caches_that_grow_go_round_and_are_trimmed(kind: str) -> None:
+def test_caches_that_grow_go_round_and_are_trimmed(kind):
     """The arrays of a cache and its counts stay those of mlx-lm's own."""
     model, results = qwen(), []
     for run in (model, ByGraph(model)):
@@ -58,9 +55,7 @@ def test_caches_that_grow_go_round_and_are_trimmed(kind: str) -> None:
             assert all(x.shape == y.shape and x.dtype == y.dtype for x, y in pairs)
 
 
-def test_one_capture_for_batches_and_texts_that_grow_and_shrink(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_capture_for_batches_and_texts_that_grow_and_shrink(monkeypatch):
     """Of tokens as a prompt has them, and as they are sampled."""
     runs = []
     plain = captured.Trace
@@ -78,7 +73,7 @@ def test_one_capture_for_batches_and_texts_that_grow_and_shrink(
     assert len(runs) == 2
 
 
-def test_merged_sequences_of_any_lengths_take_one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_sequences_of_any_lengths_take_one_trace(monkeypatch):
     """In a server sequences come and go at other lengths each time."""
     traces, run = [], AppendForm._run
     monkeypatch.setattr(engine, "where", lambda: "a GPU")
@@ -96,7 +91,7 @@ def test_merged_sequences_of_any_lengths_take_one_trace(monkeypatch: pytest.Monk
     assert traces == [2]
 
 
-def test_several_tokens_at_once() -> None:
+def test_several_tokens_at_once():
     """Tokens see those before them; up to eight by one plan for all positions."""
     model = qwen()
     caches = [make_prompt_cache(model) for _ in "ab"]
@@ -121,7 +116,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_caches_that_somebody_changes_between_two_steps(what: str) -> None:
+def test_caches_that_somebody_changes_between_two_steps(what):
     name, change = CHANGES[what]
     model, results = build(name, ARCHITECTURES[name]), []
     for run in (model, ByGraph(model)):
@@ -135,7 +130,7 @@ def test_caches_that_somebody_changes_between_two_steps(what: str) -> None:
     assert run.steps == 7 and engine.stopped(model) is None
 
 
-def test_a_graph_deeper_than_python_recurses() -> None:
+def test_a_graph_deeper_than_python_recurses():
     same = ARCHITECTURES["qwen2"]
     model = build("qwen2", same._replace(config={**same.config, "num_hidden_layers": 70}))
     cache = make_prompt_cache(model)
@@ -143,7 +138,7 @@ def test_a_graph_deeper_than_python_recurses() -> None:
     assert engine.step(model, mx.array([[4]]), cache) is not None, engine.stopped(model)
 
 
-def test_steps_by_another_backend_in_between() -> None:
+def test_steps_by_another_backend_in_between():
     model, rows, made = qwen(), [], []
     cache = make_prompt_cache(model)
     decoded(ByGraph(model), cache, 3)
@@ -159,7 +154,7 @@ def test_steps_by_another_backend_in_between() -> None:
     assert made[0] == made[2] > 10 and made[1] == made[3] == 0
 
 
-def test_what_is_left_to_the_model_and_why() -> None:
+def test_what_is_left_to_the_model_and_why():
     class Other(KVCache):
         """A cache of somebody else's."""
 
@@ -180,7 +175,7 @@ def test_what_is_left_to_the_model_and_why() -> None:
     assert seen == [None]
 
 
-def test_an_empty_cache_of_states_is_no_step() -> None:
+def test_an_empty_cache_of_states_is_no_step():
     model = build("mamba2", ARCHITECTURES["mamba2"])
     cache = make_prompt_cache(model)
     assert all(type(c) is ArraysCache for c in cache)

@@ -1,7 +1,5 @@
 """What a token launches by the rules: no more than was recorded, with the stock model's logits."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -52,7 +50,7 @@ def families(kernels: list[str]) -> Counter[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_kernels_of_a_token(name: str) -> None:
+def test_kernels_of_a_token(name):
     model = build(name, ARCHITECTURES[name])
     want, _ = logits(model, 1, graph=False)
     with use_backend("host"):
@@ -67,7 +65,7 @@ def test_kernels_of_a_token(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["glm_moe_dsa", "cohere", "longcat_flash", "phimoe", "glm4", "gemma4_text"]
 )
-def test_logits(name: str) -> None:
+def test_logits(name):
     model = build(name, ARCHITECTURES[name])
     want, _ = logits(model, 2, graph=False)
     with use_backend("host"):
@@ -86,7 +84,7 @@ ROUTERS = {
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_a_router_is_one_launch(name: str) -> None:
+def test_a_router_is_one_launch(name):
     same = ARCHITECTURES[name]
     changed = same._replace(config={**same.config, "first_k_dense_replace": 0, **ROUTERS[name]})
     model = build(name, changed)
@@ -99,7 +97,7 @@ def test_a_router_is_one_launch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "deepseek_v3"])
-def test_norms_between_products_take_no_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_between_products_take_no_launch(name, monkeypatch):
     model = build(name, ARCHITECTURES[name], mx.bfloat16)
     with use_backend("host"):
         want, _ = logits(model, 1, graph=True)
@@ -115,9 +113,7 @@ def test_norms_between_products_take_no_launch(name: str, monkeypatch: pytest.Mo
     assert len(giving) in (2, 4) and len(taking) >= len(giving)
 
 
-def test_the_gated_delta_rule_is_captured_without_a_kernel_of_metal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_gated_delta_rule_is_captured_without_a_kernel_of_metal(monkeypatch):
     def update(*args: mx.array, **options: Any) -> Any:
         assert not options["use_kernel"]
         return gated_delta.gated_delta_update(*args, **options)
@@ -134,7 +130,7 @@ def test_the_gated_delta_rule_is_captured_without_a_kernel_of_metal(
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
-def test_one_capture_of_experts_serves_batches_up_to_sorting(name: str) -> None:
+def test_one_capture_of_experts_serves_batches_up_to_sorting(name):
     model = build(name, ARCHITECTURES[name])
     with use_backend("host"):
         for batch in (1, 3, 20, 33, 40):  # of two experts each, mlx-lm sorts 64
@@ -147,7 +143,7 @@ def test_one_capture_of_experts_serves_batches_up_to_sorting(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
-def test_several_tokens_of_a_recurrent_layer_take_one_launch(name: str) -> None:
+def test_several_tokens_of_a_recurrent_layer_take_one_launch(name):
     model = build(name, ARCHITECTURES[name])
     results = []
     for graph in (False, True):

@@ -1,8 +1,5 @@
 """Steps whose positions are an array: what they compute, and what caches hold behind them."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -31,7 +28,7 @@ from mlx_qlayers.decode.forms import PaddedForm
 
 
 @pytest.fixture(autouse=True)
-def on_a_mac() -> Iterator[None]:
+def on_a_mac():
     """As where no kernel was measured: stock operations are what is fast. Nothing is compiled."""
     mx.disable_compile()
     with on("gpu"):
@@ -64,7 +61,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "kind", "batch"), CASES)
-def test_logits(name: str, kind: str, batch: int) -> None:
+def test_logits(name, kind, batch):
     stock, model = (build(name, ARCHITECTURES[name]) for _ in range(2))
     stepped = ByGraph(model)
     found = logits([stock, stepped], kind, batch, VOCABULARY)
@@ -75,7 +72,7 @@ def test_logits(name: str, kind: str, batch: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_caches_that_go_round_and_are_looked_at(kind: str) -> None:
+def test_caches_that_go_round_and_are_looked_at(kind):
     model = qwen()
     ours, theirs = Stepped(model, kind, True), Stepped(model, kind, False)
     for count in (1, 8, 14):
@@ -84,7 +81,7 @@ def test_caches_that_go_round_and_are_looked_at(kind: str) -> None:
     assert engine.stopped(model) is None and forms(model) == {PaddedForm}
 
 
-def test_rings_that_begin_anew_at_other_times() -> None:
+def test_rings_that_begin_anew_at_other_times():
     """Each writes to the row of its own."""
     model, made = qwen(), []
     for run in (model, ByGraph(model)):
@@ -97,7 +94,7 @@ def test_rings_that_begin_anew_at_other_times() -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "bits", "batch", "kept", "batch of rings"])
-def test_several_tokens(kind: str) -> None:
+def test_several_tokens(kind):
     """A token sees those ahead of it, and no row behind it that held another one.
 
     So also while a ring is full, and before. Other caches are trimmed once.
@@ -121,7 +118,7 @@ def test_several_tokens(kind: str) -> None:
     assert is_ring or forms(model) == {PaddedForm}
 
 
-def test_compiled_steps_across_the_end_of_a_buffer() -> None:
+def test_compiled_steps_across_the_end_of_a_buffer():
     """And each token is written where the buffer lies, but where that grows."""
     mx.enable_compile()
     model, made, moved = qwen(), [], []

@@ -1,7 +1,5 @@
 """Which path an operation takes, and the reason that is given."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Plans are made once for a key, called by all calls that are alike, and never for others."""
 
-from __future__ import annotations
-
 import re
 import threading
 
@@ -16,7 +14,7 @@ from tests.numerics import assert_same_sums, random
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch):
+def on_a_gpu(monkeypatch):
     """Let plans be compiled as on a GPU, on the path that can be compiled here."""
     monkeypatch.setattr(dispatcher, "_can_compile", lambda: True)
     advance_epoch()

@@ -1,7 +1,5 @@
 """Gradients of launches: only those that are asked for on host, and errors for what has none."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 

@@ -1,7 +1,5 @@
 """Thresholds and gains are those of a device, else of its backend."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 """A stand-in for ``mx.fast.metal_kernel``, so that the metal backend can be tested anywhere."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -40,7 +38,7 @@ class MetalStandIn:
 
 
 @pytest.fixture
-def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetalStandIn]:
+def metal(monkeypatch):
     """The metal backend, forced, with a stand-in for MLX's function."""
     stand_in = MetalStandIn()
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
@@ -50,6 +48,6 @@ def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetalStandIn]:
 
 
 @pytest.fixture(autouse=True)
-def clean_decisions() -> None:
+def clean_decisions():
     """Each test sees only its own decisions."""
     explain(reset=True)

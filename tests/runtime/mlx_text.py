@@ -1,7 +1,5 @@
 """What MLX itself records of a custom kernel: the text that ours must equal."""
 
-from __future__ import annotations
-
 import struct
 import tempfile
 from collections.abc import Callable, Sequence

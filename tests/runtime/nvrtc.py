@@ -1,7 +1,5 @@
 """The text that MLX would generate of a CUDA kernel and give to its compiler."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

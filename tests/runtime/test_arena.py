@@ -1,7 +1,5 @@
 """Launches of a graph give one array, and take what lies in one, with the same numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +17,7 @@ SCALAR, BIAS = mx.array(2.0), mx.array([1.0, 2.0, 3.0])
 
 
 @pytest.fixture
-def layouts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def layouts(monkeypatch):
     """The host backend as one whose launches share arrays, and how those lie."""
     seen, within = [], arena_module._within
 
@@ -42,7 +40,7 @@ def chain(x: mx.array = X) -> list[mx.array]:
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_arrays_in_one_hold_the_same_numbers(layouts: list[Any], apart: bool) -> None:
+def test_arrays_in_one_hold_the_same_numbers(layouts, apart):
     with use_backend("host"):
         plain = chain()
         with mode(Mode.INFERENCE), arena([mx.zeros((5, 8), mx.bool_)] * apart):
@@ -52,7 +50,7 @@ def test_arrays_in_one_hold_the_same_numbers(layouts: list[Any], apart: bool) ->
         assert (one.shape, one.dtype) == (other.shape, other.dtype) and mx.array_equal(one, other)
 
 
-def test_arrays_side_by_side_stay_what_they_are() -> None:
+def test_arrays_side_by_side_stay_what_they_are():
     arrays = [mx.arange(7, dtype=mx.uint8), X.reshape(5, 8)[:, ::2], mx.array([3, 4], mx.int16)]
     before, numbers = [*arrays], [each.tolist() for each in arrays]
     found = side_by_side(arrays)
@@ -62,7 +60,7 @@ def test_arrays_side_by_side_stay_what_they_are() -> None:
         assert view.whole.view(mx.uint8)[view.start].item() == x.flatten().view(mx.uint8)[0]
 
 
-def test_an_array_that_was_written_into_lies_by_itself() -> None:
+def test_an_array_that_was_written_into_lies_by_itself():
     arrays = [mx.array([1.0, mx.nan]), mx.ones((3, 4), mx.float16), mx.arange(9)]
     found = side_by_side(arrays)
     assert still_there(found) == found
@@ -70,7 +68,7 @@ def test_an_array_that_was_written_into_lies_by_itself() -> None:
     assert [each.y is arrays[i] for each, i in zip(still_there(found), (0, 2), strict=True)]
 
 
-def test_a_kernel_finds_an_array_beside_another(layouts: list[Any]) -> None:
+def test_a_kernel_finds_an_array_beside_another(layouts):
     x = mx.array(X)
     given = side_by_side([mx.ones(3), x])
     with use_backend("host"):
@@ -81,7 +79,7 @@ def test_a_kernel_finds_an_array_beside_another(layouts: list[Any]) -> None:
     assert all(mx.array_equal(*pair) for pair in zip(plain, shared, strict=True))
 
 
-def test_kernels_are_the_same_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_the_same_for_any_number_of_rows(monkeypatch):
     within, made = arena_module._within, list[Any]()
 
     def noted(launch: Any, layout: Any) -> Any:
@@ -108,7 +106,7 @@ def test_kernels_are_the_same_for_any_number_of_rows(monkeypatch: pytest.MonkeyP
     assert programs[:2] == programs[2:4] == programs[4:] and len({*programs}) == 2
 
 
-def test_nothing_is_shared_where_a_derivative_may_be_taken(layouts: list[Any]) -> None:
+def test_nothing_is_shared_where_a_derivative_may_be_taken(layouts):
     with use_backend("host"), arena([]):
         chain()
     assert not layouts

@@ -1,7 +1,5 @@
 """Which backend runs: forced, by the environment, or what the machine has; for each thread."""
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import threading
@@ -14,18 +12,12 @@ from machine import ALL
 import mlx_qlayers.runtime.backend as module
 from mlx_qlayers.runtime.backend import (
     BackendError,
-    Mode,
-    Outdated,
-    advance_epoch,
     backend,
-    current,
     debug_mode,
     default_backend,
     epoch,
-    mode,
     requested,
     set_backend,
-    up_to_date,
     use_backend,
 )
 from mlx_qlayers.runtime.explain import Decision, explain
@@ -157,14 +149,6 @@ def test_nothing_is_forced_before_a_block_is_entered():
     assert requested() == "auto"
 
 
-def test_a_mode_ends_with_its_block():
-    with mode(Mode.GRADIENT), use_backend("reference"), mode(Mode.INFERENCE):
-        assert (current.get().mode, requested()) == (Mode.INFERENCE, "reference")
-    assert current.get() is module._INITIAL
-    assert [m.name for m in Mode if m.differentiable] == ["EAGER", "TRANSFORMED"]
-    assert [m.name for m in Mode if m.single] == ["EAGER", "COMPILED"]
-
-
 def test_debug_modes_of_threads_end_with_the_last():
     entered, over = threading.Event(), threading.Event()
 
@@ -182,17 +166,6 @@ def test_debug_modes_of_threads_end_with_the_last():
     over.set()
     thread.join()
     assert epoch.debug == frozenset()
-
-
-def test_what_was_made_for_another_epoch_is_not_kept():
-    state = epoch.state
-    assert up_to_date("plan", state) == "plan"
-    with debug_mode("one"), pytest.raises(Outdated) as caught:
-        up_to_date("plan", state)
-    assert caught.value.plan == "plan"
-    advance_epoch()
-    with pytest.raises(Outdated):
-        up_to_date("plan", state)
 
 
 def test_the_ops_backend_runs_no_kernel():

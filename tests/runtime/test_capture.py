@@ -1,7 +1,5 @@
 """A GPU capture explains why it cannot be made."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 

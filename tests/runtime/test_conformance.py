@@ -1,16 +1,12 @@
 """The conformance set on the backends that run here: what they must agree on, they agree on."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from tests.gpus import GPUS
 
-from .conformance import Case, cases
+from .conformance import cases
 from .conformance.case import to_bfloat16
 
 CASES = cases()
@@ -19,7 +15,7 @@ BACKENDS = ["host", *GPUS]
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_conforms(case: Case, backend: str, record_property: Callable[[str, object], None]) -> None:
+def test_conforms(case, backend, record_property):
     parts = case.compare(case.run(backend))
     wrong = [str(part) for part in parts if not part.passed]
     far = max(parts, key=lambda part: part.distance)
@@ -28,7 +24,7 @@ def test_conforms(case: Case, backend: str, record_property: Callable[[str, obje
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_set_covers_what_kernels_may_call() -> None:
+def test_the_set_covers_what_kernels_may_call():
     names = {case.name for case in CASES}
     assert len(names) == len(CASES)
     parts = {
@@ -37,7 +33,7 @@ def test_the_set_covers_what_kernels_may_call() -> None:
     assert len(parts) > 250
 
 
-def test_a_wrong_output_is_seen() -> None:
+def test_a_wrong_output_is_seen():
     case = next(case for case in CASES if case.name == "math_exact")
     right = [np.concatenate([np.ravel(part) for part in rows.values()]) for rows in case.expected]
     assert all(part.passed for part in case.compare(right))
@@ -48,7 +44,7 @@ def test_a_wrong_output_is_seen() -> None:
         assert failed == ["floor"]
 
 
-def test_bfloat16_is_rounded_as_mlx_rounds_it() -> None:
+def test_bfloat16_is_rounded_as_mlx_rounds_it():
     x = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
     expected = np.array(mx.array(x).astype(mx.bfloat16).astype(mx.float32))
     np.testing.assert_array_equal(to_bfloat16(x), expected)

@@ -1,8 +1,5 @@
 """The CUDA backend: how sources are rewritten and launched, and on a GPU that they run."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +13,16 @@ from mlx_qlayers.ops.exp import exp
 from mlx_qlayers.options import AttentionCall, Scores
 from mlx_qlayers.runtime import BackendError, Kernel, use_backend
 from mlx_qlayers.runtime import backend as backend_module
-from mlx_qlayers.runtime.cuda import translate, whole_threadgroups
+from mlx_qlayers.runtime.cuda import translate
 from tests.numerics import assert_function, assert_same_sums
 
-from .conformance.case import HERE
 from .nvrtc import kernel_that, text_of
 
 Launches = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+def launches(monkeypatch):
     """The cuda backend, forced, with a stand-in for MLX's function that notes its calls."""
     seen: Launches = []
 
@@ -63,7 +59,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         ("unsigned long n = 1.5;", "unsigned long n = 1.5f;"),
     ],
 )
-def test_translation(metal: str, cuda: str | None) -> None:
+def test_translation(metal, cuda):
     if cuda is None:
         assert "set<" not in translate(metal)
     else:
@@ -86,14 +82,9 @@ def test_translation(metal: str, cuda: str | None) -> None:
         ("threadgroup_barrier(mem_flags::mem_threadgroup);", False),
     ],
 )
-def test_threadgroup_variables_become_shared(statement: str, declares: bool) -> None:
+def test_threadgroup_variables_become_shared(statement, declares):
     assert ("__shared__" in translate(statement, kernel=True)) == declares
     assert "__shared__" not in translate(statement)
-
-
-def test_whole_threadgroups() -> None:
-    assert whole_threadgroups((64, 3, 1), (32, 3, 1)) == (64, 3, 1)
-    assert whole_threadgroups((65, 2, 5), (32, 4, 2)) == (96, 4, 6)
 
 
 EXP = Kernel("exp_forward", "exp/exp.metal", ("x",), ("y",), template=("T",))
@@ -104,7 +95,7 @@ def _exp(x: mx.array) -> None:
     EXP([x], template={"T": x.dtype}, output_shapes=[x.shape], **threads)
 
 
-def test_a_grid_of_whole_threadgroups_needs_no_guard(launches: Launches) -> None:
+def test_a_grid_of_whole_threadgroups_needs_no_guard(launches):
     _exp(mx.zeros(64))
     ((declaration, launch),) = launches
     assert launch["grid"] == (64, 1, 1) and len(launch["inputs"]) == 1
@@ -112,7 +103,7 @@ def test_a_grid_of_whole_threadgroups_needs_no_guard(launches: Launches) -> None
     assert "#define MSL_GROUP_SIZE 32\n" in declaration["header"]
 
 
-def test_a_template_can_ask_for_threadgroups_that_fit_at_once(launches: Launches) -> None:
+def test_a_template_can_ask_for_threadgroups_that_fit_at_once(launches):
     q = mx.zeros((1, 1, 64, 128), mx.float16)
     at = Launcher(AttentionCall(q, (q,), (q,), Scores(1.0)))
     attention_forward(at, Layout(resident=3))(q, q, q, None, None)
@@ -123,7 +114,7 @@ def test_a_template_can_ask_for_threadgroups_that_fit_at_once(launches: Launches
     assert "#define MSL_RESIDENT 1\n" in launches[1][0]["header"]
 
 
-def test_surplus_threads_are_told_the_grid(launches: Launches) -> None:
+def test_surplus_threads_are_told_the_grid(launches):
     for size in (65, 70):
         _exp(mx.zeros(size))
         declaration, launch = launches[-1]
@@ -135,7 +126,7 @@ def test_surplus_threads_are_told_the_grid(launches: Launches) -> None:
     assert text_of(*launches[0])[1] == text_of(*launches[1])[1]
 
 
-def test_texts_that_differ_have_names_that_differ(launches: Launches) -> None:
+def test_texts_that_differ_have_names_that_differ(launches):
     """MLX keeps compiled kernels by name; what a template is given stands in the text."""
     for dtype, threads in ((mx.float32, 32), (mx.float32, 64), (mx.float16, 64), (mx.float16, 64)):
         EXP(
@@ -154,14 +145,14 @@ def test_texts_that_differ_have_names_that_differ(launches: Launches) -> None:
 @pytest.mark.parametrize(
     ("grid", "threadgroup"), [((1, 2**16, 1), (1, 1, 1)), ((1, 1, 128), (1, 1, 128))]
 )
-def test_grids_that_cuda_cannot_start(launches: Launches, grid: Any, threadgroup: Any) -> None:
+def test_grids_that_cuda_cannot_start(launches, grid, threadgroup):
     call = {"grid": grid, "threadgroup": threadgroup, "output_shapes": [(1,)]}
     with pytest.raises(BackendError, match="kernel exp_forward: CUDA takes 65535 threadgroups"):
         EXP([mx.zeros(1)], template={"T": mx.float32}, **call)
     assert not launches
 
 
-def test_parameters_take_their_metal_form(launches: Launches, tmp_path: Path) -> None:
+def test_parameters_take_their_metal_form(launches, tmp_path):
     (tmp_path / "parameters.metal").write_text(
         """
         [[kernel]] void parameters(
@@ -195,29 +186,8 @@ def test_parameters_take_their_metal_form(launches: Launches, tmp_path: Path) ->
     assert launch["init_value"] == 0
 
 
-def test_fragments_come_from_the_shim(launches: Launches) -> None:
-    kernel = Kernel("fragment_loads", HERE / "matrix.metal", ("x",), ("out",), template=("T",))
-    kernel(
-        [mx.zeros((16, 24))],
-        template={"T": mx.float32},
-        grid=(32, 1, 1),
-        threadgroup=(32, 1, 1),
-        output_shapes=[(1536,)],
-    )
-    ((declaration, _),) = launches
-    assert "load_left" in kernel.program.header
-    assert "load_left" not in declaration["header"] and "load_left" in declaration["source"]
-
-
-def test_the_source_stays_short(launches: Launches) -> None:
-    _exp(mx.zeros(65))
-    ((declaration, launch),) = launches
-    metal = launch["output_shapes"] and len(declaration["header"]) + len(declaration["source"])
-    assert metal < 800
-
-
 @pytest.mark.cuda
-def test_the_text_compiled_off_the_gpu_is_mlx_own(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_text_compiled_off_the_gpu_is_mlx_own(capfd):
     x = mx.zeros((3, 4), mx.bfloat16)
     declaration: dict[str, Any] = {
         "name": "mirror",
@@ -245,7 +215,7 @@ def test_the_text_compiled_off_the_gpu_is_mlx_own(capfd: pytest.CaptureFixture[s
 
 
 @pytest.mark.cuda
-def test_launches_work_in_transformations() -> None:
+def test_launches_work_in_transformations():
     x = mx.random.normal((7, 41), key=mx.random.key(3))
 
     def loss(x: mx.array) -> mx.array:

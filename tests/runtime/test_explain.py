@@ -1,7 +1,5 @@
 """What ran and why is counted, from all threads."""
 
-from __future__ import annotations
-
 import threading
 
 import mlx.core as mx
@@ -87,28 +85,6 @@ def test_no_call_of_a_thread_is_lost(reset):
 
 def _same(x):
     return x
-
-
-def test_explaining_beside_running_operations_raises_nothing():
-    """New rows appear all the time."""
-    over = threading.Event()
-
-    def read(_):
-        while not over.is_set():
-            explain()
-
-    def work(_):
-        for i in range(500):
-            note(f"op {i}", "reference", str(threading.get_ident()))
-
-    reader = threading.Thread(target=in_threads, args=(read, 2))
-    reader.start()
-    try:
-        in_threads(work, 4)
-    finally:
-        over.set()
-        reader.join()
-    assert sum(d.calls for d in explain(reset=True)) == 2000
 
 
 def test_launches_are_counted_where_they_happen():

@@ -1,7 +1,5 @@
 """The generated source is, byte for byte, what MLX generates."""
 
-from __future__ import annotations
-
 import itertools
 
 import mlx.core as mx

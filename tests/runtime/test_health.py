@@ -1,7 +1,5 @@
 """In the debug mode a kernel's report becomes an exception, or leads to the reference."""
 
-from __future__ import annotations
-
 import struct
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Kernels in files and in texts: where they are looked up, and what errors cite."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a kernel declares is compared with its file and with the limits of each backend."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

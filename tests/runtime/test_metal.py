@@ -1,7 +1,5 @@
 """The metal backend hands MLX what it needs, through whatever mx.fast.metal_kernel is now."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """A kernel function is taken from its file with what it uses, as MLX wants to have it."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -101,38 +99,6 @@ def test_signatures_that_mlx_cannot_generate(tmp_path, signature, message):
     with pytest.raises(SourceError, match=re.escape(message)) as caught:
         parse(path, "k", "k")
     assert "bad.metal" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "template void k(device int* y, uint i [[thread_position_in_grid]]) { y[i] = 0; }",
-            "its template has no end",
-        ),
-        ("template <typename {T> void k(device T* y) {} void f() ) {}", "read its parameters"),
-    ],
-)
-def test_templates_that_do_not_end(tmp_path, text, message):
-    path = tmp_path / "bad.metal"
-    path.write_text(text.replace("void k", "[[kernel]] void k"))
-    with pytest.raises(SourceError, match=message):
-        parse(path, "k", "k")
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("y[i] = max_shape;", None),
-        ("y[i] = threads_per_grid.x;", "threads_per_grid is not in the signature"),
-    ],
-)
-def test_words_that_mlx_would_take_for_its_own(tmp_path, body, message):
-    if message is None:
-        assert load(tmp_path, "", body).source.endswith(body.replace(" ", ""))
-    else:
-        with pytest.raises(SourceError, match=message):
-            load(tmp_path, "", body)
 
 
 def test_a_word_that_ends_like_a_shape_is_refused(tmp_path):

@@ -1,7 +1,5 @@
 """The example that the runtime's README starts with works as it stands."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A .metal file is read, and only what a kernel uses is taken from it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,16 +1,13 @@
 """Directories that appear whole or not at all."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
-from mlx_qlayers.runtime.staging import remove_leftovers, staged_directory
+from mlx_qlayers.runtime.staging import staged_directory
 
 
-def test_appears_when_the_block_ends(tmp_path: Path) -> None:
+def test_appears_when_the_block_ends(tmp_path):
     target = tmp_path / "a" / "model"
     with staged_directory(target) as staging:
         (staging / "sub").mkdir()
@@ -24,14 +21,14 @@ def test_appears_when_the_block_ends(tmp_path: Path) -> None:
     assert target.stat().st_mode & 0o777 == 0o777 & ~mask
 
 
-def test_nothing_is_left_after_an_error(tmp_path: Path) -> None:
+def test_nothing_is_left_after_an_error(tmp_path):
     with pytest.raises(KeyboardInterrupt), staged_directory(tmp_path / "model") as staging:
         (staging / "file").write_text("half")
         raise KeyboardInterrupt
     assert not any(tmp_path.iterdir())
 
 
-def test_an_empty_target_and_a_link_to_one_are_filled(tmp_path: Path) -> None:
+def test_an_empty_target_and_a_link_to_one_are_filled(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to("empty")
     with staged_directory(tmp_path / "link") as staging:
@@ -40,7 +37,7 @@ def test_an_empty_target_and_a_link_to_one_are_filled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_a_taken_target_is_kept(when: str, tmp_path: Path) -> None:
+def test_a_taken_target_is_kept(when, tmp_path):
     target = tmp_path / "model"
     if when == "before":
         target.write_text("mine")
@@ -52,7 +49,7 @@ def test_a_taken_target_is_kept(when: str, tmp_path: Path) -> None:
     assert target.is_file() or os.listdir(target) == ["mine"]
 
 
-def test_leftovers_go_and_work_in_progress_stays(tmp_path: Path) -> None:
+def test_leftovers_go_and_work_in_progress_stays(tmp_path):
     target = tmp_path / "mod[e]l*"
     leftover = tmp_path / ".mod[e]l*.mlx-qlayers-0123abcd"
     leftover.mkdir()
@@ -71,18 +68,3 @@ def test_leftovers_go_and_work_in_progress_stays(tmp_path: Path) -> None:
             (target / "file").touch()
         (target / "file").unlink()
     assert target.is_dir() and not first.exists() and all(other.exists() for other in others)
-
-
-def test_an_interrupt_while_leftovers_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that comes right after a folder is closed, where shutil.rmtree closes it once more."""
-    (tmp_path / ".leftover").mkdir()
-    close = os.close
-
-    def interrupted(handle: int) -> None:
-        monkeypatch.setattr(os, "close", close)
-        close(handle)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        monkeypatch.setattr(os, "close", interrupted)
-        remove_leftovers(tmp_path, ".*")

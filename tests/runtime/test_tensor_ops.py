@@ -1,10 +1,7 @@
 """Where kernels of tensor operations run, and what is said where they do not."""
 
-from __future__ import annotations
-
 import os
 import re
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -15,7 +12,7 @@ from mlx_qlayers.runtime.macos import macos_version
 
 
 @pytest.fixture(autouse=True)
-def asked_anew() -> Iterator[None]:
+def asked_anew():
     tensor_ops.missing.cache_clear()
     yield
     tensor_ops.missing.cache_clear()
@@ -43,14 +40,7 @@ TENSOR, CODES = "__HAVE_TENSOR__", "__HAVE_INT4B_FORMAT_TYPE__"
         ("applegpu_g17g", "25.4.0", [], "has no <MetalPerformancePrimitives", "has no <Metal"),
     ],
 )
-def test_gates(
-    gpu: str,
-    system: str,
-    macros: list[str],
-    why: str | None,
-    no_codes: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gates(gpu, system, macros, why, no_codes, monkeypatch):
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "device_info", lambda *_: {"architecture": gpu})
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=system))
@@ -65,13 +55,11 @@ def test_gates(
     ("darwin", "macos"),
     [("22.6.0", (13, 6)), ("24.6.0", (15, 6)), ("25.0.0", (26, 0)), ("26.1.0", (27, 1))],
 )
-def test_the_kernel_says_which_macos_this_is(
-    darwin: str, macos: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_says_which_macos_this_is(darwin, macos, monkeypatch):
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=darwin))
     assert macos_version() == macos
 
 
-def test_no_apple_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_apple_gpu(monkeypatch):
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     assert tensor_ops.missing() == "there is no Apple GPU"

@@ -1,7 +1,5 @@
 """Threads have numbers of their own, and a process that ends after theirs does not abort."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from threading import Thread
@@ -37,12 +35,12 @@ for _ in range(2):  # the second one may have the first one's identifier
 """
 
 
-def test_processes_end_after_threads_that_compiled() -> None:
+def test_processes_end_after_threads_that_compiled():
     done = subprocess.run([sys.executable, "-c", _EXIT], capture_output=True, check=False)
     assert done.stdout.decode() == f"{[0] * 10}\n", done.stderr.decode()
 
 
-def test_numbers_are_used_once() -> None:
+def test_numbers_are_used_once():
     seen: list[tuple[int, int | None]] = []
 
     def work() -> None:

@@ -1,7 +1,5 @@
 """Launches can be recorded."""
 
-from __future__ import annotations
-
 import threading
 
 import mlx.core as mx
@@ -34,14 +32,6 @@ def test_every_launch_is_recorded(metal):
         output_shapes=((16,),),
     )
     assert [record.grid for record in launches] == [(16, 1, 1), (8, 1, 1)]
-
-
-def test_traces_nest(metal):
-    with trace() as outer:
-        with trace() as inner:
-            launch()
-        launch()
-    assert (len(outer), len(inner)) == (2, 1)
 
 
 def test_launches_of_other_threads_are_recorded(metal):

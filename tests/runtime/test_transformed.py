@@ -1,8 +1,6 @@
 """Derivatives of launches that run at once: none that is silently zero."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
@@ -19,7 +17,7 @@ Function = Callable[[mx.array], mx.array]
 
 
 @pytest.fixture(autouse=True)
-def on_host() -> Iterator[None]:
+def on_host():
     with use_backend("host"):
         yield
 
@@ -49,23 +47,23 @@ def operations() -> dict[str, tuple[Function, mx.array]]:
 
 
 @pytest.mark.parametrize("derive", [mx.grad, mx.value_and_grad], ids=["grad", "value_and_grad"])
-def test_a_launch_alone_raises(derive: Callable[..., Function]) -> None:
+def test_a_launch_alone_raises(derive):
     with pytest.raises(ValueError, match=r"wrap it in mx\.custom_function"):
         derive(lambda x: bare(x).sum())(random(5))
 
 
-def test_a_launch_alone_raises_forwards() -> None:
+def test_a_launch_alone_raises_forwards():
     with pytest.raises(ValueError, match="has no derivative of its own"):
         mx.jvp(bare, [random(5)], [mx.ones(5)])
 
 
-def test_what_needs_no_gradient_of_it_is_left_alone() -> None:
+def test_what_needs_no_gradient_of_it_is_left_alone():
     x, weight = random(5), random(5)
     found = mx.grad(lambda w: (bare(x) * w).sum())(weight)
     assert_function(found, np.exp, x)
 
 
-def test_what_is_not_differentiated_has_its_values_at_once() -> None:
+def test_what_is_not_differentiated_has_its_values_at_once():
     """In a thread that has not launched before too: another thread can evaluate it."""
     x = random(3, 4, 5)
     with ThreadPoolExecutor(1) as pool:
@@ -73,7 +71,7 @@ def test_what_is_not_differentiated_has_its_values_at_once() -> None:
     assert_function(found, np.exp, x)
 
 
-def test_without_compilation_launches_run_on() -> None:
+def test_without_compilation_launches_run_on():
     x = random(5)
     mx.disable_compile()
     try:
@@ -86,7 +84,7 @@ def test_without_compilation_launches_run_on() -> None:
 
 
 @pytest.mark.parametrize("name", operations())
-def test_operations_have_first_derivatives_and_no_second(name: str) -> None:
+def test_operations_have_first_derivatives_and_no_second(name):
     function, x = operations()[name]
     gradient = mx.grad(lambda x: (function(x) ** 2).sum())
     with trace() as launches:
@@ -103,7 +101,7 @@ def test_operations_have_first_derivatives_and_no_second(name: str) -> None:
         mx.eval(mx.jvp(function, [x], [mx.ones_like(x)]))
 
 
-def test_arrays_have_values_except_under_compile_and_vmap() -> None:
+def test_arrays_have_values_except_under_compile_and_vmap():
     seen: dict[str, tuple[bool, bool]] = {}
 
     def look(name: str, arrays: list[mx.array]) -> None:
@@ -132,9 +130,7 @@ def test_arrays_have_values_except_under_compile_and_vmap() -> None:
     assert seen["forward"] == (True, False)
 
 
-def test_other_errors_of_an_evaluation_are_not_taken_for_tracing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_other_errors_of_an_evaluation_are_not_taken_for_tracing(monkeypatch):
     def fail(*arrays: mx.array) -> None:
         raise ValueError("out of paper")
 

@@ -1,7 +1,5 @@
 """A wait for a result ends."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 import time
@@ -14,16 +12,8 @@ from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.host.array_memory import locate
 from mlx_qlayers.runtime.tracing import trace
 from mlx_qlayers.runtime.wait import KernelTimeout, wait_for
-from tests.threads import in_threads
 
 from .kernels import GATHER, SPIN
-
-
-def test_arrays_come_back_evaluated():
-    x = mx.arange(4.0)
-    y = {"y": [mx.exp(x), (x + 1, 3)]}
-    assert wait_for(y, 5) is y
-    assert y["y"][1][0].tolist() == [1, 2, 3, 4]
 
 
 def test_a_function_is_called_with_inputs_that_are_not_evaluated_yet():
@@ -31,13 +21,6 @@ def test_a_function_is_called_with_inputs_that_are_not_evaluated_yet():
     y = wait_for(lambda x, n: x * n, 5, x, 2)
     assert y.tolist() == [2, 4, 6, 8]
     assert (y + x).tolist() == [3, 6, 9, 12]
-
-
-def test_from_threads_at_once():
-    def work(n):
-        return wait_for(lambda x: x * n, 5, mx.arange(3.0) + n).tolist()
-
-    assert in_threads(work, 4) == [[n * (i + n) for i in range(3)] for n in range(4)]
 
 
 def test_the_function_runs_in_the_context_of_the_caller():

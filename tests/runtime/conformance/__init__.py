@@ -3,8 +3,6 @@
 Each ``.metal`` file here has a table beside it: the launches, and their outputs by NumPy.
 """
 
-from __future__ import annotations
-
 from . import groups, math, matrix, memory, types
 from .case import Case, Part
 

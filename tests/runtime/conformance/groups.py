@@ -1,7 +1,5 @@
 """SIMD-group and quad-group functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Math functions, with the units in the last place that each may be off."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """simdgroup_matrix and the fragments of metal/fragment.metal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Atomics, barriers, threadgroup memory and the ways in which MLX passes inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import mlx.core as mx

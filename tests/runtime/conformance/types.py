@@ -1,7 +1,5 @@
 """half, bfloat, vectors, integers and bit patterns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import mlx.core as mx

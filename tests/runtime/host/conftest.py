@@ -1,17 +1,12 @@
 """A cache of compiled kernels that a test has for itself."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from mlx_qlayers.runtime.host import cache
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path, monkeypatch):
     """The folder that holds it; temporary files go to ``scratch`` below."""
     monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path / "scratch"))

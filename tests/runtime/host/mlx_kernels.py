@@ -1,7 +1,5 @@
 """MLX's own Metal kernels, from the headers in its wheel, launched as MLX launches them."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,53 +22,17 @@ HEADERS = {
     "fp_nax": ("utils", "steel/gemm/gemm", "quantized_utils", "steel/gemm/nax", "fp_quantized_nax"),
     "gemm": ("utils", "steel/gemm/gemm", "steel/gemm/kernels/steel_gemm_fused"),
     "softmax": ("utils", "softmax"),
-    "logsumexp": ("utils", "logsumexp"),
     "sort": ("utils", "sort"),
     "scan": ("utils", "binary_ops", "scan"),
-    "rms_norm": ("utils",),
 }
 
-# MLX keeps its kernel in a .metal file, which wheels lack: the same steps over its headers.
-RMS_NORM = """
-template <typename T, int N_READS = RMS_N_READS>
-[[kernel]] void rms_norm(
-    const device T* x, const device T* w, device T* out, constant float& eps, constant uint& size,
-    uint row [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]], uint group [[simdgroup_index_in_threadgroup]]) {
-  threadgroup float sums[32];
-  threadgroup float inverse[1];
-  uint first = thread_index * N_READS;
-  x += row * size_t(size);
-  out += row * size_t(size);
-  float values[N_READS];
-  float sum = 0;
-  for (uint i = 0; i < N_READS; i++) {
-    values[i] = first + i < size ? float(x[first + i]) : 0.0f;
-    sum += values[i] * values[i];
-  }
-  sum = simd_sum(sum);
-  if (group == 0) sums[lane] = 0;
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (lane == 0) sums[group] = sum;
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (group == 0) {
-    sum = simd_sum(sums[lane]);
-    if (lane == 0) inverse[0] = metal::precise::rsqrt(sum / size + eps);
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint i = 0; i < N_READS; i++) {
-    if (first + i < size) out[first + i] = w[first + i] * static_cast<T>(values[i] * inverse[0]);
-  }
-}
-"""
 
 METAL_NAMES = {mx.float16: "half", mx.bfloat16: "bfloat16_t", mx.float32: "float"}
 
 
 def source(family: str) -> str:
     """The Metal source that includes MLX's headers of one family."""
-    text = "".join(f'#include "{_FOLDER}{name}.h"\n' for name in HEADERS[family])
-    return text + (RMS_NORM if family == "rms_norm" else "")
+    return "".join(f'#include "{_FOLDER}{name}.h"\n' for name in HEADERS[family])
 
 
 def load(

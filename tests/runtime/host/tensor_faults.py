@@ -1,7 +1,5 @@
 """Faults in kernels of tensor operations, and what is said of each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mlx_qlayers.runtime.host import (
@@ -13,7 +11,7 @@ from mlx_qlayers.runtime.host import (
     Uninitialised,
 )
 
-from .tensor_programs import each
+from .tensor_programs import WRONG_LEAST, each
 
 
 @dataclass(frozen=True)
@@ -94,6 +92,11 @@ PLANTED = (
      "auto most = op.get_row_reduction_destination_cooperative_tensor<matrix, matrix, float>();"
      "reduce_rows(sums, most, reduction_operation::max);", Undefined,
      "0 is not the identity of a maximum"),
+    Planted("identity of a maximum for a minimum", WRONG_LEAST, Undefined,
+     "is not the identity of a minimum"),
+    Planted("tensor of rank 1 loaded into one of rank 2",
+     "tensor<device float, dextents<int, 1>, tensor_inline> from(y, dextents<int, 1>(64), "
+     "array<int, 1>{1}); sums.load(from);", CompileError, "is not documented"),
     Planted("depth beyond the operands", f"auto r = tile.{_CT}<matrix, matrix, float>();"
      "auto s = a.slice(32, 0); auto t = b.slice(32, 0); tile.run(s, t, r); r.store(c);",
      OutOfBounds, "a fixed depth of 32 reaches past the operands, which have 8 and 8"),

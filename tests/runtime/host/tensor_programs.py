@@ -4,8 +4,6 @@ The product and the softmax are those of Apple's published samples: tensors made
 whose edges are clipped, statistics of rows, a destination that becomes the next product's input.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 HEAD = """
@@ -64,6 +62,17 @@ _STATISTICS = """
     if (it.is_valid_element()) *it /= *total.map_iterator(it);
   }
 """
+_LEAST = """
+  op.run(a, b, sums);
+  auto least = op.get_row_reduction_destination_cooperative_tensor<matrix, matrix, float>();
+  reduce_rows(sums, least, reduction_operation::min, IDENTITY);
+  for (auto it = sums.begin(); it != sums.end(); it++) {
+    if (it.is_valid_element()) *it += *least.map_iterator(it);
+  }
+  sums.store(c);
+"""
+# As Apple's specification has it, which is the identity of a maximum.
+WRONG_LEAST = _LEAST.replace("IDENTITY", "numeric_limits<float>::lowest()")
 # Name, body, result.
 RIGHT = {
     "product": ("op.run(a, b, sums); sums.store(c);", PRODUCT),
@@ -87,6 +96,16 @@ RIGHT = {
         X[:, :32].astype(np.float64) @ W[:, :32].astype(np.float64).T,
     ),
     "softmax": (_STATISTICS + "sums.store(c);", _SOFTMAX),
+    "a bias that the product is added to": (
+        "auto total = add.get_destination_cooperative_tensor<matrix, matrix, float>();"
+        + each("total", "total[i] = w[at[0]];")
+        + "add.run(a, b, total); total.store(c);",
+        PRODUCT + W.ravel()[:N].astype(np.float64),
+    ),
+    "least of each row": (
+        _LEAST.replace("IDENTITY", "numeric_limits<float>::max()"),
+        PRODUCT + PRODUCT.min(1, keepdims=True),
+    ),
     "two products": (
         _STATISTICS + "constexpr auto next = matmul2d_descriptor(16, 32, 32);"
         "matmul2d<next, execution_simdgroup> second;"
@@ -137,6 +156,7 @@ RIGHT = {
 # What takes elements of one tensor for those of another without asking, and what it does not ask.
 NOT_ASKED = {
     "softmax": "is_iterator_compatible",
+    "least of each row": "is_iterator_compatible",
     "two products": "is_iterator_compatible",
     "sums as an input": "is_compatible_as_left_input",
 }

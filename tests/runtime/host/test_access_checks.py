@@ -1,7 +1,5 @@
 """No access to memory escapes the hooks of the checked build."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 
@@ -26,7 +24,7 @@ _TOUCHES = re.compile(
         ("affine", "affine_quantize<half, 64, 4>"),
     ],
 )
-def test_every_access_is_seen(family: str, function: str) -> None:
+def test_every_access_is_seen(family, function):
     text = compiler.preprocess(mk.source(family), {"QK_CHECKED": "1"}, 320)
     constants = dict.fromkeys((10, 100, 110, 200, 201, 202), False)
     unit, _ = source.translate(text, function, constants)

@@ -1,7 +1,5 @@
 """Launches on the host: what kernels get, what comes back, and what the checks count."""
 
-from __future__ import annotations
-
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +7,6 @@ from contextvars import copy_context
 from pathlib import Path
 from threading import Event, Thread
 from types import FrameType
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -60,13 +57,13 @@ def run(
 
 
 @pytest.fixture(params=[True, False], ids=["checked", "fast"])
-def build(request: pytest.FixtureRequest):
+def build(request):
     with checks(request.param) as report:
         yield report if request.param else None
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_outputs_hold_what_was_written(dtype: mx.Dtype) -> None:
+def test_outputs_hold_what_was_written(dtype):
     """Small and large ones of every rank; two of a kind have memory of their own."""
     shapes = [(1,), (7,), (2, 3, 5), (1,) * 9, (300, 41), (7, 300, 251), (1, 700, *(1,) * 9, 800)]
     for shape in shapes:
@@ -81,7 +78,7 @@ LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @pytest.mark.skipif(not LARGE_PAGES.exists(), reason="this system has no large pages")
-def test_large_outputs_are_mapped_in_large_pages() -> None:
+def test_large_outputs_are_mapped_in_large_pages():
     with checks(False):
         (x,) = run("x[i] = 1;", [], [(1 << 24,)], [mx.float32])
     middle, maps = locate(x) + x.nbytes // 2, Path("/proc/self/smaps").read_text()
@@ -93,7 +90,7 @@ def test_large_outputs_are_mapped_in_large_pages() -> None:
     raise AssertionError("the output lies nowhere")
 
 
-def test_what_inputs_become(build: Any) -> None:
+def test_what_inputs_become(build):
     """A scalar is a reference, a short array constant; a view is copied to whole rows."""
     scalar, short = mx.array(2.5), mx.array([1.0, 2.0, 3.0])
     view = mx.arange(48, dtype=mx.float32).reshape(6, 8)[1:5, ::-2]
@@ -102,7 +99,7 @@ def test_what_inputs_become(build: Any) -> None:
     assert_accurate(x, wanted, wanted.astype(np.float32))
 
 
-def test_views_that_are_not_copied(build: Any) -> None:
+def test_views_that_are_not_copied(build):
     view = mx.arange(48, dtype=mx.float32).reshape(6, 8)[::-1, 1::3]
     body = (
         "int r = i / a_shape[1], q = i % a_shape[1]; x[i] = a[r * a_strides[0] + q * a_strides[1]];"
@@ -111,7 +108,7 @@ def test_views_that_are_not_copied(build: Any) -> None:
     assert np.array_equal(np.array(x), np.array(view).ravel())
 
 
-def test_atomic_outputs_start_from_a_value(build: Any) -> None:
+def test_atomic_outputs_start_from_a_value(build):
     a = mx.arange(1000, dtype=mx.float32)
     add = "atomic_fetch_add_explicit(&x[i % 3], a[i], memory_order_relaxed);"
     (x,) = run(add, [a], [(3,)], [mx.float32], threads=1000, init_value=10.0)
@@ -120,12 +117,12 @@ def test_atomic_outputs_start_from_a_value(build: Any) -> None:
         assert build.total("atomics") == 1000
 
 
-def test_a_grid_that_no_threadgroup_divides(build: Any) -> None:
+def test_a_grid_that_no_threadgroup_divides(build):
     (x,) = run("x[i] = threads_per_threadgroup.x;", [], [(150,)], [mx.uint32], threadgroup=64)
     assert x.tolist() == [64] * 128 + [22] * 22
 
 
-def test_threads_that_end_give_back_what_they_took() -> None:
+def test_threads_that_end_give_back_what_they_took():
     """1,024 stacks each; a process has 65,530 mappings."""
     a = mx.arange(1024, dtype=mx.float32)
     mx.eval(a)
@@ -141,7 +138,7 @@ def test_threads_that_end_give_back_what_they_took() -> None:
     assert len(found) == 40 and all(x[0].item() == 496 for (x,) in found)
 
 
-def test_the_number_of_cores_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_cores_is_a_number(monkeypatch):
     monkeypatch.setenv("MLX_QLAYERS_HOST_THREADS", "3")
     assert workers() == 3
     monkeypatch.setenv("MLX_QLAYERS_HOST_THREADS", "-1")
@@ -149,7 +146,7 @@ def test_the_number_of_cores_is_a_number(monkeypatch: pytest.MonkeyPatch) -> Non
         workers()
 
 
-def test_counters() -> None:
+def test_counters():
     source = """
     threadgroup float s[1024];
     uint t = thread_position_in_threadgroup.x;
@@ -171,7 +168,7 @@ def test_counters() -> None:
     assert report.total("loads", "probe") == 256 and report.total("loads", "other") == 0
 
 
-def test_counters_of_matrices() -> None:
+def test_counters_of_matrices():
     source = """
     simdgroup_matrix<float, 8, 8> m, n, p(2.0f);
     simdgroup_load(m, a);
@@ -185,21 +182,19 @@ def test_counters_of_matrices() -> None:
     assert report.total("bytes_read") == report.total("bytes_written") == 256
 
 
-def test_faults_name_the_package_s_kernel() -> None:
+def test_faults_name_the_package_s_kernel():
     with checks(), pytest.raises(Race, match=r"buffer \d \(x\).*kernel probe, threadgroup"):
         run("x[0] = i;", [], [(1,)], [mx.float32], threads=64)
 
 
-def test_source_is_linted() -> None:
+def test_source_is_linted():
     with pytest.raises(
         CompileError, match=r"kernel probe: not Metal for every version\nsource.metal:\d: lambdas"
     ):
         run("auto f = [&](int k) { return k; }; x[i] = f(1);", [], [(8,)], [mx.int32])
 
 
-def test_the_first_use_is_noted(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_use_is_noted(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
     for dtype in (mx.int32, mx.int32, mx.float32):  # two compilations, one kernel to the reader
         run("x[i] = 42;", [], [(8,)], [dtype], name="noted")
@@ -208,7 +203,7 @@ def test_the_first_use_is_noted(
 
 
 @pytest.mark.parametrize("size", [37, 40_000])
-def test_what_repeated_launches_share_is_not_their_data(size: int) -> None:
+def test_what_repeated_launches_share_is_not_their_data(size):
     """Views and new values, in threads at once, results kept; small and large outputs."""
 
     def one(k: int) -> tuple[mx.array, mx.array]:
@@ -223,7 +218,7 @@ def test_what_repeated_launches_share_is_not_their_data(size: int) -> None:
             assert mx.array_equal(*task.result())
 
 
-def test_checks_are_those_of_a_thread() -> None:
+def test_checks_are_those_of_a_thread():
     """Blocks that overlap take nothing from each other, and leave nothing checked."""
     begun, over = Event(), Event()
 
@@ -248,7 +243,7 @@ def test_checks_are_those_of_a_thread() -> None:
 
 
 @pytest.mark.parametrize(("size", "calls"), [(64, ["run"]), (1 << 18, ["run", "large_output"])])
-def test_a_launch_takes_few_calls_of_python_functions(size: int, calls: list[str]) -> None:
+def test_a_launch_takes_few_calls_of_python_functions(size, calls):
     x, found = mx.zeros((size,)), list[str]()
     mx.eval(x)
     sizes = {"grid": (size, 1, 1), "threadgroup": (64, 1, 1), "output_shapes": [(size,)]}

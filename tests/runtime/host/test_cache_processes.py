@@ -1,7 +1,5 @@
 """The cache of compiled kernels between processes: leftovers, locks, and who builds."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -16,7 +14,7 @@ from mlx_qlayers.runtime.host import cache
 from .test_cache import build
 
 
-def test_leftovers_go_at_the_next_start_and_work_in_progress_stays(folder: Path) -> None:
+def test_leftovers_go_at_the_next_start_and_work_in_progress_stays(folder):
     entry = cache.entry("ee11", build)
     dead = entry.with_name(".ee22.mlx-qlayers-0123abcd")
     dead.mkdir()
@@ -47,9 +45,7 @@ def test_leftovers_go_at_the_next_start_and_work_in_progress_stays(folder: Path)
     assert not scratch.exists() and len(os.listdir(folder / "scratch")) == 1
 
 
-def test_without_locks_leftovers_go_after_a_day(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_leftovers_go_after_a_day(folder, monkeypatch):
     def none(*_: object) -> None:
         raise OSError("no locks available")
 
@@ -80,7 +76,7 @@ print(len((found / "one").read_text()), len((found / "two").read_text()))
 """
 
 
-def test_a_lock_that_was_deleted_is_none(folder: Path) -> None:
+def test_a_lock_that_was_deleted_is_none(folder):
     """Another process takes it for a leftover between its making and its locking."""
     import fcntl
     from concurrent.futures import ThreadPoolExecutor
@@ -105,7 +101,7 @@ def test_a_lock_that_was_deleted_is_none(folder: Path) -> None:
     assert len(built) == len(deleted) == 1
 
 
-def test_one_of_many_processes_builds(folder: Path) -> None:
+def test_one_of_many_processes_builds(folder):
     running = [
         subprocess.Popen([sys.executable, "-c", _RACE], stdout=subprocess.PIPE, text=True)
         for _ in range(3)

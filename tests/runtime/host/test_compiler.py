@@ -1,7 +1,5 @@
 """The headers in front of a kernel are parsed once, and change nothing about what is behind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ KERNEL = "kernel void f(device float* y, uint i [[thread_position_in_grid]]) { y
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
     return tmp_path
 
@@ -22,7 +20,7 @@ def headers(folder: Path) -> list[Path]:
     return list(folder.rglob("headers.pch"))
 
 
-def test_kernels_behind_the_same_headers_share_them(folder: Path) -> None:
+def test_kernels_behind_the_same_headers_share_them(folder):
     for value in ("1", "2"):
         y = bytearray(16)
         text = HEADERS + KERNEL.replace("VALUE", value)
@@ -35,9 +33,7 @@ def test_kernels_behind_the_same_headers_share_them(folder: Path) -> None:
     assert len(headers(folder)) == 3
 
 
-def test_instances_of_a_kernel_are_preprocessed_once(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_instances_of_a_kernel_are_preprocessed_once(folder, monkeypatch):
     texts, run = [], compiler.preprocess
     monkeypatch.setattr(compiler, "preprocess", lambda *given: texts.append(given) or run(*given))
     body = KERNEL.replace("VALUE", "T(N)").replace("float* y", "T* y")
@@ -53,14 +49,12 @@ def test_instances_of_a_kernel_are_preprocessed_once(
     assert len(texts) == 1
 
 
-def test_errors_name_the_line_of_the_kernel(folder: Path) -> None:
+def test_errors_name_the_line_of_the_kernel(folder):
     with pytest.raises(CompileError, match=r"source\.metal:4:\d+: error: .*'VALUE'"):
         compile_source(HEADERS + KERNEL, "f", checked=True)
 
 
-def test_a_frame_too_large_for_its_stack_is_compiled_anew(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frame_too_large_for_its_stack_is_compiled_anew(folder, monkeypatch):
     levels, make = [], compiler._object
 
     def refuse_first(text: str, folder: Path, *flags: str) -> None:

@@ -3,8 +3,6 @@
 The summary of the test run prints the table.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -178,7 +176,7 @@ def run(planted: Planted) -> None:
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda p: p.name)
-def test_planted_fault(planted: Planted, record_property: Record) -> None:
+def test_planted_fault(planted, record_property):
     with pytest.raises(host.KernelFault) as caught:
         run(planted)
     found, message = caught.value, str(caught.value)
@@ -193,7 +191,7 @@ def test_planted_fault(planted: Planted, record_property: Record) -> None:
     )
 
 
-def test_dynamic_threadgroup_memory() -> None:
+def test_dynamic_threadgroup_memory():
     text = """#include <metal_stdlib>
     kernel void f(device float* y [[buffer(0)]], threadgroup float* s [[threadgroup(0)]],
                   uint i [[thread_position_in_grid]]) { s[i] = 1; y[i] = s[i]; }"""
@@ -207,7 +205,7 @@ def test_dynamic_threadgroup_memory() -> None:
         kernel.run({0: y}, (8, 1, 1), (8, 1, 1), writes=[0], threadgroup_bytes=[16])
 
 
-def test_what_is_allowed() -> None:
+def test_what_is_allowed():
     """What looks like a fault and is none: early returns, equal writes, atomics."""
     body = """
     if (i >= 50) return;
@@ -228,7 +226,7 @@ def test_what_is_allowed() -> None:
     assert counters is not None and counters.same_value_writes == 49
 
 
-def test_threads_of_a_threadgroup() -> None:
+def test_threads_of_a_threadgroup():
     kernel = host.compile_source(_BEFORE + "y[i] = 0;}", "faulty", checked=True)
     with pytest.raises(host.HostError, match="1025 threads"):
         kernel.raw((1, 1, 1), (1025, 1, 1))

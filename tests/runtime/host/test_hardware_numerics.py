@@ -1,7 +1,5 @@
 """The checked build's arithmetic is as inexact as hardware may be, where a kernel must bear it."""
 
-from __future__ import annotations
-
 import re
 
 import mlx.core as mx

@@ -4,8 +4,6 @@ They assume that layout, as MLX runs them on nothing else: under another one the
 is what the other layouts are for.
 """
 
-from __future__ import annotations
-
 import struct
 
 import mlx.core as mx
@@ -16,7 +14,7 @@ from mlx_qlayers.runtime.host import Undefined
 from tests.numerics import ROUNDINGS
 
 from . import mlx_kernels as mk
-from .test_mlx_kernels import Record, attention_inputs, note, quantized
+from .test_mlx_kernels import attention_inputs, note, quantized
 
 M, N, K, TILE = 70, 75, 128, 64
 ALIGNED = {200: False, 201: False, 202: False}
@@ -46,22 +44,20 @@ def _affine(bits: int, group: int, dtype: mx.Dtype, plain: bool, layout: str) ->
         (3, 32, mx.bfloat16, True),
     ],
 )
-def test_affine(
-    bits: int, group: int, dtype: mx.Dtype, plain: bool, record_property: Record
-) -> None:
+def test_affine(bits, group, dtype, plain, record_property):
     error = _affine(bits, group, dtype, plain, "m5")
     case = f"{bits} bits, groups of {group}, {mk.METAL_NAMES[dtype]}"
     note(record_property, f"affine_qmm_{'n' if plain else 't'}_nax", case, error, dtype)
 
 
-def test_another_layout_shows() -> None:
+def test_another_layout_shows():
     assert _affine(4, 64, mx.float16, False, "strips") > 20 * ROUNDINGS[mx.float16]
     with pytest.raises(Undefined, match="no valid element"):
         _affine(4, 64, mx.float16, False, "random")
 
 
 @pytest.mark.parametrize(("mode", "group", "bits"), [("mxfp8", 32, 8), ("nvfp4", 16, 4)])
-def test_fp(mode: str, group: int, bits: int, record_property: Record) -> None:
+def test_fp(mode, group, bits, record_property):
     arguments, truth = mk.fp_product(M, N, K, mode, group, bits)
     arguments |= {"K": mk.i32(K), "N": mk.i32(N), "M": mk.i32(M)}
     function = f"fp_qmm_t_nax<half, {group}, {bits}, false, false>"
@@ -76,7 +72,7 @@ def test_fp(mode: str, group: int, bits: int, record_property: Record) -> None:
     ("d", "causal", "dtype"),
     [(64, True, mx.bfloat16), pytest.param(256, False, mx.float16, marks=pytest.mark.thorough)],
 )
-def test_attention(d: int, causal: bool, dtype: mx.Dtype, record_property: Record) -> None:
+def test_attention(d, causal, dtype, record_property):
     h, hk, length, keys, bq, bk = 2, 1, 75, 101, 64, 32
     q, k, v, truth = attention_inputs(dtype, (h, hk), (length, keys), d, causal)
     constants = {200: False, 201: False, 300: False, 301: causal, 302: False, 303: False}

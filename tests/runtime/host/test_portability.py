@@ -1,7 +1,5 @@
 """The runtime and a kernel compile for the platforms that this machine is not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -31,9 +29,7 @@ kernel void k(const device half* x [[buffer(0)]], device bfloat* y [[buffer(1)]]
         ("x86_64-linux-gnu", "-march=x86-64", "-march=x86_64"),
     ],
 )
-def test_another_platform(
-    target: str, clang_cpu: str, zig_cpu: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_platform(target, clang_cpu, zig_cpu, monkeypatch):
     def make(folder: Path) -> None:
         monkeypatch.setattr(toolchain, "target", lambda: ("-target", target, clang_cpu))
         text = compiler.preprocess(KERNEL, {}, 320)

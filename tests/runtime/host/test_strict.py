@@ -3,8 +3,6 @@
 The summary of the test run prints the table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -76,9 +74,7 @@ REFUSED = (
 
 
 @pytest.mark.parametrize(("name", "declarations", "body", "says"), REFUSED, ids=lambda v: v[:30])
-def test_refused(
-    name: str, declarations: str, body: str, says: str, record_property: Record
-) -> None:
+def test_refused(name, declarations, body, says, record_property):
     with pytest.raises(CompileError) as caught:
         compile_source(f"{_HEAD}{declarations}\n{_KERNEL}\n{body}\n}}", "k", checked=False)
     assert says in str(caught.value)
@@ -113,13 +109,13 @@ LINTED = (
 
 
 @pytest.mark.parametrize(("name", "text", "says"), LINTED, ids=lambda v: v[:30])
-def test_linted(name: str, text: str, says: str, record_property: Record) -> None:
+def test_linted(name, text, says, record_property):
     found = lint(f"\n{text}\n")
     assert len(found) == 1 and says in found[0] and found[0][0] in "23", found
     record_property("table: source that is refused", [name, "lint", found[0]])
 
 
-def test_lint_accepts_metal() -> None:
+def test_lint_accepts_metal():
     assert (
         lint("""
         // A pointer in a comment: float* p; std::vector

@@ -1,7 +1,5 @@
 """Tensor operations on the host backend: what they compute in each layout, and planted faults."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +50,7 @@ def _run(case: int, layout: str = "random", threads: int = 32, checked: bool = T
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_right(name: str) -> None:
+def test_right(name):
     case, truth = list(RIGHT).index(name), RIGHT[name][1]
     for layout in LAYOUTS:
         if layout == "apart" and name in NOT_ASKED:
@@ -63,7 +61,7 @@ def test_right(name: str) -> None:
         assert _wrong(found, truth) < 2**-17, layout
 
 
-def test_fast_build() -> None:
+def test_fast_build():
     found = _run(list(RIGHT).index("two products"), "m5", checked=False)
     assert _wrong(found, RIGHT["two products"][1]) < 2**-17
 
@@ -75,7 +73,7 @@ def _record(planted: Planted, found: str, record_property: Record) -> None:
 @pytest.mark.parametrize(
     "planted", [p for p in PLANTED if p.kind is CompileError], ids=lambda p: p.name
 )
-def test_refused(planted: Planted, record_property: Record) -> None:
+def test_refused(planted, record_property):
     with pytest.raises(CompileError, match=planted.says) as caught:
         _compile(planted.body, True, planted.system)
     found = str(caught.value).split("error: ")[1].split("\n")[0]
@@ -83,7 +81,7 @@ def test_refused(planted: Planted, record_property: Record) -> None:
 
 
 @pytest.mark.parametrize("planted", RUNNING, ids=lambda p: p.name)
-def test_found(planted: Planted, record_property: Record) -> None:
+def test_found(planted, record_property):
     case = len(RIGHT) + RUNNING.index(planted)
     if planted.kind is None:
         assert not _wrong(_run(case, "strips"), PRODUCT) < 0.1
@@ -97,6 +95,6 @@ def test_found(planted: Planted, record_property: Record) -> None:
     _record(planted, str(caught.value), record_property)
 
 
-def test_before_metal_4() -> None:
+def test_before_metal_4():
     with pytest.raises(CompileError, match="mpp"):
         _compile("", True, "260200", language=320)

@@ -1,10 +1,7 @@
 """A toolchain that fails: ``auto`` goes on without kernels, and a forced backend says why."""
 
-from __future__ import annotations
-
 import os
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mlx.core as mx
@@ -30,9 +27,7 @@ def forget() -> None:
 
 
 @pytest.fixture(autouse=True)
-def folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Callable[..., None]
-) -> Iterator[Path]:
+def folder(tmp_path, monkeypatch, machine):
     """A CPU where nothing is compiled yet."""
     monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
@@ -87,8 +82,8 @@ CAUSES = {
 
 @pytest.mark.parametrize("cause", CAUSES)
 def test_auto_falls_back_and_says_so_once_and_a_forced_backend_raises(
-    cause: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    cause, folder, monkeypatch, capsys
+):
     CAUSES[cause](folder, monkeypatch)
     with use_backend("reference"):
         expected = quantized_matmul(X, *PACKED)
@@ -106,9 +101,7 @@ def test_auto_falls_back_and_says_so_once_and_a_forced_backend_raises(
             quantized_matmul(X, *PACKED)
 
 
-def test_a_forced_backend_runs_once_the_cause_is_gone(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forced_backend_runs_once_the_cause_is_gone(folder, monkeypatch):
     killed(folder, monkeypatch)
     with use_backend("host"), pytest.raises(BackendError, match="SIGKILL"):
         bind(FORWARD, X)([X])
@@ -118,9 +111,7 @@ def test_a_forced_backend_runs_once_the_cause_is_gone(
         assert bind(FORWARD, X)([X])[0].shape == (1, 512)
 
 
-def test_a_gradient_falls_back_where_its_kernel_cannot_be_compiled(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gradient_falls_back_where_its_kernel_cannot_be_compiled(folder, monkeypatch):
     def plan(arrays: tuple[object, ...]) -> Plan:
         choice = choose("exp", host_gain=2.0)
         if choice.path == "reference":
@@ -145,9 +136,7 @@ def test_a_gradient_falls_back_where_its_kernel_cannot_be_compiled(
         mx.grad(lambda x: dispatch(operation, (x,)).sum())(x)
 
 
-def test_a_compiler_that_was_killed_once_is_run_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiler_that_was_killed_once_is_run_again(folder, monkeypatch):
     """As where several at once take more memory than there is."""
     real = toolchain.zig()
     once = folder / "once"
@@ -158,7 +147,7 @@ def test_a_compiler_that_was_killed_once_is_run_again(
     assert once.exists() and (folder / "made.o").stat().st_size > 0
 
 
-def test_a_source_that_is_refused_is_no_failure_of_the_toolchain(folder: Path) -> None:
+def test_a_source_that_is_refused_is_no_failure_of_the_toolchain(folder):
     for text in ("int f( {", "float f() { float x; return x; }"):
         with pytest.raises(toolchain.CompileError, match="error: "):
             toolchain.run(
@@ -168,7 +157,7 @@ def test_a_source_that_is_refused_is_no_failure_of_the_toolchain(folder: Path) -
         toolchain.run(["clang", "-x", "c", "-c", "-"], "", folder / "missing" / "o")
 
 
-def test_a_compiler_without_a_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_without_a_home(folder, monkeypatch):
     """It has a cache of its own below this one."""
     monkeypatch.setenv("HOME", os.devnull)
     monkeypatch.delenv("ZIG_GLOBAL_CACHE_DIR", raising=False)
@@ -182,12 +171,12 @@ def test_a_compiler_without_a_home(folder: Path, monkeypatch: pytest.MonkeyPatch
     toolchain.run(arguments, "int f() { return 2; }", output)
 
 
-def test_keys_differ_by_every_part() -> None:
+def test_keys_differ_by_every_part():
     keys = {toolchain.key(*parts) for parts in ((1, 2), (12,), ("1", "2"), (1, 2, {}), (1, 2, []))}
     assert len(keys) == 5
 
 
-def test_keys_depend_on_what_makes_objects_and_on_nothing_else() -> None:
+def test_keys_depend_on_what_makes_objects_and_on_nothing_else():
     """So that an edit of a launch, or of a message, compiles nothing anew."""
     folder = Path(cache.__file__).parent
     imported = {
