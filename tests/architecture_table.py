@@ -30,7 +30,18 @@ _PADDED = ("padded left", "padded right")
 _AFFINE = (64, 4, "affine")
 
 # fmt: off
-ARCHITECTURES: dict[str, Architecture] = {
+_LFM2 = Architecture(
+    1, {"conv_bias": True, "conv_L_cache": 3, "block_dim": 128, "block_multiple_of": 64,
+    "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True, "block_ff_dim": 192,
+    "full_attn_idxs": [1]}
+)
+_GEMMA4 = Architecture(
+    4, {"num_hidden_layers": 4, "sliding_window_pattern": 2,
+    "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 32,
+    "global_head_dim": 64, "num_kv_shared_layers": 2, "rope_parameters": None,
+    "tie_word_embeddings": True}, without=_QUANTIZED
+)
+_OTHERS: dict[str, Architecture] = {
     "afm7": Architecture(
         2, {"hidden_dim": 128, "num_layers": 2, "num_kv_reuse_layers": 1, "num_heads": 4,
         "num_kv_heads": 2}, without=_QUANTIZED
@@ -42,21 +53,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         2, {"num_hidden_layers": 4, "layer_group_size": 2, "group_norm_size": 2,
         "partial_rotary_factor": 0.5}, left=2, without=_QUANTIZED
     ),
-    "bailing_moe": Architecture(2, {}),
     "bailing_moe_linear": Architecture(
         2, {"num_hidden_layers": 4, "layer_group_size": 2, "group_norm_size": 2}, left=2
     ),
     "bailing_moe_v3": Architecture(
         4, {"num_hidden_layers": 4, "layer_group_size": 2}, without=_QUANTIZED
     ),
-    "cohere": Architecture(2, {}),
     "cohere2": Architecture(4, {"num_hidden_layers": 4, "sliding_window_pattern": 2}),
     "dbrx": Architecture(
         2, {"d_model": 128, "n_layers": 2, "n_heads": 4, "ffn_config": {"ffn_hidden_size": 64,
         "moe_num_experts": 4, "moe_top_k": 2}, "attn_config": {"kv_n_heads": 2, "clip_qkv": 8,
         "rope_theta": 10000.0}}
     ),
-    "deepseek": Architecture(2, {}),
     "deepseek_v2": Architecture(
         2, {"topk_method": "greedy", "rope_scaling": {"type": "yarn", "factor": 4.0,
         "original_max_position_embeddings": 64, "mscale": 0.7, "mscale_all_dim": 0.7,
@@ -67,8 +75,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         2, {"index_head_dim": 64, "index_n_heads": 2, "index_topk": 8}, without=_QUANTIZED
     ),
     "deepseek_v41": Architecture(0, {}, left=2, without=(*_NO_KV, *_PADDED)),
-    "dots1": Architecture(2, {}),
-    "ernie4_5": Architecture(2, {}),
     "ernie4_5_moe": Architecture(
         2, {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1,
         "moe_layer_start_index": 1}
@@ -76,12 +82,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "exaone": Architecture(2, {"num_layers": 2}),
     "exaone4": Architecture(2, {"rope_scaling": None, "sliding_window_pattern": "LG"}),
     "exaone_moe": Architecture(2, {"layer_types": _SLIDING, "is_moe_layer": [False, True]}),
-    "falcon_h1": Architecture(2, {}),
     "gear": Architecture(
         2, {"layer_types": ["conv_mixer", "sliding_attention", "full_attention"],
         "num_hidden_layers": 3}
     ),
-    "gemma": Architecture(2, {}),
     "gemma2": Architecture(0, {}, left=2, without=("quantized", *_PADDED)),
     "gemma3": Architecture(
         4, {"text_config": {"num_hidden_layers": 4, "sliding_window_pattern": 2}}
@@ -95,20 +99,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "hidden_size_per_layer_input": 32, "altup_num_inputs": 2, "altup_coef_clip": 120.0,
         "altup_correct_scale": True, "altup_active_idx": 0, "laurel_rank": 32}
     ),
-    "gemma4": Architecture(
-        4, {"num_hidden_layers": 4, "sliding_window_pattern": 2,
-        "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 32,
-        "global_head_dim": 64, "num_kv_shared_layers": 2, "rope_parameters": None,
-        "tie_word_embeddings": True}, without=_QUANTIZED
-    ),
-    "gemma4_text": Architecture(
-        4, {"num_hidden_layers": 4, "sliding_window_pattern": 2,
-        "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 32,
-        "global_head_dim": 64, "num_kv_shared_layers": 2, "rope_parameters": None,
-        "tie_word_embeddings": True}, without=_QUANTIZED
-    ),
-    "glm": Architecture(2, {}),
-    "glm4": Architecture(2, {}),
+    "gemma4": _GEMMA4,
+    "gemma4_text": _GEMMA4,
     "glm4_moe": Architecture(2, {"rope_scaling": None}),
     "glm4_moe_lite": Architecture(2, {}, without=_QUANTIZED),
     "glm_moe_dsa": Architecture(
@@ -126,22 +118,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gptj": Architecture(
         2, {"n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": 64, "rotary_dim": 16}
     ),
-    "granite": Architecture(2, {}),
-    "granitemoe": Architecture(2, {}),
     "granitemoehybrid": Architecture(
         1, {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 64,
         "mamba_n_heads": 4, "mamba_d_head": 64, "mamba_proj_bias": False, "mamba_d_state": 16,
         "mamba_d_conv": 4, "mamba_n_groups": 1, "mamba_conv_bias": True}
     ),
-    "helium": Architecture(2, {}),
     "hunyuan": Architecture(
         4, {"moe_topk": 2, "num_shared_expert": 1, "use_mixed_mlp_moe": True, "use_cla": True,
         "cla_share_factor": 2, "num_hidden_layers": 4, "rope_scaling": {"type": "dynamic",
         "factor": 1.0, "alpha": 1000.0}}
     ),
-    "hunyuan_v1_dense": Architecture(2, {}),
-    "internlm2": Architecture(2, {}),
-    "internlm3": Architecture(2, {}),
     "iquestloopcoder": Architecture(2, {}, without=_QUANTIZED),
     "jamba": Architecture(
         2, {"num_hidden_layers": 4, "attn_layer_offset": 1, "attn_layer_period": 2,
@@ -159,18 +145,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         without=_QUANTIZED
     ),
     "kimi_vl": Architecture(2, {}, without=_QUANTIZED),
-    "Klear": Architecture(2, {}),
-    "laguna": Architecture(2, {}),
-    "lfm2": Architecture(
-        1, {"conv_bias": True, "conv_L_cache": 3, "block_dim": 128, "block_multiple_of": 64,
-        "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True, "block_ff_dim": 192,
-        "full_attn_idxs": [1]}
-    ),
-    "lfm2-vl": Architecture(
-        1, {"conv_bias": True, "conv_L_cache": 3, "block_dim": 128, "block_multiple_of": 64,
-        "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True, "block_ff_dim": 192,
-        "full_attn_idxs": [1]}
-    ),
+    "lfm2": _LFM2,
+    "lfm2-vl": _LFM2,
     "lfm2_moe": Architecture(
         1, {"use_expert_bias": True, "num_dense_layers": 1, "conv_bias": True, "conv_L_cache": 3,
         "full_attn_idxs": [1]}
@@ -205,7 +181,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mellum": Architecture(
         2, {"layer_types": _SLIDING, "rope_parameters": dict.fromkeys(_SLIDING, _ROPE)}
     ),
-    "mimo": Architecture(2, {}),
     "mimo_v2_flash": Architecture(
         2, {"hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0, 1],
         "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False,
@@ -216,9 +191,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "minicpm": Architecture(2, {"dim_model_base": 64, "scale_depth": 1.4, "scale_emb": 2.0}),
     "minicpm3": Architecture(
         2, {"dim_model_base": 64, "scale_depth": 1.4, "scale_emb": 2.0,
-        "rope_scaling": {"short_factor": [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0,
-        1.0, 1.0, 1.0, 1.0, 1.0], "long_factor": [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0,
-        1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], "original_max_position_embeddings": 512}}
+        "rope_scaling": {"short_factor": [1.0] * 16, "long_factor": [1.0] * 16,
+        "original_max_position_embeddings": 512}}
     ),
     "minimax": Architecture(2, {"shared_intermediate_size": 64, "rotary_dim": 16}),
     "minimax_m3_vl": Architecture(
@@ -233,10 +207,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "rope_parameters": _SCALED}}
     ),
     "mistral4": Architecture(2, {"rope_parameters": _SCALED}, without=_QUANTIZED),
-    "mixtral": Architecture(2, {}),
     "muse_glimmer": Architecture(2, {"layer_types": _SLIDING}),
     "nanbeige": Architecture(2, {"num_loops": 2}),
-    "nanochat": Architecture(2, {}),
     "nemotron": Architecture(2, {"hidden_act": "relu2"}),
     "nemotron-nas": Architecture(
         1, {"num_hidden_layers": 3, "block_configs": [{"attention": {"n_heads_in_group": 2},
@@ -249,25 +221,20 @@ ARCHITECTURES: dict[str, Architecture] = {
         "mamba_head_dim": 64, "mamba_proj_bias": False, "ssm_state_size": 16,
         "moe_shared_expert_intermediate_size": 64}
     ),
-    "olmo2": Architecture(2, {}),
     "olmo3": Architecture(2, {"layer_types": _SLIDING}),
     "olmo_hybrid": Architecture(
         2, {"linear_allow_neg_eigval": True, "layer_types": ["linear_attention",
         "full_attention"]}
     ),
-    "olmoe": Architecture(2, {}),
     "openelm": Architecture(
         2, {"num_transformer_layers": 2, "model_dim": 128, "ffn_dim_divisor": 32,
         "num_query_heads": [4, 4], "num_kv_heads": [2, 2], "ffn_multipliers": [1.0, 1.5]}
     ),
     "phi": Architecture(2, {}, without=_QUANTIZED),
-    "phi3": Architecture(2, {}),
-    "phimoe": Architecture(2, {}),
     "phixtral": Architecture(
         2, {"num_vocab": 128, "model_dim": 128, "num_heads": 4, "num_layers": 2,
         "rotary_dim": 16}, without=_QUANTIZED
     ),
-    "pixtral": Architecture(2, {}),
     "plamo": Architecture(2, {"n_shared_head": 2}, without=_QUANTIZED),
     "plamo2": Architecture(
         0, {"num_hidden_layers": 4, "hidden_size_per_head": 32, "attention_window_size": 8,
@@ -275,16 +242,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "plamo3": Architecture(2, {"window_size": 8, "sliding_window_pattern": 2}),
     "qwen": Architecture(2, {"kv_channels": 32}),
-    "qwen2": Architecture(2, {}),
-    "qwen2_moe": Architecture(2, {}),
-    "qwen2_vl": Architecture(2, {}),
-    "qwen3": Architecture(2, {}),
     "qwen3_5": Architecture(2, {"full_attention_interval": 2, "rope_parameters": _MROPE}),
     "qwen3_5_moe": Architecture(2, {"full_attention_interval": 2, "rope_parameters": _MROPE}),
-    "qwen3_moe": Architecture(2, {}),
     "qwen3_next": Architecture(2, {"full_attention_interval": 2, "partial_rotary_factor": 0.5}),
-    "qwen3_vl": Architecture(2, {}),
-    "qwen3_vl_moe": Architecture(2, {}),
     "recurrent_gemma": Architecture(
         1, {"conv1d_width": 4, "logits_soft_cap": 30.0, "attention_window_size": 8,
         "block_types": ["recurrent", "attention"]}, without=_NO_KV
@@ -293,22 +253,25 @@ ARCHITECTURES: dict[str, Architecture] = {
         0, {"a_low_rank_dim": 64, "v_low_rank_dim": 64, "gate_low_rank_dim": 64,
         "decay_low_rank_dim": 64}, without=_NO_KV
     ),
-    "seed_oss": Architecture(2, {}),
-    "smollm3": Architecture(2, {}),
-    "solar_open": Architecture(2, {}),
     "spark2_5": Architecture(
         2, {"layer_types": _SLIDING, "rope_parameters": dict.fromkeys(_SLIDING, _ROPE)}
     ),
     "stablelm": Architecture(
         2, {"use_qkv_bias": True, "partial_rotary_factor": 0.5}, without=_QUANTIZED
     ),
-    "starcoder2": Architecture(2, {}),
     "step3p5": Architecture(
         2, {"num_attention_groups": 2, "layer_types": _SLIDING, "moe_num_experts": 4,
         "moe_top_k": 2, "share_expert_dim": 64, "moe_layers_enum": "1"}
     ),
     "talkie": Architecture(2, {}, format=_AFFINE),
-    "telechat3": Architecture(2, {}),
-    "youtu_llm": Architecture(2, {}),
 }
 # fmt: on
+_PLAIN = """
+bailing_moe cohere deepseek dots1 ernie4_5 falcon_h1 gemma glm glm4 granite granitemoe helium
+hunyuan_v1_dense internlm2 internlm3 Klear laguna mimo mixtral nanochat olmo2 olmoe phi3
+phimoe pixtral qwen2 qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe seed_oss smollm3
+solar_open starcoder2 telechat3 youtu_llm
+"""
+ARCHITECTURES = dict(
+    sorted({**dict.fromkeys(_PLAIN.split(), Architecture(2, {})), **_OTHERS}.items())
+)

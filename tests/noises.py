@@ -132,3 +132,13 @@ def a_list_enclosed() -> Callable[[Any, mx.array], mx.array]:
 
 
 GENERATOR, SEEN, calls = np.random.default_rng(0), list[mx.array](), 0
+
+
+def begin(model: Any) -> None:
+    """All that code counts, draws from or keeps is as in the beginning."""
+    global GENERATOR, calls
+    Noisy.count = calls = model.counter.n = 0
+    GENERATOR, model.generator = np.random.default_rng(9), np.random.default_rng(5)
+    model.key, model.sums = mx.random.key(3), mx.zeros(128)
+    for each in (SEEN, model.seen, model.counter.seen):
+        each.clear()

@@ -304,8 +304,10 @@ def exits(rounds: int) -> None:
     """
     code = """
 import os, signal, sys, threading, time
+from unittest import mock
 import mlx.core as mx
-from mlx_qlayers import use_backend
+from mlx_qlayers import quantized_matmul, use_backend
+from mlx_qlayers.dispatch import dispatcher
 from mlx_qlayers.ops.exp import exp
 import mlx_qlayers.runtime.host
 bad = []
@@ -324,6 +326,13 @@ def work(times):
     with use_backend("host"):
         for k in range(times):
             mx.eval(mx.grad(lambda x: exp(x).sum())(mx.ones(8 + k % 3)))
+    # Compiled graphs, as on a GPU, which a thread frees that has to wait for Python's lock.
+    x, packed = mx.random.normal((4, 128)), mx.quantize(mx.random.normal((64, 128)))
+    with mock.patch.object(dispatcher, "_can_compile", lambda: True), use_backend("reference"):
+        for rows in range(1, 5):
+            mx.eval(quantized_matmul(x[:rows], *packed))
+if turn % 2:
+    sys.setswitchinterval(1000)
 begun = threading.Thread(target=work, args=(30 if turn % 3 == 1 else 5,))
 begun.start()
 if turn % 3 != 1:

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import mlx.nn as nn
 import pytest
+from damage import CASES, UP, quantization
 from damage import config as configured
-from damage import quantization
-from damaged_models import CASES, UP
 
 from mlx_qlayers import convert_model, load, revert_model
 from mlx_qlayers.cli import main

@@ -1,6 +1,5 @@
 """mlx-lm's own tools on a converted model do what they do on the stock one."""
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,7 @@ from mlx_lm.models.qwen2 import TransformerBlock
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear
 from mlx_lm.tuner.trainer import default_loss, grad_checkpoint
-from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters, remove_lora_layers
+from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers
 from mlx_lm.utils import dequantize_model, load_model, quantize_model, save
 from numerics import TRAINED, assert_same_model, assert_same_sums
 
@@ -180,15 +179,6 @@ class TestAdapters:
         remove_lora_layers(model)
         assert type(model.model.layers[0].self_attn.q_proj) is QLinear
 
-    def test_load_adapters(self, model, stock, tmp_path):
-        step(adapted(stock))
-        weights = dict(tree_flatten(stock.trainable_parameters()))
-        mx.save_safetensors(str(tmp_path / "adapters.safetensors"), weights)
-        adapter = {"num_layers": 2, "lora_parameters": ADAPTER | {"keys": LORA_KEYS}}
-        (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
-        load_adapters(model, str(tmp_path))
-        assert_same(model, stock, "loaded adapters")
-
     def test_embedding(self, model, stock):
         """The tied output goes through the adapter of the embedding."""
         for m in (model, stock):
@@ -217,14 +207,6 @@ class TestTransformations:
         assert not any(isinstance(m, QLinear) for m in model.modules())
         assert all(array is before[key] for key, array in arrays(model).items())
         assert_same(model, stock, "quantized again")
-
-    def test_quantize_model_leaves_what_its_test_of_the_width_leaves(self, model, stock):
-        """It divides the packed width, 16 words here, by the group size."""
-        before = [(path, type(m), id(m)) for path, m in model.named_modules()]
-        for m in (model, stock):
-            quantize_model(m, {}, 64, 4)
-        assert [(path, type(m), id(m)) for path, m in model.named_modules()] == before
-        assert_equal(arrays(model), arrays(stock))
 
     @pytest.mark.parametrize("mixed", [False, True], ids=["uniform", "mixed"])
     def test_quantize_again_in_another_format(self, tmp_path, mixed):
@@ -270,16 +252,3 @@ class TestTransformations:
         half = [m.set_dtype(mx.bfloat16) or arrays(m) for m in (model, stock)]
         assert_equal(*half)
         assert len(model.leaf_modules()) == len(stock.leaf_modules())
-
-
-def test_reload_from_a_directory(tmp_path):
-    """config.json and the saved arrays agree; a config that lies is refused with both values."""
-    model = build("qwen2", QWEN)
-    convert_model(model)
-    save(tmp_path, tmp_path, model, TOKENIZER, dict(CONFIG), donate_model=False)
-    reloaded, config = load_model(tmp_path)
-    assert convert_model(reloaded, config=config).counts == {"swapped": 17}
-    reloaded, config = load_model(tmp_path)
-    config["quantization"]["bits"] = 8
-    with pytest.raises(ValueError, match=r"bits=8.*bits=4"):
-        convert_model(reloaded, config=config)

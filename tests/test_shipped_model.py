@@ -5,9 +5,8 @@ import pytest
 from mlx_lm import load
 from mlx_lm.generate import generate_step
 
-from mlx_qlayers import backend, convert_model, explain, revert_model, use_backend
+from mlx_qlayers import backend, convert_model, explain, revert_model
 from mlx_qlayers.commands.demo import shipped_model
-from mlx_qlayers.runtime import trace
 
 PROMPT = "There was once a miller who had a beautiful daughter,"
 
@@ -29,17 +28,3 @@ def test_chooses_the_tokens_that_stock_mlx_lm_chooses():
     assert {decision.op for decision in explain()} >= {"quantized_matmul", "attention"}, backend()
     revert_model(model)
     assert greedy(model, prompt, 20) == stock[:20]
-
-
-@pytest.mark.slow
-def test_the_host_backend_chooses_the_tokens_of_the_reference_path():
-    model, tokenizer = load(str(shipped_model()))
-    model.set_dtype(mx.float32)
-    convert_model(model, config=shipped_model())
-    prompt = mx.array(tokenizer.encode(PROMPT))
-    with use_backend("reference"):
-        expected = greedy(model, prompt, 64)
-    with use_backend("host"), trace() as launches:
-        assert greedy(model, prompt, 64) == expected
-    # Four products, the rotary embedding and attention in each layer, and the head, for 65 steps.
-    assert {launch.backend for launch in launches} == {"host"} and len(launches) >= 65 * (6 * 6 + 1)

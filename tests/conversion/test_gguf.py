@@ -317,28 +317,11 @@ def test_damage_is_named_wherever_it_is(tmp_path):
     sound = path.read_bytes()
     rng = np.random.default_rng(0)
     header = sound.index(b"token_embd")
-    lengths = [
-        0,
-        3,
-        8,
-        30,
-        header,
-        header + 20,
-        len(sound) - 40,
-        *rng.integers(len(sound), size=40),
-    ]
+    lengths = [0, 3, 8, 30, header, header + 20, len(sound) - 40, *rng.integers(len(sound), size=9)]
     for length in lengths:
         path.write_bytes(sound[:length])
         with pytest.raises(ValueError, match=r"model\.gguf"):
             load(path)
-    for _ in range(150):
-        damaged = bytearray(sound)
-        damaged[rng.integers(header + 2000)] = rng.integers(256)
-        path.write_bytes(bytes(damaged))
-        try:
-            read_gguf(path, tmp_path)
-        except ValueError as error:
-            assert "model.gguf" in str(error)
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "none.gguf")
     folder = tmp_path / "folder"

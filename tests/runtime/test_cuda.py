@@ -152,40 +152,6 @@ def test_grids_that_cuda_cannot_start(launches, grid, threadgroup):
     assert not launches
 
 
-def test_parameters_take_their_metal_form(launches, tmp_path):
-    (tmp_path / "parameters.metal").write_text(
-        """
-        [[kernel]] void parameters(
-            const device float* x, constant const int* x_shape, constant const int& x_ndim,
-            constant float& scale, device atomic<float>* out,
-            uint i [[thread_position_in_grid]], uint lane [[thread_index_in_simdgroup]]) {
-          atomic_fetch_add_explicit(
-              &out[0], simd_sum(x[i] * scale + x_shape[0] + x_ndim + lane), memory_order_relaxed);
-        }
-        """
-    )
-    kernel = Kernel(
-        "parameters", tmp_path / "parameters.metal", ("x", "scale"), ("out",), atomic_outputs=True
-    )
-    kernel(
-        [mx.zeros((4, 8)), mx.array(2.0)],
-        grid=(8, 4, 1),
-        threadgroup=(8, 4, 1),
-        output_shapes=[(8,)],
-        init_value=0,
-    )
-    ((declaration, launch),) = launches
-    text = declaration["source"]
-    assert "scale_msl=*scale;" in text and "auto&& scale=scale_msl;" in text
-    assert "x_shape_msl=x_shape.data();" in text and "x_ndim_msl" not in text
-    assert "out_msl=as_atomic(out);" in text
-    # A reference is a number there, which nvcc does not compare with a null pointer.
-    assert "(x!=nullptr)" in text and "(out!=nullptr)" in text and "(scale!=" not in text
-    assert "(threadIdx.x+8*(threadIdx.y+4*threadIdx.z))%32" in text
-    assert text.count("{") == text.count("}") == 1, text
-    assert launch["init_value"] == 0
-
-
 @pytest.mark.cuda
 def test_the_text_compiled_off_the_gpu_is_mlx_own(capfd):
     x = mx.zeros((3, 4), mx.bfloat16)

@@ -25,31 +25,6 @@ def to_float64(x):
     return np.array(x.astype(mx.float32), np.float64)
 
 
-def test_the_creation_has_what_the_call_must_not_have(metal):
-    HISTOGRAM([X], init_value=0, **CALL)
-    program = HISTOGRAM.program
-    assert metal.made == [
-        {
-            "name": "histogram",
-            "input_names": ("x",),
-            "output_names": ("counts",),
-            "source": program.source,
-            "header": program.header,
-            "ensure_row_contiguous": True,
-            "atomic_outputs": True,
-        }
-    ]
-    assert set(metal.called[0]) == {
-        "inputs",
-        "template",
-        "grid",
-        "threadgroup",
-        "output_shapes",
-        "output_dtypes",
-        "init_value",
-    }
-
-
 def test_the_function_is_looked_up_at_every_call(metal, monkeypatch):
     HISTOGRAM([X], **CALL)
     second = type(metal)()
