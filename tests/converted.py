@@ -6,7 +6,7 @@ from architectures import Architecture, build
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from mlx_qlayers import ConversionReport, convert_model, explain
+from mlx_qlayers import ConversionReport, convert_model
 
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
 PLAIN = Architecture(2, {}, format=(64, 4, "affine"))
@@ -48,11 +48,6 @@ def decoded(model: nn.Module, steps: int = 4) -> mx.array:
     parts = [model(TOKENS, cache=cache)]
     parts += [model(TOKENS[:, i : i + 1], cache=cache) for i in range(steps)]
     return mx.concatenate(parts, axis=1)
-
-
-def calls() -> dict[str, int]:
-    """How often each operation was called since decisions were reset."""
-    return {d.op: d.calls for d in explain() if not d.op.startswith("kernel ")}
 
 
 def fusions(report: ConversionReport) -> dict[str, tuple[str, str]]:

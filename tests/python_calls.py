@@ -42,7 +42,6 @@ from mlx_qlayers.runtime.proof import trial
 
 Call = Callable[[], Any]
 LAYERS = 28  # of Qwen2-7B
-PATHS = ("host", "reference", "gpu")
 
 
 def calls(call: Call, times: int = 3) -> int:

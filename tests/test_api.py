@@ -8,28 +8,11 @@ import pytest
 import mlx_qlayers
 
 NAMES = [
-    "QLinear",
-    "GridSample",
-    "DeformConv2d",
-    "DeformableAttention",
-    "FusedAttention",
-    "convert_model",
-    "revert_model",
-    "load",
-    "register_counterpart",
-    "ConversionReport",
-    "quantize_model",
-    "quantized_matmul",
-    "grid_sample",
-    "affine_grid",
-    "deform_conv2d",
-    "deformable_attention",
-    "attention",
-    "use_backend",
-    "set_backend",
-    "backend",
-    "explain",
-]
+    "QLinear", "GridSample", "DeformConv2d", "DeformableAttention", "FusedAttention",
+    "convert_model", "revert_model", "load", "register_counterpart", "ConversionReport",
+    "quantize_model", "quantized_matmul", "grid_sample", "affine_grid", "deform_conv2d",
+    "deformable_attention", "attention", "use_backend", "set_backend", "backend", "explain",
+]  # fmt: skip
 
 
 def test_these_names_and_no_others():

@@ -6,7 +6,6 @@ import struct
 from importlib import import_module
 from pathlib import Path
 
-import mlx.core as mx
 import pytest
 
 from mlx_qlayers.cli import main
@@ -74,13 +73,6 @@ def test_unknown_names(suite, capsys):
     assert "no benchmark is called nonsense; there are grid_sample" in capsys.readouterr().err
 
 
-def test_small_machines_make_small_runs(suite, tmp_path, monkeypatch):
-    monkeypatch.setattr(mx, "device_info", lambda *_: {"memory_size": 8 * 2**30})
-    monkeypatch.setattr(suite, "QUICK_REPEATS", 1)
-    folder = suite.run(tmp_path, only=["grid_sample"])
-    assert "1x8x8x3" in (folder / "grid_sample.csv").read_text()
-
-
 def test_the_families_are_all_scripts_and_constants():
     suite = import_module("suite")
     for family in suite.FAMILIES:
@@ -111,12 +103,3 @@ def test_pictures_without_matplotlib(tmp_path, capsys, monkeypatch):
 def test_a_folder_without_results(tmp_path, capsys):
     assert main(["bench", "--from", str(tmp_path)]) == 2
     assert "no results of benchmarks" in capsys.readouterr().err
-
-
-def test_results_are_read_as_they_were_written(tmp_path):
-    stored = import_module("stored")
-    text = '# device: Device(gpu, 0), Some GPU\n# cpu: 4 x C\ntask,ms\n"a, b",1.5\n,2\n'
-    (tmp_path / "x.csv").write_text(text)
-    found = stored.Results.read(tmp_path / "x.csv")
-    assert found.rows == [{"task": "a, b", "ms": 1.5}, {"task": "a, b", "ms": 2.0}]
-    assert found.device == "Some GPU"

@@ -16,7 +16,6 @@ from mlx_lm.models.cache import (
     load_prompt_cache,
     make_prompt_cache,
     save_prompt_cache,
-    trim_prompt_cache,
 )
 from numerics import assert_same_model, assert_same_states
 
@@ -98,24 +97,6 @@ def test_append_buffers_are_short_where_sequences_are_many():
         (8, 256): 256 * row + out,
         (8, 64): 64 * row + out,
     }
-
-
-@pytest.mark.parametrize("rows", [4, 256])
-def test_prompts_and_cuts_between_tokens(rows, four_rows, monkeypatch):
-    """As in speculative decoding: mlx-lm writes a prompt's keys into the arrays of a cache."""
-    monkeypatch.setattr(append_buffers, "_ROWS", rows)
-
-    def run(model):
-        cache = begun(model)
-        logits = stepped(model, cache, range(5, 11))
-        for start in (11, 18, 25):
-            trim_prompt_cache(cache, 2)
-            logits.append(model(TOKENS[:1, start : start + 3], cache=cache))
-            trim_prompt_cache(cache, 1)
-            logits += stepped(model, cache, range(start + 3, start + 6))
-        return mx.concatenate(logits, axis=1), cache
-
-    agree(run, "prompts")
 
 
 @pytest.mark.parametrize(("kind", "batch"), [("own", 1), ("batch", 2), ("bits 4", 1)])

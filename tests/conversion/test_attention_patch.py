@@ -8,22 +8,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from architecture_table import ARCHITECTURES
 from architectures import VOCABULARY, Architecture, build
-from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models import cache as caches
 from mlx_lm.models.cache import (
-    ArraysCache,
     BatchKVCache,
     BatchRotatingKVCache,
-    CacheList,
     ChunkedKVCache,
     ConcatenateKVCache,
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
     load_prompt_cache,
-    make_prompt_cache,
     save_prompt_cache,
 )
 from numerics import assert_same_model
@@ -102,21 +97,6 @@ def test_caches(name):
         assert_same_model(a, b, bits=bits, what=f"{name}, chunk {i}")
 
 
-@pytest.mark.parametrize("name", sorted(set(OF_ARCHITECTURES.values())))
-def test_caches_of_architectures(name):
-    stock, model = pair(name, ARCHITECTURES[name])
-    own = make_prompt_cache(model)
-    made = {type(c) for cache in own for c in (cache, *getattr(cache, "caches", ()))}
-    assert made >= {ArraysCache, CacheList}
-    tokens = mx.random.randint(0, VOCABULARY, (2, sum(CHUNKS)), key=mx.random.key(2))
-    expected = run(stock, make_prompt_cache(stock), tokens)
-    with use_backend("host"), trace() as launches:
-        found = run(model, own, tokens)
-    assert attention_kernels(launches) == {"attention_forward", "attention_serial"}
-    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
-        assert_same_model(a, b, bits=None, what=f"{name}, chunk {i}")
-
-
 @pytest.mark.parametrize("first", ["stock", "converted"])
 @pytest.mark.parametrize("name", [n for n in CACHES if "Batch" not in n and n[0] != "C"])
 def test_prompt_caches_are_interchangeable(name, first, tmp_path):
@@ -143,20 +123,3 @@ def test_prompt_caches_are_interchangeable(name, first, tmp_path):
         mx.eval(found, expected)
     assert "attention_serial" in attention_kernels(launches)
     assert_same_model(found, expected, bits=bits, what=f"{name}, {first} first")
-
-
-def test_speculative_decoding():
-    """Several tokens at once are verified by the decoding kernel, and some of them taken back."""
-    stock, model = pair()
-    draft = build("qwen2", QWEN._replace(config={**QWEN.config, "num_hidden_layers": 1}))
-    convert_model(draft)
-    expected = [int(token) for token, _ in generate_step(PROMPT, stock, max_tokens=16)]
-    with use_backend("host"), trace() as launches:
-        steps = list(speculative_generate_step(PROMPT, model, draft, max_tokens=16))
-    assert [int(token) for token, _, _ in steps] == expected
-    queries = {
-        launch.input_shapes[0][2]
-        for launch in launches
-        if launch.kernel.startswith("attention_serial")
-    }
-    assert queries >= {1, 3}  # of the draft's tokens, and of what the model verifies

@@ -1,6 +1,5 @@
 """Steps of decoding as one graph with rotating, quantized and batched caches."""
 
-import inspect
 from itertools import groupby
 
 import mlx.core as mx
@@ -9,9 +8,7 @@ import pytest
 from architectures import VOCABULARY
 from mlx.utils import tree_map
 from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
-from mlx_lm.models import cache as caches_of_mlx_lm
 from mlx_lm.models.cache import (
-    BatchKVCache,
     BatchRotatingKVCache,
     KVCache,
     QuantizedKVCache,
@@ -122,17 +119,6 @@ def test_many_sequences_of_one_length_with_quantized_caches(bits, graphs):
         results.append(mx.concatenate(parts, axis=1))
     assert len(graphs) == 4, engine.stopped(model)
     assert_same_states(*reversed(results), bits=bits, what="11 sequences")
-
-
-def test_mlx_lm_has_quantized_caches_of_one_kind():
-    """Neither rotating nor batched ones, which would have to be decoded with here."""
-    named = vars(caches_of_mlx_lm).values()
-    classes = [c for c in named if isinstance(c, type) and hasattr(c, "update_and_fetch")]
-    assert [c for c in classes if "bits" in inspect.signature(c).parameters] == [QuantizedKVCache]
-    for cache in (RotatingKVCache(8), BatchRotatingKVCache(8, [0])):
-        with pytest.raises(NotImplementedError):
-            cache.to_quantized()
-    assert not hasattr(BatchKVCache, "to_quantized")
 
 
 @pytest.mark.parametrize("name", ["phi3", "qwen3_moe", "gemma3_text"])

@@ -64,12 +64,6 @@ def test_gradient_of_the_embeddings_on_a_gpu(gpu_path):
     test_gradient_of_the_embeddings()
 
 
-def test_compile_of_the_whole_model():
-    stock, model = pair()
-    found = mx.compile(model)(TOKENS)
-    assert_same_model(found, stock(TOKENS), bits=None, what="compiled")
-
-
 def test_copies_and_pickles():
     _, model = pair()
     expected = decoded(model)

@@ -150,21 +150,6 @@ def test_shapes_of_arrays_are_told_apart():
     assert made == [[(2, 3), (4,)], [(2,), (3, 4)], [(2, 3), None]]
 
 
-def test_calls_that_alternate_have_their_plans():
-    """In threads, modes and dtypes whose shapes are alike."""
-    made = []
-    twice = operation(made)
-    for _ in range(3):
-        for dtype in (mx.float32, mx.float16):
-            for value in (Mode.EAGER, Mode.INFERENCE):
-                with mode(value):
-                    assert dispatch(twice, (mx.ones(3, dtype),)).dtype == dtype
-    assert len(made) == 4
-    for size in range(2 * dispatcher.MAX_RECENT):
-        dispatch(twice, (mx.ones(size),))
-    assert len(twice.recent) <= dispatcher.MAX_RECENT
-
-
 @pytest.mark.parametrize(
     ("change", "kind", "named"),
     [

@@ -86,23 +86,6 @@ def test_a_step_of_decoding_takes_what_was_found_for_its_buffers():
     assert configure("attention_step", "cuda", *asked_of_step(q, buffer, 128)) == config
 
 
-@pytest.mark.parametrize(
-    ("size", "on_cuda", "on_metal"),
-    [
-        (512, Step(1, 4, 1, 32), Step(1, 8, 1, 16)),
-        (2048, Step(1, 4, 1, 32, 16), Step(1, 8, 1, 16, 16)),
-        (4096, Step(1, 4, 1, 32, 16), Step(1, 8, 1, 16, 16)),
-        (65536, Step(1, 4, 2, 32, 32, teams=2), Step(1, 8, 1, 16, 22)),
-    ],
-)
-def test_more_keys_are_divided_among_more_threads(size, on_cuda, on_metal):
-    """A result for other buffers decides nothing."""
-    keep("attention_step", (mx.bfloat16, 1, 28, 4, 1024, 128, 128), Step(1, 8, 1, 16, 4))
-    question = (mx.bfloat16, 1, 28, 4, size, 128, 128)
-    assert configure("attention_step", "cuda", *question) == on_cuda
-    assert configure("attention_step", "metal", *question) == on_metal
-
-
 def test_a_stored_configuration_that_an_m1_has_no_registers_for(machine, monkeypatch):
     """The heuristic's runs in its place, and a note says why."""
     machine("metal")

@@ -50,12 +50,6 @@ def test_evidence_says_what_was_measured_where(monkeypatch):
     assert evidence.command == "mlx-qlayers tune"
 
 
-def test_results_without_the_times_of_both_sides_still_count():
-    """As the first versions wrote them."""
-    keep(config=OTHER, paths={}, path="stock")
-    assert str(found("qmv", *QUESTION).evidence) == "measured here: stock 41.0 us"
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -76,13 +70,6 @@ def test_what_is_stale_or_foreign_counts_for_nothing(changes):
     keep(**changes)
     assert found("qmv", *QUESTION) is None and configure("qmv", "cuda", *QUESTION) == heuristic()
     assert any(d.op == "tuning" and d.path == "ignored" for d in explain())
-
-
-def test_a_configuration_that_its_class_refuses_counts_for_nothing():
-    question = (1, 4, 2, 32, 64, 64, 64), mx.float16, True
-    config = RECORDS["attention_forward"](*question).heuristic("cuda")
-    keep("attention_forward", question, asdict(config) | {"tile": 7})
-    assert configure("attention_forward", "cuda", *question) == config
 
 
 def test_what_no_kernel_takes_is_not_launched(capsys):
@@ -176,13 +163,6 @@ def test_but_never_by_another_kernel_or_template(family, question, other, device
     keep(family, question, RECORDS[family](*question).heuristic(device), path="stock")
     assert found(family, *question, device=device).path == "stock"
     assert found(family, *other, device=device) is None
-
-
-def test_rows_of_one_template_go_by_the_larger(monkeypatch):
-    monkeypatch.setattr(entries, "device_kind", lambda: "metal")
-    keep(question=(8, *QUESTION[1:]), config=RECORDS["qmv"](8, *QUESTION[1:]).heuristic("metal"))
-    answers = [found("qmv", rows, *QUESTION[1:], device="metal") for rows in (3, 5, 6, 7, 9)]
-    assert [each and each.path for each in answers] == [None, "kernel", "kernel", "kernel", None]
 
 
 @pytest.mark.parametrize("path", ["dequantized", "uncompared"])

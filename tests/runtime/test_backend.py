@@ -1,6 +1,5 @@
 """Which backend runs: forced, by the environment, or what the machine has; for each thread."""
 
-import contextlib
 import contextvars
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -137,16 +136,6 @@ def test_a_choice_goes_to_another_thread_by_its_context():
     with use_backend("reference"), ThreadPoolExecutor(1) as pool:
         assert pool.submit(requested).result() == "auto"
         assert pool.submit(contextvars.copy_context().run, requested).result() == "reference"
-
-
-def test_nothing_is_forced_before_a_block_is_entered():
-    block = use_backend("reference")
-    assert requested() == "auto"
-    with block, contextlib.ExitStack() as stack:
-        assert requested() == "reference"
-        stack.enter_context(use_backend("host"))
-        assert requested() == "host"
-    assert requested() == "auto"
 
 
 def test_debug_modes_of_threads_end_with_the_last():

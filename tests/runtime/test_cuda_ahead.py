@@ -13,9 +13,8 @@ from machine import has_gpu
 from mlx_qlayers import explain, quantized_matmul, use_backend
 from mlx_qlayers.runtime import backend, cuda_ahead
 from mlx_qlayers.runtime.backend import advance_epoch
-from mlx_qlayers.runtime.cuda_ahead import mlx_text, nothing_compiled, string_hash, together
+from mlx_qlayers.runtime.cuda_ahead import nothing_compiled, string_hash, together
 from mlx_qlayers.runtime.nvrtc_worker import compiled
-from mlx_qlayers.runtime.spec import Spec
 
 from . import nvrtc
 
@@ -122,13 +121,6 @@ def test_what_does_not_compile_is_left_to_mlx(machine, monkeypatch):
     product(1)
     assert machine.launched and not [*machine.folder.iterdir()]
     assert any("no such header" in d.reason for d in explain())
-
-
-def test_shapes_and_strides_are_parameters():
-    inputs = [("x", Spec((2, 3), mx.float16)), ("y", Spec((), mx.int32))]
-    text = mlx_text("k", "", "x_strides; y_shape;", inputs, [("out", mx.bool_)])
-    assert "const __half* x,\n    const __grid_constant__ Strides x_strides" in text
-    assert "y_shape," not in text and "    bool* out) {" in text
 
 
 def test_a_compiler_that_is_missing_says_so_in_its_process():

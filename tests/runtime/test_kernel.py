@@ -1,6 +1,5 @@
 """A kernel is checked before it is launched, and what MLX generates is what the file declares."""
 
-import dataclasses
 import re
 
 import mlx.core as mx
@@ -10,7 +9,7 @@ import pytest
 from mlx_qlayers.runtime import host
 from mlx_qlayers.runtime import metal as metal_backend
 from mlx_qlayers.runtime.backend import advance_epoch, use_backend
-from mlx_qlayers.runtime.kernel import _KEPT, Kernel, KernelError, _kept
+from mlx_qlayers.runtime.kernel import Kernel, KernelError
 from mlx_qlayers.runtime.launch import Launch
 
 from .kernels import AFFINE, GATHER, ROW_SUMS
@@ -185,21 +184,6 @@ def test_sizes_and_shapes_may_be_any_sequence_of_integers(metal):
     assert repr(call["output_shapes"]) == "[(40,)]"
 
 
-def test_what_was_checked_is_remembered_and_forgotten(metal):
-    """Of as many calls as there is room for; the result is the same."""
-    template = {"T": mx.float32, "N": 3, "NEGATE": False}
-    for n in (*range(1, _KEPT + 3), 1, 2):
-        (y,) = AFFINE(
-            [X, SCALAR, BIAS],
-            template=template,
-            grid=(n, 1, 1),
-            threadgroup=(8, 1, 1),
-            output_shapes=[(n,)],
-        )
-        assert y.shape == (n,) and metal.called[-1]["grid"] == (n, 1, 1)
-    assert _kept.cache_info().currsize <= _KEPT
-
-
 def test_a_0d_input_has_no_shape_to_read(metal):
     with pytest.raises(KernelError, match="reads the shape of input x, which has no axis"):
         gather(mx.array(1.0))
@@ -234,10 +218,3 @@ def test_only_what_the_kernel_uses_is_sent(metal):
     row_sums()
     assert metal.made[0]["header"] == "constant constexpr uint SIMD=32;\n"
     assert "//" not in metal.made[0]["source"]
-
-
-def test_nothing_is_read_before_the_first_call():
-    kernel = Kernel("nowhere", "nowhere.metal", ("x",), ("y",))
-    assert "program" not in vars(kernel)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        kernel.name = "other"

@@ -128,12 +128,3 @@ def test_arrays_have_values_except_under_compile_and_vmap():
     assert seen == {"forward": (True, False), "vjp": (True, False)}
     mx.vmap(function)(mx.ones((2, 3)))
     assert seen["forward"] == (True, False)
-
-
-def test_other_errors_of_an_evaluation_are_not_taken_for_tracing(monkeypatch):
-    def fail(*arrays: mx.array) -> None:
-        raise ValueError("out of paper")
-
-    monkeypatch.setattr(mx, "eval", fail)
-    with pytest.raises(ValueError, match="out of paper"):
-        has_values([])

@@ -47,8 +47,6 @@ class Chip(NamedTuple):
 # Matrices at three quarters of the peak, and memory at 85%; the M5 multiplies by matrix units.
 CHIPS = (
     Chip("Apple M1", "applegpu_g13g", 2.0e12, 58e9, 5e-6),
-    Chip("Apple M2 Max", "applegpu_g14s", 10e12, 340e9, 4.5e-6),
-    Chip("Apple M4 Pro", "applegpu_g16s", 6e12, 232e9, 3.5e-6),
     Chip("Apple M4 Max", "applegpu_g16s", 12e12, 464e9, 3.5e-6),
     Chip("Apple M5", "applegpu_g17g", 10e12, 130e9, 3e-6),
 )

@@ -153,25 +153,6 @@ def test_what_is_not_done_in_time_is_left(measured, monkeypatch):
         timer.seconds({"a": "a"}, deadline=time.monotonic())
 
 
-def test_paths_besides_stock_tell_whether_a_search_is_worth_it(measured, monkeypatch):
-    ran = []
-
-    def path(name, more=0):
-        return lambda inputs: ran.append(name) or [RECORD.stock(inputs)[0] + more]
-
-    # As a kernel may be that nobody could run on such a device.
-    paths = {"stock": path("stock"), "another": path("another"), "wrong": path("wrong", 1)}
-    monkeypatch.setattr(Stock, "paths", lambda *_: paths)
-    # CUDA may take a minute to build the stock operator.
-    assert 0 < measured.others() < 1 and set(ran) == {"another", "wrong"}
-    ran.clear()
-    (_,), found = measured.compared([RECORD.heuristic("cuda")])
-    assert set(found) == {"another", "stock"} <= {*ran, "another"}
-    paths["dequantized"] = path("dequantized")  # which CUDA compiles for seconds
-    times = measured.beside_stock(RECORD.heuristic("cuda"))
-    assert set(times) == {"kernel", "another", "stock"}
-
-
 def test_a_cpu_runs_its_launches_one_by_one_without_other_work():
     timer = QueueTimer(busy=False)
     assert timer.length == 0

@@ -4,10 +4,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
-
-import pytest
 
 from mlx_qlayers.runtime.host import cache
 
@@ -74,31 +70,6 @@ def build(folder: Path) -> None:
 found = cache.entry("cc33", build)
 print(len((found / "one").read_text()), len((found / "two").read_text()))
 """
-
-
-def test_a_lock_that_was_deleted_is_none(folder):
-    """Another process takes it for a leftover between its making and its locking."""
-    import fcntl
-    from concurrent.futures import ThreadPoolExecutor
-
-    (folder / "host").mkdir()
-    path, flock, built = folder / "host" / ".ff11.lock", fcntl.flock, []
-
-    def late(file: Any, operation: int) -> None:
-        if operation == fcntl.LOCK_EX and path.exists() and not deleted:
-            deleted.append(path.unlink())
-        flock(file, operation)
-
-    def slow(folder: Path) -> None:
-        built.append(folder)
-        time.sleep(0.2)
-        build(folder)
-
-    deleted: list[None] = []
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as pool:
-        patch.setattr(fcntl, "flock", late)
-        assert len(set(pool.map(lambda _: cache.entry("ff11", slow), range(3)))) == 1
-    assert len(built) == len(deleted) == 1
 
 
 def test_one_of_many_processes_builds(folder):

@@ -49,11 +49,6 @@ def test_instances_of_a_kernel_are_preprocessed_once(folder, monkeypatch):
     assert len(texts) == 1
 
 
-def test_errors_name_the_line_of_the_kernel(folder):
-    with pytest.raises(CompileError, match=r"source\.metal:4:\d+: error: .*'VALUE'"):
-        compile_source(HEADERS + KERNEL, "f", checked=True)
-
-
 def test_a_frame_too_large_for_its_stack_is_compiled_anew(folder, monkeypatch):
     levels, make = [], compiler._object
 
