@@ -43,8 +43,6 @@ from .tensor_choice import MEMORY, PATHS, by_tensors, in_turn, measured_beside
 
 # Bytes of dense keys and values of one layer that may be made of packed ones.
 _MOST_DENSE = 128 << 20
-# Scores from which an H200 had 1.4 GB of them at a time where queries came in turn.
-_MOST_IN_TURN = 1 << 30
 # The kernel without tensor operations.
 _MANY = "many queries"
 
@@ -213,8 +211,9 @@ def _plan_wide(call: AttentionCall, static: tuple[Any, ...], choice: Choice) -> 
     """The forward kernel where MLX would run ahead of what is in turn, and keep it all."""
     turns, arrays = _in_turn(call, static), (call.q, *call.k, *call.v, call.mask, call.sinks)
     wide = max(call.q.shape[3], call.v_width) > WIDEST and call.q.dtype.size == 2
-    many = prod(call.q.shape[:3]) * call.k[0].shape[2] >= _MOST_IN_TURN
-    if not device_of().measured or not (wide and many) or why_no_kernel(call, WIDEST_FORWARD):
+    most = threshold("attention_in_turn_most")
+    many = most is not None and prod(call.q.shape[:3]) * call.k[0].shape[2] >= most
+    if not (wide and many) or why_no_kernel(call, WIDEST_FORWARD):
         return Plan(choice, turns)
     launch = attention_forward(Launcher(call))
     choice = choose("attention", by="many queries of wide heads")

@@ -10,18 +10,14 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import Gradient, Operation, Plan, choose, dispatch
-from ..measurements.thresholds import gain
+from ..measurements.thresholds import gain, threshold
 from ..metal.linalg import launch
 from ..metal.linalg import qr as blocked
 from ..reference import linalg as reference
-from ..runtime.devices import device_of
 from ..runtime.spec import Spec
 from ..runtime.transformed import has_values
 from .matmul import matmul
 from .signature import Signature
-
-# Rows that one launch of a threadgroup factorises. A CPU has no more to gain from a second one.
-_BLOCK, _BLOCK_HOST = 128, 512
 
 
 def cholesky(a: mx.array, *, upper: bool = False, check: bool = True) -> mx.array:
@@ -350,7 +346,7 @@ def _choose(op: str, *arrays: Spec) -> Any:
 
 
 def _block() -> int:
-    return _BLOCK if device_of().gpu else _BLOCK_HOST
+    return int(threshold("linalg_block", "rows"))
 
 
 def _flat(a: Spec) -> Spec:

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ...measurements.thresholds import threshold
 from ...runtime.devices import device_of
 from ...runtime.devices.record import most_threads
 from ...runtime.program import CONSTANT_BELOW
@@ -16,8 +17,6 @@ from ...runtime.spec import Spec
 from ..common.kernels import strided_kernel, without
 from .decode import attention_combine
 
-# Rows of a cache for which a threadgroup is started, and the most that share the rows of a head.
-_MIN_ROWS, _MAX_SPLITS = 64, 64
 # SIMD groups that add up the splits of a row.
 _COMBINE = 8
 # The widest latent rows: of those a thread holds its part of four queries.
@@ -33,7 +32,8 @@ def takes(q: Spec, r: Spec, rows: int) -> bool:
 
 def splits_of(rows: int) -> int:
     """Into how many splits so many rows are cut."""
-    return max(1, min(rows // _MIN_ROWS, _MAX_SPLITS))
+    of = threshold("latent_attention_splits", device=None if device_of().gpu else "host")
+    return max(1, min(rows // of["rows"], of["most"]))
 
 
 def _registers(D: int, R: int, heads: int, **_: object) -> int:

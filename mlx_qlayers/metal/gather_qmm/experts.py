@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...formats import Format
+from ...measurements.thresholds import threshold
 from ...options import SCORES, Clipped, PackedMatrix, Router
 from ...runtime.devices import device_of
 from ...runtime.devices.record import most_threads
@@ -22,8 +23,6 @@ from ..quantized_matmul.tile import packed_template
 _OUTPUTS = 4
 # Products of an expert that it takes at once, and those rows: the first that registers suffice for.
 _TAKEN = (4, _OUTPUTS), (4, _OUTPUTS // 2), (1, _OUTPUTS)
-# Products for each expert from which its matrix is read for all that chose it, not for each.
-_SHARED = 1.5
 # The most SIMD groups that share the products of a row.
 _SIMDS = 8
 _THREADS = 64
@@ -55,7 +54,8 @@ CHOSEN = large_kernel(
 
 def share_experts(right: Sequence[int], experts: int) -> bool:
     """Whether products of rows that chose experts, (..., J), share matrices often enough."""
-    return prod(right) > right[-1] and prod(right) >= _SHARED * experts
+    least = threshold("experts_shared", device=None if device_of().gpu else "host")
+    return prod(right) > right[-1] and prod(right) >= least * experts
 
 
 def experts_products(

@@ -23,7 +23,6 @@ from .gather_qmv import Pairs, Products
 _LIST = Kernel(
     "gather_qmm_list", "gather_qmm/gather_qmm.metal", threadgroup_memory=lambda threads: 4 * threads
 )
-_TEMPLATE = ("T", "S", "mode", "group", "bits", "transposed")
 _TILES = large_kernel(
     "gather_qmm_tiles",
     "gather_qmm/gather_qmm.metal",

@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ...measurements.thresholds import threshold
 from ...options import Sampling
 from ...runtime.devices import device_of
 from ...runtime.devices.record import most_threads
@@ -115,11 +116,10 @@ def heuristic(
     align = dtype.size * (pack & -pack)
     scatter = "sorted" if deterministic else "atomics"
     lanes, scatter_lanes = lanes_for(channels // pack), lanes_for(channels)
-    # Random points of three channels took 146 us on an H200, not 256, in half 114, not 308; the
-    # gradient of the grid of one in float32 109, not 195.
-    few = device_of(backend).spills and channels in (1, 3)
+    measured = threshold("grid_sample_near", device=backend)
+    few = measured is not None and channels in measured["channels"]
     near = few and (channels == 3 or dtype.size == 4)
-    threads = 128 if few else 256
+    threads = measured["threads"] if few else 256
     return GridSampleConfig(
         pack, align, lanes, 1, scatter_lanes, scatter, threads=threads, near=near
     )
@@ -174,8 +174,7 @@ class _Job:
     def touches_few(self) -> bool:
         """Whether sums of touched pixels, as if no two taps shared one, are less than of all.
 
-        They are rounded on the way, which takes as long as to write them; in float32 it would be
-        slower: 1,550 us on an H200, not 1,460.
+        They are rounded on the way, which takes as long as to write them: in float32 it is slower.
         """
         shares = self.points * self.taps
         return self.cotangent.dtype.size == 2 and 2 * shares <= self.pixels and shares < 2**30 - 1

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from ...measurements.thresholds import threshold
 from ...runtime.devices import device_of
 from ...runtime.launch import Bound
 from ...runtime.spec import Spec
@@ -22,8 +23,6 @@ _COLUMNS = 128
 # A product's threads, those across a block of rows, and the columns of each. Each value that a
 # thread of a GPU reads from threadgroup memory goes into sums of more than one column.
 _CPU, _GPU, _LARGE = (128, 128, 1), (64, 64, 2), (128, 32, 4)
-# Threadgroups of a product that fill a GPU, and the depth that each should have at least.
-_GROUPS, _DEPTH = 256, 128
 
 
 def _registers(THREADS: int, **_: object) -> int:
@@ -153,7 +152,8 @@ def product(batch: int, n: int, k: int, m: int) -> Callable[[mx.array, mx.array]
     shapes = ((batch, n, m), (batch, n, k), (batch, k, m))
     b, a, x = (Spec(shape, mx.float32) for shape in shapes)
     groups = batch * -(-n // _TILE) * -(-m // _COLUMNS)
-    parts = 1 if not device_of().gpu else max(1, min(_GROUPS // groups, k // _DEPTH))
+    of = threshold("linalg_block")
+    parts = 1 if not device_of().gpu else max(1, min(of["groups"] // groups, k // of["depth"]))
     launch = subtract_product(b, a, x, parts=None if parts == 1 else parts)
     zeros = mx.broadcast_to(mx.zeros((1, 1, 1)), b.shape)  # of which one is read
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...formats import Format
+from ...measurements.thresholds import threshold
 from ...runtime.devices import device_of
 from .tile import Tile, dynamic_memory
 
@@ -38,8 +39,8 @@ def skinny_config(
         return stays
     # Four SIMD groups at once pay where there are many rows. A small matrix is read twice rather
     # than by half of the GPU.
-    together, tiles_in_all = rows > 32, -(-n // 16)
-    small = tiles_in_all <= 512
+    of, tiles_in_all = threshold("qmm_skinny_shares", device="cuda"), -(-n // 16)
+    together, small = rows >= of["together"], tiles_in_all <= of["small"]
     if together:
         fragments = 4 if small else 8
     elif small:
@@ -48,7 +49,8 @@ def skinny_config(
     # All multiprocessors are busy to the end: as many tiles for each, in as few rounds as there are
     # registers for.
     processors = device_of("cuda").cores
-    work, most = tiles_in_all * -(-rows // (8 * fragments)), 20 if together else 18
+    work = tiles_in_all * -(-rows // (8 * fragments))
+    most = of["tiles_together" if together else "tiles"]
     each = -(-work // (processors * -(-work // (processors * most))))
     tiles = 2 if each > 3 and not together else 1
     sides = -(-each // 4) * 4 if together else -(-each // tiles)
@@ -75,26 +77,27 @@ def skinny_config(
 
 
 def _staying(rows: int, n: int, k: int, fmt: Format, single: bool) -> Tile | None:
-    """Where an H200 was measured to be faster with rows that stay in shared memory.
+    """Where that was measured to be faster: rows that stay in shared memory.
 
-    Each multiprocessor reads them first, which pays where it has seven tiles and more. Long rows of
-    a single matrix that has fewer are divided until it has.
+    Each multiprocessor reads them first, which pays where it has several tiles. Long rows of a
+    single matrix that has fewer are divided until it has.
     """
+    of = threshold("qmm_skinny_shares", device="cuda")
     fragments, run = -(-rows // 8), 32 if fmt.bits < 8 else 16
     windows, of_window = -(-k // (4 * run)), 64 * run * fragments
     most = dynamic_memory() // of_window
     parts = -(-windows // max(most, 1))
     processors = device_of("cuda").cores
     if parts > 1:
-        parts = max(parts, -(-6 * processors // -(-n // 16)))
+        parts = max(parts, -(-of["part_tiles"] * processors // -(-n // 16)))
     work = -(-n // 16) * parts
-    each = -(-work // (processors * -(-work // (processors * 18))))
+    each = -(-work // (processors * -(-work // (processors * of["tiles"]))))
     divided = parts == 1 or (single and n < k and 2 * parts <= windows)
-    if fragments > 4 or k % run or each < 7 or not divided:
+    if rows > of["stay_rows"] or k % run or each < of["stay_tiles"] or not divided:
         return None
     whole = max(1, fmt.group_size // (4 * run))
     return _skinny(
-        *(fragments, run, 1, each, 18 // each),
+        *(fragments, run, 1, each, of["tiles"] // each),
         stages=0,
         chunk=2,
         cover=1 if fmt.mode == "nvfp4" else max(1, fmt.group_size // run),

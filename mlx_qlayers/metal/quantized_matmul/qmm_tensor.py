@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...formats import Format
+from ...measurements.thresholds import row_of, threshold
 from ...options import MatmulCall, PackedMatrix
 from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
@@ -111,8 +112,8 @@ def tensor_config(
     ``device`` is the name of a backend, by default the current one.
     """
     if device_of(device).tensor_cores:
-        # The best of bench_tensor.py on an H200, of 64 rows and more in half precision.
-        return TensorConfig(128 if m > 64 else 64, 64, 1, 4, bool(k % 64), 1, 2)
+        tile = row_of(threshold("qmm_tensor_tiles", device="cuda"), m)
+        return TensorConfig(ragged=bool(k % tile["tile_k"]), **tile)
     # A destination of 64 x 32, or a gate's two of half of that, leave room in 128 words.
     most = (32 if dtype == mx.float32 else 64) // (1 + gated)
     rows = next(size for size in (16, 32, 64) if size >= min(m, most))

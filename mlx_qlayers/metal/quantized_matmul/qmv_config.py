@@ -73,25 +73,25 @@ def _within_registers(config: Tile, dtype: mx.Dtype, fmt: Format) -> Tile | None
 
 
 def _persistent(rows: int, n: int, k: int, fmt: Format, kind: str) -> Tile | None:
-    """Where an H200 was measured to be faster so: a threadgroup to each multiprocessor.
+    """Where that was measured to be faster: a threadgroup to each multiprocessor.
 
     Where that would take too much memory, twice or more times as many.
     """
-    shares = -(-k // 256)
-    if fmt != Format(64, 4) or rows > 2 or shares > 16 or "norm" in kind or n < 16384:
+    of = threshold("qmv_persistent", device="cuda")
+    wide = n >= of["columns"] and k <= of["depth"]
+    if fmt != Format(64, 4) or rows > of["rows"] or "norm" in kind or not wide:
         return None
-    groups = 16 * device_of("cuda").cores
-    rounds = -(-n // (groups * 18))
+    shares, groups = -(-k // 256), of["threadgroups"] * device_of("cuda").cores
+    rounds = -(-n // (groups * of["tiles"]))
     tiles = -(-n // (groups * rounds))
     units: Any = {"fragments": 1, "tiles": tiles + tiles % 2, "shares": shares}
     return Tile("qmv_persistent", 64, **units, ahead=2, occupancy=16)
 
 
 def matrix_config(device: str, rows: int, n: int, k: int, fmt: Format, normed: bool) -> Tile:
-    """Measured on an H200; for other GPUs an estimate."""
+    """By the table of tiles; for GPUs without one, an estimate."""
     group, bits, mode = fmt
-    # Not many more tiles than an H200 runs threadgroups of 16 SIMD groups.
-    small = n <= 8192
+    small = n <= threshold("qmv_small", device=_table(device))
     if mode == "nvfp4":
         run, slots = 16 if k % 32 else 32, 1
     else:
@@ -108,14 +108,11 @@ def matrix_config(device: str, rows: int, n: int, k: int, fmt: Format, normed: b
             run //= 2
         slots = 4 * run // group
     fragments = -(-rows * slots // 8)
-    if normed:
-        tiles, shares, ahead, occupancy = (1, 8, 1, 0) if small else (2, 4, 1, 0)
-    else:
-        # Other formats than these, and more of x, take more registers.
-        light = mode == "affine" and bits in (2, 4) and fragments * run <= (64 if rows < 3 else 32)
-        kinds = ("light" if light else "", f"{bits} bits", mode)
-        tiles, shares, ahead, occupancy = _tile(device, rows, n, k, *kinds)
-        occupancy = 8 if fragments * run > 64 else occupancy
+    # Other formats than these, and more of x, take more registers.
+    light = mode == "affine" and bits in (2, 4) and fragments * run <= (64 if rows < 3 else 32)
+    kinds = ("normed",) if normed else ("light" if light else "", f"{bits} bits", mode)
+    tiles, shares, ahead, occupancy = _tile(device, rows, n, k, *kinds)
+    occupancy = 8 if fragments * run > 64 and not normed else occupancy
     units: Any = {"fragments": fragments, "tiles": tiles, "shares": shares}
     config = Tile("qmv_matrix", run, **units, ahead=ahead, occupancy=occupancy)
     return within_memory(config, fmt)
@@ -133,13 +130,16 @@ def within_memory(config: Tile, fmt: Format) -> Tile:
     return config
 
 
-def _tile(device: str, rows: int, n: int, k: int, *kinds: str) -> tuple[int, int, int, int]:
+def _table(device: str) -> str:
+    """The backend whose tables hold: of matrix units, or of GPUs without."""
+    return "cuda" if device_of(device).tensor_cores else "metal"
+
+
+def _tile(device: str, rows: int, n: int, k: int, *kinds: str) -> Any:
     """Tiles, SIMD groups, runs ahead and occupancy, of the device's table."""
-    at = "cuda" if device_of(device).tensor_cores else "metal"
-    for each in threshold("qmv_tiles", device=at):
+    for each in threshold("qmv_tiles", device=_table(device)):
         (least, most), kind = each["rows"], each.get("kind")
         in_range = least <= rows <= most and n <= each.get("n", n) and k >= each.get("k", 0)
         if in_range and kind in (None, *kinds):
-            tile: tuple[int, int, int, int] = each["tile"]
-            return tile
+            return each["tile"]
     raise ValueError(f"the table qmv_tiles has no {rows} rows, {n} x {k}")
