@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import EllipsisType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..measurements.thresholds import Evidence, are_measured, threshold
 from ..runtime.backend import BackendError, backend, requested, unavailable, within
@@ -115,7 +115,7 @@ def choose(
 
 
 def choose_measured(
-    op: str, kernels: Sequence[str], family: str, *question: Hashable, unless: str | None = None
+    op: str, kernels: Sequence[str], family: str, *question: Hashable, **rule: Any
 ) -> Choice:
     """As :func:`choose`, by what was measured of an operation's only kernel.
 
@@ -124,10 +124,11 @@ def choose_measured(
         kernels: the backends that have a kernel for the arguments.
         family: of the question.
         question: the arguments of its record.
-        unless: why ``auto`` leaves the kernel for the reference where nothing was measured here.
+        rule: where nothing was measured here, ``unless`` and ``rests_on``.
     """
     best = found(family, *question) if kernels else None
-    return choose(op, kernels, unless=unless or unmeasured(), best=best)
+    rule["unless"] = rule.get("unless") or unmeasured()
+    return choose(op, kernels, best=best, **rule)
 
 
 def _no_kernel(name: str, kernels: Sequence[str]) -> str:

@@ -179,7 +179,7 @@ def lookup(record: Record, *devices: str) -> Found | None:
     except (ValueError, TypeError) as error:
         note("tuning", "ignored", f"{record.key}: {error}")
         return None
-    note("tuning", entry.path, f"{record.key}: {config}")
+    note("tuning", entry.path, f"{record.key}: {config}", "measured")
     return Found(entry.path, config, found[1])
 
 

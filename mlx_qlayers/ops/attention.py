@@ -216,7 +216,9 @@ def _plan_wide(call: AttentionCall, static: tuple[Any, ...], choice: Choice) -> 
     if not (wide and many) or why_no_kernel(call, WIDEST_FORWARD):
         return Plan(choice, turns)
     launch = attention_forward(Launcher(call))
-    choice = choose("attention", by="many queries of wide heads")
+    choice = choose(
+        "attention", by="many queries of wide heads", rests_on=("attention_in_turn_most",)
+    )
     return Plan(choice, lambda *given: launch(*given)[:1], autodiff(turns, arrays), turns)
 
 

@@ -61,7 +61,9 @@ def _choose(q: Any, r: Any, c: Any) -> Choice:
     most = threshold("latent_attention_rows")
     if most is not None and rows > most * batch:
         unless = f"{rows} rows, more than {most} for each of {batch} sequences"
-    return choose_measured(name, KERNELS if takes else (), name, *question, unless=unless)
+    return choose_measured(
+        name, KERNELS if takes else (), name, *question, unless=unless, rests_on=(f"{name}_rows",)
+    )
 
 
 def _plan(arrays: Sequence[Any], scale: float) -> Plan:

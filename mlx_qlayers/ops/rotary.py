@@ -9,17 +9,15 @@ import mlx.core as mx
 
 from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
 from ..dispatch.choice import unmeasured
+from ..measurements.thresholds import threshold
 from ..metal.rotary import launch as kernels
 from ..options import Rotation
 from ..reference import rotary as reference
-from ..runtime.devices import device_of
 from .attention_checks import check_rotation
 from .signature import Signature
 
 # Heads that a thread of a GPU turns by one sine and cosine.
 _SHARE = 4
-# Why ``auto`` leaves the kernel for the stock operator on a GPU.
-_AS_FAST = "two launches of the stock operator are as fast: 10 to 15 us a pair in a chain"
 
 
 def rotary_embedding(
@@ -67,11 +65,13 @@ def _plan(arrays: Sequence[Any], *options: Any) -> Plan:
     (q, k, offset, freqs), rotation = arrays, Rotation(*options)
     check_rotation(rotation, freqs, _TAKES.check(q, k, offset)["D"])
     empty = "there is nothing to turn" if 0 in (*q.shape, *k.shape, rotation.dims) else None
+    took = threshold("rotary_stock")
+    as_fast = took and f"two launches of the stock operator are as fast: {took}"
     choice = choose(
         "rotary_embedding",
         () if empty else KERNELS,
-        unless=empty or unmeasured() or (_AS_FAST if device_of().gpu else None),
-        rests_on=("rotary_gain",),
+        unless=empty or unmeasured() or as_fast,
+        rests_on=("rotary_gain", "rotary_stock"),
     )
     composed = reference.rotary_embedding(rotation)
     if choice.path == "reference":

@@ -17,9 +17,11 @@ from mlx_qlayers.measurements.thresholds import are_measured, evidence_of
 from mlx_qlayers.ops.exp import exp
 from mlx_qlayers.ops.fused_products import fused_products
 from mlx_qlayers.ops.gather_qmm import gather_qmm
+from mlx_qlayers.ops.latent_attention import latent_attention
 from mlx_qlayers.ops.rotary import rotary_embedding
 from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime import backend
+from tests.machine import has_gpu
 
 X, PACKED = mx.ones((1, 64)), mx.quantize(mx.ones((64, 64)))
 IMAGE, HEADS = mx.ones((1, 2, 2, 1)), mx.ones((1, 2, 4, 64))
@@ -73,6 +75,29 @@ def test_measurements(op):
 def test_rules(op):
     RULES[op]()
     assert evidence(op) == {"rule"}
+
+
+def latent(rows):
+    heads, cache = mx.zeros((1, 2, 1, 128)), mx.zeros((1, 1, rows, 128))
+    turned = mx.zeros((1, 2, 1, 64)), mx.zeros((1, 1, rows, 64))
+    return latent_attention(heads, turned[0], cache, turned[1], mx.array(0), scale=1.0)
+
+
+ON_AN_H200 = {
+    "rotary_embedding": lambda: rotary_embedding(HEADS, HEADS, mx.array(0), dims=64),
+    "latent_attention": lambda: latent(8193),
+    "attention": lambda: attention(HEADS, HEADS, HEADS, scale=1.0),
+}
+
+
+@pytest.mark.parametrize("op", ON_AN_H200)
+def test_verdicts_on_an_h200_name_their_measurement(op, machine, monkeypatch):
+    has_gpu(monkeypatch, "sm_90")
+    machine("cuda")
+    ON_AN_H200[op]()
+    assert {(each.path, each.evidence) for each in explain() if each.op == op} == {
+        ("reference", "measured")
+    }
 
 
 def test_what_counts_as_measured_is_any_that_this_device_has():
