@@ -27,25 +27,19 @@ _NAMES = {
     "mlp.down_proj": "ffn_down", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down",
 }  # fmt: skip
 _NORMS = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
-}
+}  # fmt: skip
 _KEYS = {
-    "hidden_size": "embedding_length",
-    "num_hidden_layers": "block_count",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "max_position_embeddings": "context_length",
-    "rope_theta": "rope.freq_base",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "layer_norm_eps": "attention.layer_norm_epsilon",
-    "head_dim": "attention.key_length",
+    "hidden_size": "embedding_length", "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv", "max_position_embeddings": "context_length",
+    "rope_theta": "rope.freq_base", "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon", "head_dim": "attention.key_length",
     "sliding_window": "attention.sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
-}
+}  # fmt: skip
 
 
 def blocks(x: np.ndarray, kind: str) -> tuple[bytes, np.ndarray]:

@@ -19,15 +19,8 @@ from mlx_qlayers.runtime.tracing import trace
 
 PATH = Path(__file__).parent / "data" / "step_launches.json"
 NAMES = (
-    "qwen2",
-    "llama",
-    "phi3",
-    "gemma3_text",
-    "qwen3_moe",
-    "gpt_oss",
-    "deepseek_v3",
-    "qwen3_next",
-)
+    "qwen2", "llama", "phi3", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next",
+)  # fmt: skip
 
 
 @contextmanager

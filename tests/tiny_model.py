@@ -15,19 +15,11 @@ kinds of wild animals. One day he sent out a huntsman to shoot him a roe, but he
 back. Perhaps some accident has befallen him, said the king, and the next day he sent out two more
 huntsmen who were to search for him, but they too stayed away."""
 CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "intermediate_size": 192,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 128,
+    "num_hidden_layers": 2, "intermediate_size": 192, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "max_position_embeddings": 512, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 
 def save_tiny_model(

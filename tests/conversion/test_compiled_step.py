@@ -28,23 +28,10 @@ APPENDING = ["gemma3_text", "gpt_oss", "qwen3_moe", "qwen3_next", "mamba2", "gem
 APPENDING += ["ministral3"]
 # One of each kind of block: norms on both sides, experts, states, latent keys, sinks, rings.
 NAMES = [
-    *APPENDING,
-    "gemma2",
-    "phi3",
-    "deepseek_v3",
-    "cohere2",
-    "baichuan_m1",
-    "gemma4_text",
-    "nemotron_h",
-    "nemotron-nas",
-    "mistral3",
-    "deepseek_v32",
-    "gemma3n",
-    "gpt_bigcode",
-    "llama4",
-    "afm7",
-    "spark2_5",
-]
+    *APPENDING, "gemma2", "phi3", "deepseek_v3", "cohere2", "baichuan_m1", "gemma4_text",
+    "nemotron_h", "nemotron-nas", "mistral3", "deepseek_v32", "gemma3n", "gpt_bigcode", "llama4",
+    "afm7", "spark2_5",
+]  # fmt: skip
 DECODED = [kind for kind in KINDS if kind != "none"]
 
 

@@ -24,16 +24,10 @@ from mlx_qlayers.conversion.gguf_tokenizer import save_tokenizer
 from tests.numerics import assert_same_model
 
 CONFIG: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
-    "head_dim": 16,
-}
+    "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "max_position_embeddings": 512, "head_dim": 16,
+}  # fmt: skip
 GEMMA = CONFIG | {"head_dim": 32, "rms_norm_eps": 1e-6}
 PHI2 = {k: v for k, v in CONFIG.items() if k not in ("rms_norm_eps", "num_key_value_heads")}
 PHI2 |= {"layer_norm_eps": 1e-5, "num_key_value_heads": 4, "partial_rotary_factor": 0.5}

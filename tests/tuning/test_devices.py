@@ -56,16 +56,10 @@ LAUNCH, CALL, PYTHON, COMPILER, TRACE = 4e-6, 3e-4, 1e-5, 0.04, 0.2
 # Kernels beside stock: times that are sure at once, and one in eight that takes all repeats.
 RATIOS = 0.965, *(0.7,) * 4, *(1.2,) * 3
 QWEN = {
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "num_hidden_layers": 2,
-    "intermediate_size": 18944,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 152064,
+    "model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 2, "intermediate_size": 18944,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "vocab_size": 152064,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 
 
 class Mac:

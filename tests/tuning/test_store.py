@@ -60,15 +60,9 @@ def test_what_was_saved_is_found_in_its_own_types(folder):
 
 
 DAMAGED = [
-    "",
-    "{",
-    "[]",
-    "[" * 100_000,
-    '{"device": "gpu"}',
-    '{"device": "gpu", "entries": []}',
-    '{"device": "other", "entries": {}}',
-    "\x00\x01\x02",
-]
+    "", "{", "[]", "[" * 100_000, '{"device": "gpu"}', '{"device": "gpu", "entries": []}',
+    '{"device": "other", "entries": {}}', "\x00\x01\x02",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", DAMAGED, ids=range(len(DAMAGED)))
