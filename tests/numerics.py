@@ -13,12 +13,7 @@ import numpy as np
 
 FACTOR = 2.0
 # Spacing of floating-point numbers above 1.
-EPSILON = {
-    mx.float64: 2.0**-52,
-    mx.float32: 2.0**-23,
-    mx.float16: 2.0**-10,
-    mx.bfloat16: 2.0**-7,
-}
+EPSILON = {mx.float64: 2.0**-52, mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
 # The same in units of float32's, in which sums of terms count roundings.
 IN_FLOAT32 = {dtype: unit / EPSILON[mx.float32] for dtype, unit in EPSILON.items()}
 # Roundings that an element of a float32 function may carry into a finite difference.

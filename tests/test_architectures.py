@@ -23,13 +23,7 @@ from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from numerics import FACTOR, assert_same_model, to64
 
-from mlx_qlayers import (
-    ConversionReport,
-    FusedAttention,
-    QLinear,
-    convert_model,
-    revert_model,
-)
+from mlx_qlayers import ConversionReport, FusedAttention, QLinear, convert_model, revert_model
 from mlx_qlayers.conversion import attention_patch
 from mlx_qlayers.layers.multi_linear import QMultiLinear
 from mlx_qlayers.layers.qlinear import QEmbedding
@@ -192,11 +186,7 @@ def test_every_class_that_calls_the_shared_function_is_patched():
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        ("qwen2", mx.bfloat16),
-        ("deepseek_v2", mx.float16),
-        ("gpt_oss", mx.bfloat16),
-    ],
+    [("qwen2", mx.bfloat16), ("deepseek_v2", mx.float16), ("gpt_oss", mx.bfloat16)],
     ids=str,
 )
 def test_half_precision_is_no_less_accurate_than_stock(name, dtype):

@@ -31,9 +31,7 @@ CONFIG: dict[str, Any] = tiny_model.CONFIG | {
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]])
 PROMPT = TOKENS[0]
 TOKENIZER = SimpleNamespace(
-    eos_token_ids=[],
-    decode=lambda ids: " ".join(map(str, ids)),
-    save_pretrained=lambda path: None,
+    eos_token_ids=[], decode=lambda ids: " ".join(map(str, ids)), save_pretrained=lambda path: None
 )
 ADAPTER: dict[str, Any] = {"rank": 4, "scale": 2.0, "dropout": 0.0}
 LORA_KEYS = ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]

@@ -31,11 +31,7 @@ NOT_RUN = {"mlx_qlayers.runtime.capture.capture"}
 NAMES = {"mx": mx, "nn": nn} | {name: getattr(mlx_qlayers, name) for name in mlx_qlayers.__all__}
 BLOCK = re.compile(r"^ *```(python|sh)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 PRINTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
-SAYS = {
-    "README.md": "49 swapped",
-    "CONTRIBUTING.md": "60 bytes read",
-    "models.md": "sons",
-}
+SAYS = {"README.md": "49 swapped", "CONTRIBUTING.md": "60 bytes read", "models.md": "sons"}
 PAGES = [
     pytest.param(page, marks=pytest.mark.slow if page.name == "models.md" else ())
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))
@@ -47,10 +43,7 @@ PAGES = [
 def elsewhere(plain_model, tmp_path, monkeypatch):
     """A folder with ``models``, and a cache of the Hub that holds small models by known names."""
     (tmp_path / "models").symlink_to(ROOT / "models")
-    hub = {
-        "Qwen--Qwen2-7B-Instruct-MLX": shipped_model(),
-        "Qwen--Qwen2-0.5B-Instruct": plain_model,
-    }
+    hub = {"Qwen--Qwen2-7B-Instruct-MLX": shipped_model(), "Qwen--Qwen2-0.5B-Instruct": plain_model}
     for name, model in hub.items():
         repository = tmp_path / "hub" / f"models--{name}"
         shutil.copytree(model, repository / "snapshots" / ("0" * 40))

@@ -40,10 +40,7 @@ def test_without_config_they_stay():
 
 def test_the_global_format_does_not_touch_what_a_checkpoint_left_alone():
     model = nn.Sequential(nn.Linear(64, 64), nn.QuantizedLinear(64, 64))
-    assert convert_model(model, config={"quantization": BASE}).counts == {
-        "left": 1,
-        "swapped": 1,
-    }
+    assert convert_model(model, config={"quantization": BASE}).counts == {"left": 1, "swapped": 1}
     named = {"quantization": BASE | {"layers.0": {"bits": 8}}}
     assert convert_model(model, config=named).rows[0].bits == 8
 

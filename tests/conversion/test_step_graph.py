@@ -145,10 +145,7 @@ def test_a_small_model(name, others, none):
     assert starting(found) == others and not found.keys() & none
 
 
-@pytest.mark.parametrize(
-    ("name", "batch", "bits"),
-    [("qwen3_moe", 1, 0), ("phi3", 2, 8)],
-)
+@pytest.mark.parametrize(("name", "batch", "bits"), [("qwen3_moe", 1, 0), ("phi3", 2, 8)])
 def test_a_token_behind_another_takes_python_few_calls(name, batch, bits):
     """As many for all layers, but for one that goes through their caches."""
     found = []

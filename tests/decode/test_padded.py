@@ -12,16 +12,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from numerics import assert_same_model
 from python_calls import on
 from small_qwen import qwen
-from stepping import (
-    KINDS,
-    TOKENS,
-    ByGraph,
-    Stepped,
-    assert_same,
-    begun,
-    sequences,
-    state,
-)
+from stepping import KINDS, TOKENS, ByGraph, Stepped, assert_same, begun, sequences, state
 
 from mlx_qlayers.decode import engine
 from mlx_qlayers.decode.forms import PaddedForm

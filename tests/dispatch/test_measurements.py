@@ -9,12 +9,7 @@ from stored_results import FMT, OTHER, QUESTION, TIMES, heuristic, keep
 from threads import switching
 
 from mlx_qlayers import explain, use_backend
-from mlx_qlayers.dispatch.measurements import (
-    configure,
-    found,
-    questions,
-    untuned,
-)
+from mlx_qlayers.dispatch.measurements import configure, found, questions, untuned
 from mlx_qlayers.formats import Format
 from mlx_qlayers.measurements import entries
 from mlx_qlayers.measurements.store import clear

@@ -23,13 +23,7 @@ def test_what_is_inside_is_captured(calls, tmp_path):
     with capture(path) as given:
         calls.append(("work",))
     assert given == path
-    assert calls == [
-        ("synchronize",),
-        ("start", str(path)),
-        ("work",),
-        ("synchronize",),
-        ("stop",),
-    ]
+    assert calls == [("synchronize",), ("start", str(path)), ("work",), ("synchronize",), ("stop",)]
 
 
 def test_an_error_inside_ends_the_capture(calls, tmp_path):

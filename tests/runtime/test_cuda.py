@@ -169,11 +169,7 @@ def test_the_text_compiled_off_the_gpu_is_mlx_own(capfd):
     }
     name, text = text_of(declaration, launch)
     mx.fast.cuda_kernel(**declaration)(
-        **launch,
-        grid=(1, 1, 1),
-        threadgroup=(1, 1, 1),
-        output_shapes=[(1,), (1,)],
-        verbose=True,
+        **launch, grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=[(1,), (1,)], verbose=True
     )
     printed = capfd.readouterr().out
     assert f"`{name.split('::')[-1]}`" in printed

@@ -59,10 +59,7 @@ def test_leftovers_go_and_work_in_progress_stays(tmp_path):
         other.mkdir()
     with staged_directory(target) as first:
         assert not leftover.exists()
-        with (
-            pytest.raises(FileExistsError),
-            staged_directory(target) as second,
-        ):
+        with pytest.raises(FileExistsError), staged_directory(target) as second:
             assert first.exists() and second != first
             target.mkdir()
             (target / "file").touch()

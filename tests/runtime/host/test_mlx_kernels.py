@@ -230,13 +230,7 @@ def test_steel_attention(causal, dtype, record_property):
         *(s for row in strides for s in row),
     )
     out = mk.empty((1, h, length, d), dtype)
-    mk.run(
-        loaded,
-        {"Q": q, "K": k, "V": v, "params": params},
-        {"O": out},
-        (nq, h, 1),
-        (32, 4, 1),
-    )
+    mk.run(loaded, {"Q": q, "K": k, "V": v, "params": params}, {"O": out}, (nq, h, 1), (32, 4, 1))
     error = mk.error(mk.float64(out, dtype), truth, dtype)
     case = f"{t}, {'causal' if causal else 'no mask'}"
     note(record_property, "steel_attention", case, error, dtype)

@@ -38,11 +38,7 @@ def _affine(bits: int, group: int, dtype: mx.Dtype, plain: bool, layout: str) ->
 
 
 @pytest.mark.parametrize(
-    ("bits", "group", "dtype", "plain"),
-    [
-        (4, 64, mx.float16, False),
-        (3, 32, mx.bfloat16, True),
-    ],
+    ("bits", "group", "dtype", "plain"), [(4, 64, mx.float16, False), (3, 32, mx.bfloat16, True)]
 )
 def test_affine(bits, group, dtype, plain, record_property):
     error = _affine(bits, group, dtype, plain, "m5")
