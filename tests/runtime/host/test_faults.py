@@ -21,8 +21,9 @@ using namespace metal;
 kernel void faulty(
     const device float* x [[buffer(0)]], device float* y [[buffer(1)]],
     device atomic_uint* counter [[buffer(2)]], constant int& n [[buffer(3)]],
-    uint i [[thread_position_in_grid]], uint t [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]], uint group [[threadgroup_position_in_grid]]) {
+    constant int& which [[buffer(4)]], uint i [[thread_position_in_grid]],
+    uint t [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
+    uint group [[threadgroup_position_in_grid]]) {
 """
 
 
@@ -160,19 +161,21 @@ PLANTED = (
 )  # fmt: skip
 
 
+# Those without memory of a threadgroup, which would share it, are one kernel: it is compiled once.
+TOGETHER = [p for p in PLANTED if not re.search("threadgroup (float|half)", p.body)]
+_CASES = "".join(f"case {i}: {{ {each.body} }} break;\n" for i, each in enumerate(TOGETHER))
+
+
 def run(planted: Planted) -> None:
-    kernel = host.compile_source(_BEFORE + planted.body + "\n}", "faulty", checked=True)
-    y = np.zeros(64, np.float32)
-    buffers = {0: np.arange(64, dtype=np.float32), 1: y, 2: np.zeros(1, np.uint32), 3: np.int32(64)}
+    body, case = planted.body, 0
+    if planted in TOGETHER:
+        body, case = f"switch (which) {{\n{_CASES}}}", TOGETHER.index(planted)
+    kernel = host.compile_source(f"{_BEFORE}{body}\n}}", "faulty", checked=True)
+    numbers, y = np.arange(64, dtype=np.float32), np.zeros(64, np.float32)
+    buffers = {0: numbers, 1: y, 2: np.zeros(1, np.uint32), 3: np.int32(64), 4: np.int32(case)}
     grid, group = planted.threads
-    kernel.run(
-        buffers,
-        (grid, 1, 1),
-        (group, 1, 1),
-        writes=[1, 2],
-        fresh=[1] if planted.fresh else [],
-        budget=planted.budget,
-    )
+    options = {"fresh": [1] if planted.fresh else [], "budget": planted.budget}
+    kernel.run(buffers, (grid, 1, 1), (group, 1, 1), writes=[1, 2], **options)
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda p: p.name)
@@ -220,7 +223,10 @@ def test_what_is_allowed():
     y, counter = np.zeros(64, np.float32), np.zeros(1, np.uint32)
     x = np.arange(64, dtype=np.float32)
     counters = kernel.run(
-        {0: x, 1: y, 2: counter, 3: np.int32(64)}, (64, 1, 1), (64, 1, 1), writes=[1, 2]
+        {0: x, 1: y, 2: counter, 3: np.int32(64), 4: np.int32(0)},
+        (64, 1, 1),
+        (64, 1, 1),
+        writes=[1, 2],
     )
     assert counter[0] == 50 and y[63] == 5 and np.array_equal(y[:50], x[49::-1])
     assert counters is not None and counters.same_value_writes == 49

@@ -93,7 +93,7 @@ def _check_affine(
 @pytest.mark.parametrize(
     ("kernel", "dtype", "bits", "group"),
     [
-        *in_turn(pairwise(KERNELS, DTYPES), (2, 3, 4, 5, 6, 8), (32, 64, 128)),
+        *in_turn(pairwise(KERNELS), DTYPES, (2, 3, 4, 5, 6, 8), (32, 64, 128)),
         pytest.param("qmv_quad", mx.float16, 4, 64),
     ],
     ids=str,
@@ -107,9 +107,13 @@ def test_affine_in_the_fast_build(kernel, record_property):
     _check_affine(kernel, 4, 64, mx.float16, record_property, checked=False)
 
 
-@pytest.mark.parametrize("kernel", ["fp_qmv_fast", "fp_qmv", "fp_qmv_wide"])
 @pytest.mark.parametrize(
-    ("mode", "group", "bits"), [("mxfp4", 32, 4), ("mxfp8", 32, 8), ("nvfp4", 16, 4)]
+    ("kernel", "mode", "group", "bits"),
+    [
+        ("fp_qmv_fast", "mxfp4", 32, 4),
+        ("fp_qmv", "mxfp8", 32, 8),
+        ("fp_qmv_wide", "nvfp4", 16, 4),
+    ],
 )
 def test_fp(kernel, mode, group, bits, record_property):
     n, k, m = (24, 1024, 1) if kernel == "fp_qmv_fast" else (21, 384, 3)
