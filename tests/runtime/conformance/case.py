@@ -140,6 +140,34 @@ def kernel(
     )
 
 
+def case(
+    file: str,
+    name: str,
+    inputs: str,
+    arrays: Sequence[mx.array],
+    parts: Rows,
+    size: int | tuple[int, int, int],
+    group: int | tuple[int, int, int] = 32,
+    *,
+    atomic: bool = False,
+    what: str = "",
+    ulp: dict[str, float] | None = None,
+    init_value: float | None = None,
+    output: str = "out",
+    contiguous: bool = True,
+    **template: bool | int | mx.Dtype,
+) -> Case:
+    """A launch with one output."""
+    dtypes = [dtype_name(d) for d in template.values() if isinstance(d, mx.Dtype)]
+    what = what or "".join(f"[{dtype}]" for dtype in dtypes)
+    made = kernel(file, name, inputs, output, " ".join(template), atomic, contiguous)
+    grid, threadgroup = ((n, 1, 1) if isinstance(n, int) else n for n in (size, group))
+    arrays = [*map(mx.array, arrays)]
+    return Case(
+        name + what, made, arrays, [parts], grid, threadgroup, template, ulp or {}, init_value
+    )
+
+
 def to_numpy(x: mx.array) -> np.ndarray:
     """The values of an array, flattened; NumPy has no bfloat16."""
     flat = x.reshape(-1)

@@ -1,14 +1,15 @@
 """SIMD-group and quad-group functions."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
-from .case import ROUND, Case, Rows, dtype_name, kernel
+from .case import ROUND, Case, case
 
 THREADS = 64
-_FILE = "simd.metal"
+_case = partial(case, "simd.metal", size=THREADS, group=THREADS)
 _NUMBERS = (mx.float32, mx.float16, mx.int32, mx.uint32, mx.int16)
 
 
@@ -21,19 +22,6 @@ def cases() -> Iterator[Case]:
         for dtype in (mx.int32, mx.uint32, mx.uint8):
             yield _bits(group, width, dtype)
     yield from _others()
-
-
-def _case(name: str, inputs: str, arrays: list[mx.array], rows: Rows, **template: mx.Dtype) -> Case:
-    suffix = "".join(f"[{dtype_name(d)}]" for d in template.values())
-    return Case(
-        name + suffix,
-        kernel(_FILE, name, inputs, template=" ".join(template)),
-        arrays,
-        [rows],
-        grid=(THREADS, 1, 1),
-        threadgroup=(THREADS, 1, 1),
-        template=dict(template),
-    )
 
 
 def _groups(x: np.ndarray, width: int, f: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -190,18 +178,10 @@ def _short() -> Case:
     """Twelve threads: one SIMD group that is not full, in each of two threadgroups."""
     x = np.arange(24, dtype=np.float32)
     first = x < 12
-    return Case(
-        "short_simdgroup",
-        kernel(_FILE, "short_simdgroup", "x"),
-        [mx.array(x)],
-        [
-            {
-                "sum": np.where(first, x[:12].sum(), x[12:].sum()),
-                "max": np.where(first, 11, 23),
-                "broadcast_first": np.where(first, 0, 12),
-                "any": np.where(first, 1, 0),
-            }
-        ],
-        grid=(24, 1, 1),
-        threadgroup=(12, 1, 1),
-    )
+    rows = {
+        "sum": np.where(first, x[:12].sum(), x[12:].sum()),
+        "max": np.where(first, 11, 23),
+        "broadcast_first": np.where(first, 0, 12),
+        "any": np.where(first, 1, 0),
+    }
+    return _case("short_simdgroup", "x", [mx.array(x)], rows, size=24, group=12)

@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator
 
-import mlx.core as mx
 import numpy as np
 
-from .case import Case, Rows, kernel
+from .case import Case, Rows, case
 
 N = 256
-_FILE = "math.metal"
 
 # Units in the last place allowed to plain and precise:: functions. The least of what libm on the
 # host, CUDA's single-precision functions and the Metal specification promise would be 4 for most.
@@ -93,15 +91,8 @@ def cases() -> Iterator[Case]:
 
 
 def _case(name: str, inputs: list[np.ndarray], rows: Rows, ulp: dict[str, float]) -> Case:
-    return Case(
-        name,
-        kernel(_FILE, name, "x y" if len(inputs) == 2 else "x"),
-        [mx.array(x) for x in inputs],
-        [rows],
-        grid=(inputs[0].size, 1, 1),
-        threadgroup=(32, 1, 1),
-        ulp=ulp,
-    )
+    names = "x y" if len(inputs) == 2 else "x"
+    return case("math.metal", name, names, inputs, rows, inputs[0].size, ulp=ulp)
 
 
 def _exact() -> Case:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 
-from .case import ROUND, Case, Rows, dtype_name, kernel
+from .case import ROUND, Case, Rows, case, dtype_name, kernel
 
 _FILE = "matrix.metal"
 
@@ -48,15 +48,7 @@ def _loads(dtype: mx.Dtype) -> Case:
     for name, part in (("", x[:, :8]), ("_transposed", x[:8, :16].T)):
         for space in ("device", "threadgroup"):
             rows[f"load_right{name} {space}"] = part
-    return Case(
-        f"fragment_loads[{dtype_name(dtype)}]",
-        kernel(_FILE, "fragment_loads", "x", template="T"),
-        [mx.array(x).astype(dtype)],
-        [rows],
-        grid=(32, 1, 1),
-        threadgroup=(32, 1, 1),
-        template={"T": dtype},
-    )
+    return case(_FILE, "fragment_loads", "x", [mx.array(x).astype(dtype)], rows, 32, T=dtype)
 
 
 def _products(dtype: mx.Dtype, *, exact: bool) -> Case:
@@ -101,15 +93,7 @@ def _products(dtype: mx.Dtype, *, exact: bool) -> Case:
 
 
 def _one(name: str, dtype: mx.Dtype, a: np.ndarray, b: np.ndarray, rows: Rows) -> Case:
-    return Case(
-        f"{name}[{dtype_name(dtype)}]",
-        kernel(_FILE, name, "a b", template="T"),
-        [mx.array(a).astype(dtype), mx.array(b).astype(dtype)],
-        [rows],
-        grid=(32, 1, 1),
-        threadgroup=(32, 1, 1),
-        template={"T": dtype},
-    )
+    return case(_FILE, name, "a b", [mx.array(x).astype(dtype) for x in (a, b)], rows, 32, T=dtype)
 
 
 def _special(dtype: mx.Dtype) -> Case:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 
-from .case import ROUND, Case, dtype_name, kernel
+from .case import ROUND, Case, case
 
 _FILE = "memory.metal"
 _ATTRIBUTES = (
@@ -51,16 +51,8 @@ def _atomics() -> Iterator[Case]:
             "store": 2 * x,
         }
         rows = {name: ROUND[dtype](np.atleast_1d(value)) for name, value in cells.items()}
-        yield Case(
-            f"atomic_integers[{dtype_name(dtype)}]",
-            kernel(_FILE, "atomic_integers", "x", "cells", "T", atomic=True),
-            [mx.array(ROUND[dtype](x))],
-            [rows],
-            grid=(n, 1, 1),
-            threadgroup=(64, 1, 1),
-            template={"T": dtype},
-            init_value=fill,
-        )
+        counted = "atomic_integers", "x", [ROUND[dtype](x)], rows
+        yield case(_FILE, *counted, n, 64, output="cells", atomic=True, init_value=fill, T=dtype)
     x = rng.integers(-500, 1000, n)
     cells = {
         "fetch_add": fill + x.sum(),
@@ -70,25 +62,13 @@ def _atomics() -> Iterator[Case]:
         "compare_exchange_weak": x.max(),
         "store": 2 * x,
     }
-    yield Case(
-        "atomic_floats",
-        kernel(_FILE, "atomic_floats", "x", "cells", atomic=True),
-        [mx.array(x.astype(np.float32))],
-        [{name: np.atleast_1d(value) for name, value in cells.items()}],
-        grid=(n, 1, 1),
-        threadgroup=(64, 1, 1),
-        init_value=fill,
-    )
+    rows = {name: np.atleast_1d(value) for name, value in cells.items()}
+    counted = "atomic_floats", "x", [x.astype(np.float32)], rows
+    yield case(_FILE, *counted, n, 64, output="cells", atomic=True, init_value=fill)
     x = rng.integers(0, 5000, n).astype(np.int32)
-    yield Case(
-        "atomic_threadgroup",
-        kernel(_FILE, "atomic_threadgroup", "x", "counts", atomic=True),
-        [mx.array(x)],
-        [{"histogram": np.bincount(x % 16, minlength=16), "fetch_max": x.max(keepdims=True)}],
-        grid=(n, 1, 1),
-        threadgroup=(64, 1, 1),
-        init_value=0,
-    )
+    rows = {"histogram": np.bincount(x % 16, minlength=16), "fetch_max": x.max(keepdims=True)}
+    counted = "atomic_threadgroup", "x", [x], rows
+    yield case(_FILE, *counted, n, 64, output="counts", atomic=True, init_value=0)
 
 
 def _barriers() -> Case:
@@ -102,64 +82,42 @@ def _barriers() -> Case:
         "simdgroup_barrier": x[:, np.arange(128) ^ 1],
         "16-byte threadgroup memory": wide,
     }
-    return Case(
-        "barriers",
-        kernel(_FILE, "barriers", "x"),
-        [mx.array(x.ravel())],
-        [rows],
-        grid=(256, 1, 1),
-        threadgroup=(128, 1, 1),
-    )
+    return case(_FILE, "barriers", "x", [x.ravel()], rows, 256, 128)
 
 
 def _inputs() -> Iterator[Case]:
     rng = np.random.default_rng(5)
     for dtype in (mx.float32, mx.float16, mx.bfloat16, mx.uint8, mx.int64):
         x = mx.array(rng.integers(0, 100, 1024)).astype(dtype)
-        yield Case(
-            f"wide_loads[{dtype_name(dtype)}]",
-            kernel(_FILE, "wide_loads", "x", template="T"),
-            [x],
-            [{"16 bytes": np.array(x.astype(mx.float32 if dtype == mx.bfloat16 else dtype))}],
-            grid=(1024 * dtype.size // 16, 1, 1),
-            threadgroup=(16, 1, 1),
-            template={"T": dtype},
-        )
-    for dtype, rows, negate in (
+        rows = {"16 bytes": np.array(x.astype(mx.float32 if dtype == mx.bfloat16 else dtype))}
+        yield case(_FILE, "wide_loads", "x", [x], rows, 1024 * dtype.size // 16, 16, T=dtype)
+    for dtype, times, negate in (
         (mx.float16, 3, True),
         (mx.bfloat16, 0, False),
         (mx.int32, 7, True),
     ):
         v = rng.integers(-8, 8, 40).astype(np.float32)
         tenth, small = np.float32(0.1), np.float32(1e-3)
-        yield Case(
-            f"constant_inputs[{dtype_name(dtype)}, {rows}, {negate}]",
-            kernel(_FILE, "constant_inputs", "coefficients shift x", template="T rows negate"),
-            [mx.array([1.0, 0.5, 0.25]), mx.array(5, mx.int32), mx.array(v).astype(dtype)],
-            [
-                {
-                    "constant pointer": 1 + v * (0.5 + v * 0.25),
-                    "constant reference": v + 5,
-                    "constant table": v * np.tile([0.5, 0.25, 0.125, 2.0], 10),
-                    "template values": v * rows * (-1 if negate else 1),
-                    "float literals": tenth * v + small,
-                }
-            ],
-            grid=(40, 1, 1),
-            threadgroup=(8, 1, 1),
-            template={"T": dtype, "rows": rows, "negate": negate},
+        rows = {
+            "constant pointer": 1 + v * (0.5 + v * 0.25),
+            "constant reference": v + 5,
+            "constant table": v * np.tile([0.5, 0.25, 0.125, 2.0], 10),
+            "template values": v * times * (-1 if negate else 1),
+            "float literals": tenth * v + small,
+        }
+        given = [mx.array([1.0, 0.5, 0.25]), mx.array(5, mx.int32), mx.array(v).astype(dtype)]
+        yield case(
+            *(_FILE, "constant_inputs", "coefficients shift x", given, rows, 40, 8),
             # Contracted into a multiply-add or not.
             ulp={"float literals": 1},
+            T=dtype,
+            rows=times,
+            negate=negate,
         )
     x = rng.standard_normal((3, 5, 4)).astype(np.float32)
-    yield Case(
-        "strides",
-        kernel(_FILE, "strides", "x", contiguous=False),
-        [mx.array(x).transpose(2, 0, 1)],
-        [{"elem_to_loc": x.transpose(2, 0, 1).ravel() + np.float32(3)}],
-        grid=(60, 1, 1),
-        threadgroup=(20, 1, 1),
-    )
+    rows = {"elem_to_loc": x.transpose(2, 0, 1).ravel() + np.float32(3)}
+    given = [mx.array(x).transpose(2, 0, 1)]
+    yield case(_FILE, "strides", "x", given, rows, 60, 20, contiguous=False)
 
 
 def _attributes() -> Case:
@@ -187,14 +145,8 @@ def _attributes() -> Case:
         packed([same * n for n in size]),
         same * (2 + 100 * 32 + 7),
     ]
-    return Case(
-        "attributes",
-        kernel(_FILE, "attributes", "x"),
-        [mx.full((8,), 7, mx.int32)],
-        [dict(zip(_ATTRIBUTES, rows, strict=True))],
-        grid=size,
-        threadgroup=group,
-    )
+    found = dict(zip(_ATTRIBUTES, rows, strict=True))
+    return case(_FILE, "attributes", "x", [mx.full((8,), 7, mx.int32)], found, size, group)
 
 
 def _surplus() -> Iterator[Case]:
@@ -206,13 +158,8 @@ def _surplus() -> Iterator[Case]:
     ):
         n = size[0] * size[1]
         x = np.random.default_rng(n).standard_normal(max(n, 8)).astype(np.float32)
-        yield Case(
-            f"surplus[{size[0]} x {size[1]} in {group[0]} x {group[1]}]",
-            kernel(_FILE, "surplus", "x"),
-            [mx.array(x)],
-            # A guard band behind the grid stays as it was filled.
-            [{"grid": x[:n] + np.float32(1), "untouched": np.full(64, -5.0)}],
-            grid=(*size, 1),
-            threadgroup=(*group, 1),
-            init_value=-5.0,
-        )
+        # A guard band behind the grid stays as it was filled.
+        rows = {"grid": x[:n] + np.float32(1), "untouched": np.full(64, -5.0)}
+        what = f"[{size[0]} x {size[1]} in {group[0]} x {group[1]}]"
+        given = "surplus", "x", [x], rows, (*size, 1), (*group, 1)
+        yield case(_FILE, *given, what=what, init_value=-5.0)

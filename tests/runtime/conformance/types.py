@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterator
 import mlx.core as mx
 import numpy as np
 
-from .case import ROUND, Case, Rows, dtype_name, kernel
+from .case import ROUND, Case, Rows, case
 
 N = 96
-_FILE = "types.metal"
 _F32 = np.float32
 
 
@@ -27,16 +26,8 @@ def cases() -> Iterator[Case]:
 
 
 def _case(name: str, arrays: list[mx.array], rows: Rows, **template: mx.Dtype) -> Case:
-    suffix = "".join(f"[{dtype_name(d)}]" for d in template.values())
-    return Case(
-        name + suffix,
-        kernel(_FILE, name, "x y" if len(arrays) > 1 else "x", template=" ".join(template)),
-        arrays,
-        [rows],
-        grid=(N, 1, 1),
-        threadgroup=(32, 1, 1),
-        template=dict(template),
-    )
+    inputs = "x y" if len(arrays) > 1 else "x"
+    return case("types.metal", name, inputs, arrays, rows, N, **template)
 
 
 def _values(dtype: mx.Dtype, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -67,8 +58,7 @@ def _narrow(dtype: mx.Dtype) -> Case:
         "as_type": -a,
     }
     arrays = [mx.array(a).astype(dtype), mx.array(b).astype(dtype)]
-    case = _case("narrow_arithmetic", arrays, rows, T=dtype)
-    return case
+    return _case("narrow_arithmetic", arrays, rows, T=dtype)
 
 
 def _widening(dtype: mx.Dtype) -> Case:
