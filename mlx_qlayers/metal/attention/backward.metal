@@ -34,7 +34,7 @@
 #include "score_output.metal"
 #include "score_tile.metal"
 
-// What the two kernels over queries share: sums of d_q, or the gradient of the scores.
+// The loop that both kernels over queries share: it computes d_q, or the gradient of the scores.
 template <
     typename T,
     typename M,
@@ -120,7 +120,7 @@ METAL_FUNC void query_gradients(
   tile_reader<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, DIRECT> value_reader;
   key_reader.rows = k_rows;
   value_reader.rows = v_rows;
-  // Nothing is read behind the last key that one of the queries sees.
+  // Keys after the last one that a query of the tile sees are not read.
   key_reader.rows.count = value_reader.rows.count = last;
   key_reader.skip(first);
   value_reader.skip(first);
@@ -131,7 +131,7 @@ METAL_FUNC void query_gradients(
   const device M* mask_now = mask_from<false>(rule, first);
   for (int key = first; key < last; key += TILE) {
     if (!DIRECT) {
-      // Behind this nobody uses the last tiles any more.
+      // After this barrier no SIMD group reads the last tiles any more.
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     if (LATE) {

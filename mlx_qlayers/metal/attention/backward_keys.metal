@@ -88,7 +88,7 @@ template <
   threadgroup float2 exchange[PARTS];
   threadgroup float2 shared[SHARED];
   threadgroup float2 all_statistics[PLACES / 2 * STATISTICS];
-  // The queries, and this far behind them their cotangents.
+  // The queries; their cotangents are this many elements further.
   threadgroup T* tile = reinterpret_cast<threadgroup T*>(tiles.pack);
   threadgroup float2* statistics = all_statistics;
   constexpr int OTHER = ALTERNATE ? 0 : ELEMENTS;
@@ -129,7 +129,7 @@ template <
     d_reader.skip(first);
     if (AHEAD) {
       if (TWICE) {
-        // What was fetched behind the last tile of another head must not arrive later.
+        // Copies that were started beyond the last tile of the previous head must not arrive later.
         wait_for_copies<0>();
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
@@ -138,7 +138,7 @@ template <
     }
     const device M* mask_now = mask_from<true>(rule, first);
     for (int query = first; query < last; query += TILE) {
-      // Behind this nobody uses the last tiles any more.
+      // After this barrier no SIMD group reads the last tiles any more.
       if (!TWICE) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
@@ -202,7 +202,7 @@ template <
       mask_now += mask_step<true>(rule, TILE);
       if (ROLES == 2) {
         threadgroup float2* place = shared + (block * 2 * BLOCKS * COUNT * 32 + lane);
-        // All slices have the same; one passes it on.
+        // All slices hold the same values; one of them shares them.
         if (role == 0 && slice == 0) {
 #pragma unroll
           for (int i = 0; i < 2 * BLOCKS * COUNT; i++) {

@@ -45,7 +45,7 @@ METAL_FUNC ulong rows_of_sums(constant int* sizes, bool grouped) {
   return whole_tiles(sizes[QUERIES]) * sizes[HEADS] + (grouped ? 2 * of_keys : 0);
 }
 
-// What lowers the scores of each of TILE queries, and behind that their deltas.
+// The log-sum-exps of TILE queries, followed by their deltas.
 template <int TILE>
 METAL_FUNC void put_statistics(threadgroup float2* to, float2 one, uint thread_index) {
   if (thread_index < TILE) {
@@ -226,7 +226,7 @@ template <
   bool counted = thread_index < TILE;
   int i = first + int(thread_index);
   float2 held = counted && i < last ? of_queries[i] : float2(BLANK, 0.0f);
-  // Scores need no values yet.
+  // The scores do not need the values yet.
   k_reader.template put<2, false>(keys, thread_index);
   reader.template put<2>(first_tile, thread_index);
   put_statistics<TILE>(first_statistics, held, thread_index);
@@ -237,7 +237,7 @@ template <
   left_fragment<T> left[SEEN / 16], d_left[SEEN / 16];
   clear<COLUMNS>(d_keys);
   clear<COLUMNS>(d_values);
-  // They are there before the first product begins.
+  // They have arrived before the first product begins.
   finish_products<0, COLUMNS>(d_keys);
   finish_products<0, COLUMNS>(d_values);
   left_fragment<T> own_keys[KEPT ? STEPS : 1], own_values[KEPT ? STEPS : 1];
@@ -272,7 +272,7 @@ template <
     threadgroup T* next = first_tile + turn * 2 * OTHER;
     reader.skip(TILE);
     d_reader.skip(TILE);
-    // Nobody uses what was there before any more.
+    // No SIMD group reads the previous contents any more.
     reader.fetch(next, thread_index);
     d_reader.fetch(next + OTHER, thread_index);
     i += TILE;
@@ -309,7 +309,7 @@ template <
       left_fragment<T> seen = d_left[i];
 #pragma unroll
       for (int p = 0; p < 4; p++) {
-        // What keys that there are not would give may be infinite.
+        // Keys beyond the last one may give infinite products.
         uint pair = as_type<uint>(seen.part[p]);
         pair = own + fragment_row(lane) + p % 2 * 8 < rule.keys ? pair : 0u;
         seen.part[p] = as_type<metal::vec<T, 2>>(pair);
@@ -343,7 +343,7 @@ template <
           d_keys, d_scores_now, mine, now, first_column, lane);
       finish_products<1, COLUMNS>(d_values);
     }
-    // Behind the last tile there are zeros.
+    // Rows beyond the last tile are zeros.
     if (KEPT) {
       begin_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(
           scores, own_keys, next + seen_first, 0, lane);
@@ -356,7 +356,7 @@ template <
     to += TILE * WIDTH;
     if (SLICES > 1) {
       finish_products<1, COLUMNS>(d_keys);
-      // Behind this nobody uses this tile and its scores any more.
+      // After this barrier no SIMD group reads this tile and its scores any more.
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     finish_products<0, COUNT>(scores);

@@ -24,8 +24,8 @@
 //     put the keys in their place | barrier
 //   out = sums / total, norms = top, total
 //
-// Where GPUs copy beside registers (DIRECT), a tile is fetched as soon as its place is free: one more
-// barrier behind the scores, and both tiles have most of a turn to arrive.
+// Where the GPU has asynchronous copies (DIRECT), a tile is fetched as soon as its buffer is free: this takes
+// one more barrier after the scores, and both tiles have most of an iteration to arrive.
 //
 // Late queries, which see most keys where the mask is causal, come first. A sink is a weight that
 // total begins with. A query that sees no key gets `mean` and the norms BLANK and 1 if
@@ -114,7 +114,7 @@ template <
       BITS == 0,
       tile_reader<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, DIRECT>,
       packed_reader<T, BITS, GROUP, TILE, DV, WIDTH_V, THREADS, TOGETHER>> value_reader;
-  // Nothing is read behind the last key that one of the queries sees.
+  // Keys after the last one that a query of the tile sees are not read.
   key_reader.rows = cache_rows_of<BITS>(
       k, k_strides, k_scales, k_scales_strides, k_biases, k_biases_strides, batch,
       head / sizes[SHARE], last);
@@ -137,7 +137,7 @@ template <
 #pragma unroll
     for (int p = 0; p < 2; p++) {
       top[b][p] = sink;
-      // Of the lanes that share a row, one begins with the sink.
+      // One of the lanes that share a row starts with the sink.
       total[b][p] = SINKS && fragment_col(lane) == 0 ? 1.0f : 0.0f;
     }
   }

@@ -10,7 +10,7 @@
 //     begin scores of the next tile, sums += weights * values
 //     finish scores
 //
-// From arriving to waiting others may multiply: SIMD groups take turns with their products and weights.
+// Between arrive and wait other SIMD groups may multiply: they alternate between products and weights (ping-pong).
 //
 // SIMDS * 16 queries a threadgroup: grid (32 * SIMDS * heads side by side, ceil(L / ROWS), B * (H / those heads)).
 
@@ -74,7 +74,7 @@ template <
   int first = max(0, row + rule.reach - rule.window + 1) / TILE * TILE;
   tile_reader<T, TILE, D, WIDTH, THREADS, TOGETHER, TOGETHER> key_reader;
   tile_reader<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, TOGETHER> value_reader;
-  // Nothing is read behind the last key that one of the queries sees.
+  // Keys after the last one that a query of the tile sees are not read.
   key_reader.rows = rows_of(k, k_strides, batch, kv_head, last);
   value_reader.rows = rows_of(v, v_strides, batch, kv_head, last);
   key_reader.skip(first);
@@ -85,7 +85,7 @@ template <
   sum_fragment sums[COLUMNS], scores[COUNT];
   float unit = is_raw(MASK, SOFTCAP) ? rule.scale : 1.0f;
   float sink = SINKS ? max(float(sinks[head]) * LOG2E, LOWEST) : LOWEST;
-  // Of the lanes that share a row, one begins with the sink.
+  // One of the lanes that share a row starts with the sink.
   float begun = SINKS && fragment_col(lane) == 0 ? 1.0f : 0.0f;
   float top[2] = {sink, sink}, total[2] = {begun, begun};
   load_left_rows<T, STEPS>(
@@ -103,7 +103,7 @@ template <
   begin_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(scores, left, keys, 0, lane);
   finish_products<0, COUNT>(scores);
 
-  // Two groups of copies a tile are on their way.
+  // Two groups of asynchronous copies are in flight for each tile.
   constexpr int LATER = 2 * (AHEAD - 1), BACK = (AHEAD - 1) * TILE;
   const device M* mask_now = mask_from<false>(rule, first);
   int turn = 0, place = 0, parity = 0;
@@ -125,7 +125,7 @@ template <
     shrink.x = make_weights<T, COUNT>(scores, 0, unit, top[0], total[0]);
     shrink.y = make_weights<T, COUNT>(scores, 1, unit, top[1], total[1]);
     complete(min(total[0], total[1]));
-    // Behind this nobody uses the last keys any more, nor the values before the last ones.
+    // After this barrier no SIMD group reads the last keys or the values before the last ones any more.
     wait_for(meeting, parity);
     parity = 1 - parity;
     key_reader.skip(TILE);

@@ -53,8 +53,8 @@ METAL_FUNC packed_rows<T> cache_rows_of(
   return rows;
 }
 
-// What tile_reader is for plain rows. A thread's shares wait as words, and become numbers as they
-// are put in their place.
+// The tile_reader of packed rows. A thread holds its part as words, and dequantizes it when it
+// writes it to threadgroup memory.
 template <
     typename T,
     int BITS,

@@ -8,7 +8,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// Of two rows in each eight, their positions and masks: those of a lane's sums.
+// The positions and masks of the two rows of each eight that a lane's sums belong to.
 template <typename M, int columns>
 struct lane_rows {
   int position[columns][2];

@@ -8,7 +8,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// What `seen` can be: an array of the mask is read from BOOLEAN on.
+// Values of `seen`: from BOOLEAN on an array holds the mask.
 #define ALL 0
 #define CAUSAL 1
 #define BOOLEAN 2

@@ -1,4 +1,4 @@
-// Where tiles of rows and of scores go in the end.
+// Writes tiles of rows and of scores to device memory.
 
 #include "score_tile.metal"
 

@@ -1,4 +1,4 @@
-// What the attention kernels share: tiles of rows in threadgroup memory, operands in registers,
+// Code that the attention kernels share: tiles of rows in threadgroup memory, operands in registers,
 // scores and masks.
 //
 // A SIMD group owns 16 rows (or two blocks of 16) and, where heads are wide, one of SLICES slices
@@ -11,8 +11,8 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// What the entries of `sizes` and `factors` are. Query i sees the keys j of those that there are
-// with i + REACH - WINDOW < j <= i + REACH.
+// Indices into `sizes` and `factors`. Query i sees the existing keys j with
+// i + REACH - WINDOW < j <= i + REACH.
 enum size { QUERIES, KEYS, HEADS, SHARE, REACH, WINDOW };
 enum factor { SCALE, CAP, SLOPE };
 enum mask_kind { NO_MASK, BOOLEAN, ADDED };
@@ -66,7 +66,7 @@ METAL_FUNC uint2 share_place(int i, uint thread_index) {
   uint index = WHOLE ? thread_index : thread_index + i * THREADS;
   return uint2(index / SHARES + (WHOLE ? i * STEP : 0), index % SHARES * EACH);
 }
-// Where its element `from`, the first of a pack, lies in a tile: eight rows on is as far everywhere.
+// The offset of element `from`, the first of a pack, in a tile: the distance of eight rows is constant.
 template <typename T, int ROWS, int PADDED, int EACH, int THREADS, bool TOGETHER>
 METAL_FUNC int share_offset(int i, int from, uint thread_index) {
   constexpr int SHARES = PADDED / EACH, STEP = THREADS / SHARES;
@@ -220,7 +220,7 @@ METAL_FUNC void add_slices(
   }
 }
 
-// Where the mask of one head is, and what turns a product into a score.
+// The mask of one head, and the factors that turn a product into a score.
 template <typename M>
 struct score_rule {
   const device M* mask;
@@ -257,8 +257,8 @@ METAL_FUNC uint3 part_of(uint3 group, uint3 groups, constant int* sizes) {
   return uint3(group.y, group.z % parts * groups.x + group.x, group.z / parts);
 }
 
-// What makes the weights of a query again, 2^(score - x) y, from what the forward pass left. In 16 bits
-// the logarithm of the sum goes into x, which spares a product; rounded, it would be seen in float32.
+// The x and y with which the weights of a query are recomputed as 2^(score - x) y from the norms of the
+// forward pass. In 16 bits x holds the logarithm of the sum, which saves a product; in float32 its rounding shows.
 template <typename T>
 METAL_FUNC float2 norm_of(const device float* norms, int query, int queries) {
   if (query >= queries) {
@@ -284,14 +284,14 @@ METAL_FUNC bool all_seen(
       first_key > last_query + rule.reach - rule.window;
 }
 
-// Where nothing is done to products they stand for scores as they are, and `unit` is what they are
-// multiplied by in the exponent; scores are in units of log2.
+// Without softcap and mask, products are used as scores directly, and `unit` is their factor in the
+// exponent; scores are in units of log2.
 constexpr bool is_raw(int mask, bool softcap) {
   return mask == NO_MASK && !softcap;
 }
 
-// Where the mask of the columns from `column` on begins, and how far it is to the next column: loops
-// add, since multiplications of 64 bits take sixteen cycles on Apple GPUs.
+// The address of the mask for the columns from `column` on, and the stride to the next column: loops
+// add it, since 64-bit multiplications take sixteen cycles on Apple GPUs.
 template <bool TRANSPOSED, typename M>
 METAL_FUNC const device M* mask_from(thread const score_rule<M>& rule, int column) {
   return rule.mask + column * (TRANSPOSED ? rule.mask_query : rule.mask_key);
@@ -328,7 +328,7 @@ METAL_FUNC void make_scores(
         bends[n].part[i / 2][i % 2] = 1.0f - bent * bent;
       }
       if (MASK != NO_MASK) {
-        // Outside it is any: those scores are hidden, or nobody stores what becomes of them.
+        // Outside the value does not matter: those scores are hidden, or their results are not stored.
         bool inside = row + i / 2 * 8 < rows && column + 8 * n + i % 2 < columns;
         M value = *(inside ? own + (i / 2 * 8 * down + (8 * n + i % 2) * across) : mask);
         if (MASK == BOOLEAN) {
@@ -344,7 +344,7 @@ METAL_FUNC void make_scores(
 }
 
 // Hides what positions hide, in the same fragments: a row sees neighbouring columns. Rows of keys that
-// there are not may see some: nobody stores what becomes of them.
+// do not exist may see some: their results are not stored.
 template <bool TRANSPOSED, int COUNT, typename M>
 METAL_FUNC void hide_unseen(
     thread sum_fragment* scores,

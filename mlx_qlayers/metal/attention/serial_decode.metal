@@ -1,9 +1,9 @@
 // Attention of a few queries over a long cache on a processor whose threads run one by one.
 //
-// What attention_decode computes, with vector instructions instead of SIMD groups: one thread takes
-// up to `max_rows` rows of one key head, and of `block` keys at a time it makes floats for all of
-// them: keys and values are read once. Where `held` is given, so many keys count of those that there
-// are. Grid (Hkv, row blocks, B); no threadgroup memory.
+// attention_decode with vector instructions instead of SIMD groups: one thread computes up to `max_rows`
+// rows of one key head. It converts `block` keys at a time to floats for all rows, so that keys and values
+// are read once. If `held` is given, only that many of the keys are attended to.
+// Grid (Hkv, row blocks, B); no threadgroup memory.
 
 #include "kv_cache.metal"
 #include "score.metal"

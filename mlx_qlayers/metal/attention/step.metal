@@ -1,25 +1,25 @@
-// One step of decoding, from the products of a token to its attention: q and k are turned by their
-// positions, and every head attends to the keys of a cache, to those of its tail (what came since the
-// cache was written) and to the token's own. The cache is only read; k and v become a row of a new
-// tail. How many keys there are is an input, so that one launch serves until the cache grows. Keys and
-// values may be packed as mx.quantize does it (`bits` > 0): then k and v are packed too before anybody
-// attends to them, and a row of the tail is words, scales and biases, and words that nobody reads.
+// One step of decoding, from the products of a token to its attention. The rotary embedding is applied to
+// q and k, and every head attends to the keys of a cache, to those of its append buffer (the tokens since
+// the cache was written) and to the token's own key. The cache is only read; k and v become a row of a new
+// append buffer. The number of keys is an input, so that one launch serves until the cache grows. Keys and
+// values may be packed as by mx.quantize (`bits` > 0): then k and v are packed too before any query attends
+// to them, and a row of the append buffer holds words, scales, biases and padding.
 // With `sinking`, sinks (H,) are scores of keys without a value. With `normed`, each head of q and k
 // goes through an RMS norm first, of which q_norm and k_norm (D,) are the weights.
 //
-// The rows are the queries of the heads that share a key head. One threadgroup takes one split of the
-// cache's keys or the tail's for 8 * columns rows, by tiles as attention_decode does; what starts the
-// softmax of the tail's first split is the token's own key. Without a split one threadgroup takes all.
-// Its SIMD groups are `teams` of `simds`, each with tiles and a softmax of its own until the end.
+// The rows are the queries of the heads that share a key head. One threadgroup computes one split of the
+// keys of the cache or of the append buffer for 8 * columns rows, tile by tile as attention_decode does; the
+// token's own key starts the softmax of the append buffer's first split. Without split-K one threadgroup
+// computes all. Its SIMD groups form `teams` of `simds`, each with tiles and a softmax of its own until the end.
 //
-// The threadgroups that x counts beyond the splits copy the tail, so that nobody who attends waits
-// for it: rows behind the token's become zeros. In threadgroup memory lie q and the token's key,
-// turned, p, and a number a row and SIMD group. Without a split the result is written; else o without
-// its divisor, m and sum, all float, which attention_combine adds up. Or, `joined`, the last of a row
-// block's threadgroups adds up o with its divisor in T, m and sum in float. For that others' writes
-// have to be seen, of which Metal 3.1 gives no promise: CUDA alone is launched so. `tickets`, one for
-// each of (B, Hkv, row blocks), are 0 and become 0 again, so that launches may share them that do not
-// run at once.
+// The threadgroups along x beyond the splits copy the append buffer, so that no threadgroup that computes
+// attention waits for the copy; rows behind the token's become zeros. Threadgroup memory holds q and the
+// token's key after the rotary embedding, p, and a number for each row and SIMD group. Without split-K the
+// result is written; else o without its divisor, m and sum, all float, which attention_combine adds up. With
+// `joined`, the last threadgroup of a row block adds up o with its divisor in T, m and sum in float. It has to
+// see other threadgroups' writes, which Metal 3.1 does not guarantee, so only CUDA is launched like this. The
+// split-K semaphores `tickets`, one for each of (B, Hkv, row blocks), are 0 and become 0 again, so that
+// launches that do not run at the same time may share them.
 //
 // Grid (32 * simds * teams * x, Hkv * row blocks, B), threadgroup (32 * simds * teams, 1, 1).
 
@@ -89,7 +89,7 @@ template <
   const int count = 8 * columns, depths = padded / 16, sums = slice / 4 * columns;
   // Rows of 16 * odd bytes keep matrix loads free of bank conflicts.
   const int q_step = padded + 16 / sizeof(T), p_step = count + (columns % 2 == 0 ? 8 : 0);
-  // Elements of a row in the cache; in the tail, of eight numbers or words at a time.
+  // Elements of a row in the cache; in the append buffer, of eight numbers or words at a time.
   const int count_k = bits > 0 ? D * bits / 32 : D, count_v = bits > 0 ? Dv * bits / 32 : Dv;
   const int groups_k = D / group_size, groups_v = Dv / group_size, half_size = sizeof(T) / 2;
   const int whole_k = bits > 0 ? (count_k + groups_k * half_size + 7) / 8 * 8 : D;
@@ -135,7 +135,7 @@ template <
     return;
   }
 
-  // The first splits are the tail's, the others the cache's.
+  // The first splits are the append buffer's, the others the cache's.
   bool of_tail = int(group.x) < tail_splits, is_first = group.x == 0;
   q += (kv_head * rows + first_row) * D;
   if (normed) {

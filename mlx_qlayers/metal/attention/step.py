@@ -111,7 +111,7 @@ class Step:
         slice: the width of a slice: 16, 32 or 64.
         splits: threadgroups among which the keys of a cache are divided, beside those that take
             the append buffer; 0 if one takes both.
-        tail_splits: threadgroups among which those of the append buffer are.
+        append_splits: threadgroups among which those of the append buffer are.
         resident: as in :class:`~.decode.Decode`.
         teams: teams of a threadgroup, which share its keys.
     """
@@ -121,7 +121,7 @@ class Step:
     blocks: int
     slice: int
     splits: int = 0
-    tail_splits: int = 1
+    append_splits: int = 1
     resident: int = 0
     teams: int = 1
 
@@ -247,15 +247,15 @@ def attention_step(
     heads = q.shape[2] // width
     share = heads // kv_heads
     split = config.splits > 0
-    tail_splits, splits = (
-        (config.tail_splits, config.splits + config.tail_splits) if split else (1, 1)
+    append_splits, splits = (
+        (config.append_splits, config.splits + config.append_splits) if split else (1, 1)
     )
     threads, blocks = config.threads, -(-share // (8 * config.columns))
     few = splits <= _MOST_JOINED and config.columns <= _MOST_COLUMNS
     joined = (
         semaphores is not None and split and few and semaphores.size >= batch * kv_heads * blocks
     )
-    sizes = size, k_append.shape[2], tail_splits, splits, share
+    sizes = size, k_append.shape[2], append_splits, splits, share
     options = _options(sizes, mask, scale, rotation, epsilon)
     there = [each is not None for each in (mask, freqs, sinks, call.q_norm)]
     kernel = _kernel(packed, *there, joined)

@@ -1,4 +1,4 @@
-// The parts of a step of decoding: q and k turned by their positions, the tail copied, the score of
+// The parts of a step of decoding: the rotary embedding of q and k, the copy of the append buffer, the score of
 // the token's own key, and the sum of the splits.
 
 #include "common/arrival.metal"
@@ -8,12 +8,12 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// What the entries of `options` are; what turn_rows takes comes behind.
+// Indices into `options`; the options of turn_rows follow.
 enum step_option { CACHE_ROWS, TAIL_ROWS, TAIL_SPLITS, SPLITS, HEADS_SHARING, SCALE, MASK_OF_SEQUENCE, MASK_OF_HEAD, LEAST_OF_GROUP, NORM_EPSILON, TURN };
 // More splits than these are not added up in one launch.
 #define MOST_JOINED 64
 
-// Where element d of a row lies among those that lanes meet in a key's runs.
+// The index of element d of a row in the order in which lanes read a key's runs.
 template <int run, int bits>
 METAL_FUNC int staged_at(int d) {
   const int half_word = bits == 0 ? 1 : 16 / bits;
@@ -22,7 +22,7 @@ METAL_FUNC int staged_at(int d) {
   return (d / (4 * run) * (run / 4) + pair / 2) * 16 + pair % 2 * 8 + rest / run * 2 + element / half_word % 2;
 }
 
-// Where the scales and biases of packed rows lie: in arrays of their own, or (no arrays) in the rows.
+// The scales and biases of packed rows: in arrays of their own, or without arrays within the rows.
 template <typename K, typename T>
 METAL_FUNC void set_groups(
     thread cache_rows<K, T>& rows, const device T* scales, const device T* biases, int words, int groups, bool inside) {
@@ -94,7 +94,7 @@ METAL_FUNC void pack_row(
   }
 }
 
-// The tail's rows but the token's, eight numbers at a time: this thread's share of them.
+// This thread's part of the append buffer's rows but the token's, eight numbers at a time.
 template <int width, typename T>
 METAL_FUNC void copy_tail(
     device T* to, const device T* from, int held, int rows, int sharer, int sharers) {
@@ -115,7 +115,7 @@ METAL_FUNC void copy_tail(
   }
 }
 
-// What an RMS norm multiplies rows by: `rows` of q, at most `count`, and behind `count` of those k.
+// The RMS norm factors of `rows` rows of q, at most `count`, followed from index `count` on by those of k.
 template <typename T, int D, int count, int simds>
 METAL_FUNC void norm_rows(
     threadgroup float* factors,
@@ -139,9 +139,10 @@ METAL_FUNC void norm_rows(
   }
 }
 
-// Rows of q, the last of them again where there are no more, and behind `count` of those k, turned
-// and staged; if `normed`, times factors and the weights of norms first. `rates`, bits of two floats each: the scale of positions, one that is not used, and the
-// rate of each pair. Each pair's angle is computed by as many threads as there are to share its rows.
+// Applies the rotary embedding to rows of q (the last one is repeated) and, from row `count` on, of k, and
+// stages them in threadgroup memory; if `normed`, rows are multiplied by RMS norm factors and weights first.
+// `rates` holds pairs of floats as bits: the scale of positions, an unused one, and the frequency of each pair
+// of elements. Each angle is computed once by every thread that shares its rows.
 template <
     typename T,
     int D,

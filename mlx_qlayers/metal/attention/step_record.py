@@ -63,7 +63,7 @@ class AttentionStepRecord(Record):
     configs = (step.Step,)
     values: ClassVar = {
         "splits": (0, 4, 8, 16, 24, 32, 64),
-        "tail_splits": (1, 2, 4),
+        "append_splits": (1, 2, 4),
         "slice": (16, 32, 64),
         "blocks": (1, 2),
         "columns": (1, 2, 4),
@@ -103,7 +103,7 @@ class AttentionStepRecord(Record):
             return f"{config.columns * config.slice} sums a lane"
         if config.splits * config.tile > max(self.keys, config.tile):
             return f"{config.splits} splits of {self.keys} keys"
-        if config.splits == 0 and config.tail_splits > 1:
+        if config.splits == 0 and config.append_splits > 1:
             return "one threadgroup takes the append buffer with the cache"
         if config.threads > 1024:
             return f"{config.threads} threads"
@@ -119,7 +119,7 @@ class AttentionStepRecord(Record):
         return (*heads, rounded(self.keys), self.width, self.v_width), form
 
     def variant(self, config: step.Step) -> step.Step:
-        return replace(config, splits=min(config.splits, 1), tail_splits=1)
+        return replace(config, splits=min(config.splits, 1), append_splits=1)
 
     @property
     def stage(self) -> int:

@@ -23,7 +23,7 @@
 
 #define VALUE_COLUMNS rounded_up((DV + SPLIT - 1) / SPLIT, 8)
 
-// What becomes of the sum of a query and a column, of its row's largest score and total weight.
+// Rescales the sum of a query and a column by its row's maximum score and total weight.
 template <typename T, bool AVERAGE>
 METAL_FUNC void write_value(
     float sum,

@@ -16,7 +16,7 @@
 
 #include "tensor_score.metal"
 
-// What is read of a head's queries beside tensors, and what is written, d_scores or the others.
+// The other inputs of a head's queries, and its outputs: d_scores or the gradients.
 template <typename T>
 struct query_sides {
   head_rows<T> out, d_out;

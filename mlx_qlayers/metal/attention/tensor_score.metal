@@ -1,4 +1,4 @@
-// What the kernels of attention by Metal 4's tensor operations share: rows of a head as a tensor,
+// Code that the attention kernels with Metal 4's tensor operations share: rows of a head as a tensor,
 // scores by index, and how scores become the left operand of the next product:
 //
 //   HANDED   as its cooperative input, where they answer that they are compatible
@@ -15,8 +15,8 @@ using namespace metal;
 #define TENSOR_ROWS 16
 // Rows whose SIMD groups take the same turns, each its own or TOGETHER.
 #define TURN_ROWS (TOGETHER ? SIMDS * TENSOR_ROWS : TENSOR_ROWS)
-// What a SIMD group keeps in threadgroup memory where tensors hand nothing to each other: scores, and
-// two numbers for each row. On CUDA, where SIMD groups read TOGETHER, they always do.
+// The threadgroup memory of a SIMD group where cooperative tensors are not compatible: scores, and
+// two numbers for each row. On CUDA, where SIMD groups read TOGETHER, they always are.
 #define TURN_FLOATS (TENSOR_ROWS * (TILE + 2))
 #define ALL_TURN_FLOATS (TOGETHER ? 1 : SIMDS * TURN_FLOATS)
 
@@ -40,7 +40,7 @@ struct own_turns {
   int own, column, row, first, last;
 };
 
-// What scores are as the left operand of the operation P, handed over or in threadgroup memory.
+// The scores as the left operand of the operation P: a cooperative tensor, or threadgroup memory.
 template <typename P, typename T, bool HANDED>
 struct left_scores {
   using type = metal::tensor<threadgroup float, metal::dextents<int, 2>, metal::tensor_inline>;

@@ -132,7 +132,7 @@ METAL_FUNC void load_right_transposed_pair(
 // of operand j of each pairs / 2 is element d % 8 / 2 * step + d % 2 * pairs + 2 * j + d / 8, so that
 // a lane unpacks words whose low and high halves are `pairs` elements apart. Columns from `columns`
 // on are zero. p is the same in all lanes, `offset`, a multiple of 2 * pairs elements, need not be.
-// What is loaded can wait while other work is done; `weave` makes operands of it.
+// Loads may complete while other work is done; `weave` makes operands of them.
 template <typename T, int count>
 struct loaded_run {
   right_fragment<T> operands[count];
@@ -261,8 +261,8 @@ METAL_FUNC void left_from_sums(thread left_fragment<T>& f, sum_fragment low, sum
   f.part[3] = metal::vec<T, 2>(high.part[1]);
 }
 
-// What parts of bfloat are multiplied as. The units of GPUs before the M3 take no bfloat, and convert
-// both operands of every product; there the launcher says float, and each part is widened once.
+// The type in which bfloat operands are multiplied. GPUs before the M3 have no bfloat matrix units and convert
+// both operands of every product; there the launcher defines float, and each operand is widened once.
 #define BFLOAT_PRODUCTS bfloat
 template <typename T>
 struct multiplied_as {

@@ -1,16 +1,16 @@
 // Several words of device memory at once, from an array that may begin anywhere.
 //
-// An array may be a view that begins at any element of its buffer. Only how far behind its first
-// element something lies is known: a multiple of its size, or of 16 bytes. Where the array begins is
-// the same for all lanes and all of their loads, so that what can be read at once is decided early.
+// An array may be a view that begins at any element of its buffer. Only the offset from its first element
+// is known: a multiple of its size, or of 16 bytes. The array's alignment is the same for all lanes and
+// loads, so the width of the loads is decided once, before the loop.
 // On NVIDIA GPUs, which read 16 bytes only from multiples of 16, the functions of this file come from
 // the CUDA shim; Metal's packed vectors need the alignment of their elements and no more.
 
 #include <metal_stdlib>
 using namespace metal;
 
-// For GPUs that can be told so: words that nobody else reads need not push out of a cache what others
-// do, and of a row that is read to its end soon, if not by this thread, they fetch what follows.
+// Cache hints, for GPUs that have them: words that only one thread reads need not evict others from a cache,
+// and in rows that are soon read to their end the following words are prefetched.
 enum caching { CACHED, READ_ONCE, READ_AHEAD };
 
 // 32 bits of elements of 8 or 16.

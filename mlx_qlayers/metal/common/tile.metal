@@ -46,7 +46,7 @@ METAL_FUNC void copy_pack(threadgroup T* to, const device T* from, bool inside) 
 METAL_FUNC void end_copies() {}
 template <int LATER>
 METAL_FUNC void wait_for_copies() {}
-// What this thread copied or wrote is there for products made together, behind the next barrier.
+// Makes this thread's copies and writes visible, after the next barrier, to products made together.
 METAL_FUNC void show_to_products() {}
 
 // products = left * tile^T, or += if ADD: 16 rows by the tile's COUNT * 8 rows, from this column on.

@@ -1,14 +1,14 @@
 // Products that go on beside the SIMD group where the GPU can do that, and sums of many threadgroups.
 //
-// Between the beginning of a product and finish_products nobody may touch its sums, nor change what
-// it reads. On NVIDIA GPUs the functions of this file come from the CUDA shim.
+// Between the start of a product and finish_products its sums must not be accessed, nor its operands
+// changed. On NVIDIA GPUs the functions of this file come from the CUDA shim.
 
 #include "tile.metal"
 
 #include <metal_stdlib>
 using namespace metal;
 
-// Of how many columns the products of a tile are made; there may be zeros behind the last.
+// The number of columns of a tile that are multiplied; there may be zeros after the last.
 constexpr int product_columns() {
   return 16;
 }
@@ -103,7 +103,7 @@ METAL_FUNC void begin_by_tile(
 // Waits for all products that were begun but the LATER last ones; these sums are there.
 template <int LATER, int COUNT>
 METAL_FUNC void finish_products(thread sum_fragment* sums) {}
-// What comes next comes behind the computation of x, which is not negative.
+// Orders the following code after the computation of x, which is not negative.
 METAL_FUNC void complete(float x) {}
 // Their left operands may change from here on.
 template <typename T, int COUNT>
@@ -133,8 +133,8 @@ METAL_FUNC void add_block(
   }
 }
 
-// A barrier in two halves, of `count` threads: begun behind an ordinary one, it waits for the others' arrival. Waiting
-// alternates between parity 0 and 1.
+// A split barrier (arrive and wait) of `count` threads; it is started after an ordinary barrier. Waits alternate
+// between parity 0 and 1.
 METAL_FUNC void start_meeting(threadgroup ulong* meeting, int count, uint thread_index) {}
 METAL_FUNC void arrive_at(threadgroup ulong* meeting) {}
 METAL_FUNC void wait_for(threadgroup ulong* meeting, int parity) {

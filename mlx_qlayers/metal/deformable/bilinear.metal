@@ -1,9 +1,9 @@
-// The four pixels around a location of one level, their shares, and how these change with it.
+// The four pixels around a location of one level, their weights, and the weights' derivatives.
 
 #include <metal_stdlib>
 using namespace metal;
 
-// V channels that are read and written at once.
+// V channels, which are read and written at once.
 template <typename T, int V, int ALIGN>
 struct alignas(ALIGN) pack {
   T at[V];

@@ -16,7 +16,7 @@
 
 #include "bilinear.metal"
 
-// What the entries of `options` are.
+// Indices into `options`.
 enum option { GROUPS, RUN, QUERIES, HEADS, WIDTH, LEVELS, PIXELS_PER_IMAGE };
 
 // Which head of which queries a group of threads computes.
@@ -69,7 +69,7 @@ void attend(
         float factor = float(weight[from + s]);
 #pragma clang loop unroll(full)
         for (int k = 0; k < 4; k++) {
-          // Where a location is NaN or infinite, so are shares, and zeros outside become NaN.
+          // A NaN or infinite location makes the weights NaN, and then the zeros outside are NaN too.
           float share = factor * taps[s].share[k];
 #pragma clang loop unroll(full)
           for (int i = 0; i < V; i++) {
@@ -217,7 +217,7 @@ template <
           dots[k] += parts[v];
         }
       }
-      // Outside are zeros, which a share that is NaN makes NaN.
+      // Pixels outside are zeros, which a NaN weight turns into NaN.
       float across = (dots[1] - dots[0]) * (1.0f - taps.y.part) + (dots[3] - dots[2]) * taps.y.part;
       float along = (dots[2] - dots[0]) * (1.0f - taps.x.part) + (dots[3] - dots[1]) * taps.x.part;
       float total = 0;

@@ -24,7 +24,7 @@ METAL_FUNC float element(const thread uint* words, int i) {
   return float(reinterpret_cast<const thread T*>(words)[i]);
 }
 
-// What a lane needs of a token, as it lies in memory.
+// The inputs of one token that a lane needs, as they are stored.
 template <typename T, typename G, bool columns, int each>
 struct token_inputs {
   alignas(16) uint k[each * sizeof(T) / 4], q[each * sizeof(T) / 4];
@@ -79,7 +79,7 @@ template <
     uint3 id [[thread_position_in_grid]]) {
   const int L = shape[LENGTH], key_heads = shape[KEY_HEADS], H = shape[HEADS], Dv = shape[VALUES];
   const int Dk = lanes * each, column = int(id.x) % lanes * each;
-  // Lanes behind the last row compute it as well: all of a SIMD group take part in sums.
+  // Lanes beyond the last row compute it again, since all lanes of a SIMD group take part in sums.
   const bool writes = int(id.x) / lanes < shape[ROWS];
   const int row = min(int(id.x) / lanes, shape[ROWS] - 1), head = row / Dv % H, batch = row / Dv / H;
 

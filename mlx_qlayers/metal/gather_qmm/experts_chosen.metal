@@ -29,8 +29,8 @@ METAL_FUNC float unordered(uint key) {
   return as_type<float>(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key);
 }
 
-// What of a row's largest is left: the next one's key, and its place in `at`; 0 where none is. Of
-// equal ones the first or the last.
+// The key of a row's next largest number, and its index in `at`; 0 if none is left. Among equal
+// numbers it is the first or the last.
 template <int per, bool last>
 METAL_FUNC uint taken_largest(thread uint* keys, thread uint& at, uint lane) {
   uint best = keys[0], place = lane;
@@ -102,7 +102,7 @@ template <
       values[i] = metal::precise::sqrt((values[i] > 0 ? values[i] : 0.0f) + rest);
     }
   }
-  // Those of the chosen logits alone are shared by `normed`.
+  // `normed` divides by the sum of the chosen scores only.
   total = score == LOGITS || score == SPARSEMIXER ? 1.0f : simd_sum(total);
   if (score < LOGITS && (score != SOFTMAX || bias || groups > 1 || isnan(total))) {
 #pragma unroll
@@ -168,7 +168,7 @@ template <
   if (int(lane) < J) {
     if (normed) {
       total = max(sum + numbers[EPSILON] * total, numbers[FLOOR] * total);
-      // As stock's maximum, a number that is none stays.
+      // NaN propagates, as in MLX's maximum.
       total = isnan(sum) ? sum : total;
     }
     float factor = factors ? float(factors[own_expert]) : 1.0f;

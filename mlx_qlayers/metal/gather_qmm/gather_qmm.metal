@@ -13,7 +13,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// Where in the sorted list the choices from `matrix` on begin.
+// The index in the sorted list at which the choices from `matrix` on begin.
 METAL_FUNC int first_choice(const device uint* right, int pairs, uint matrix) {
   int low = 0, high = pairs;
   while (low < high) {

@@ -50,7 +50,7 @@ METAL_FUNC size_t row_of_x(const device uint* left, int r, constant int* shape) 
   return block * shape[ROWS_PER_PAIR] + r % shape[ROWS_PER_PAIR];
 }
 
-// The result behind the run of equal choices that begins at result r.
+// The result after the run of equal choices that begins at result r.
 METAL_FUNC int end_of_run(const device uint* right, int r, int end, int per_pair) {
   uint matrix = right[r / per_pair];
   for (r++; r < end && right[r / per_pair] == matrix; r++) {

@@ -55,7 +55,7 @@ METAL_FUNC void fit(
   }
 }
 
-// Columns 32 * QUARTER on, one after the other.
+// The columns from 32 * QUARTER on, one after the other.
 template <int QUARTER>
 METAL_FUNC void quantize_quarter(
     thread float* w,

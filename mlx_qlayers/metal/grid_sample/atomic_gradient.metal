@@ -103,7 +103,7 @@ pack<T, V, V * sizeof(T)> read_pack(const device T* from, bool packed) {
   return x;
 }
 
-// Of as many pixels, whose rows are then looked up together.
+// The same for several pixels, whose rows are then looked up together.
 enum { PIXELS = 4 };
 
 template <typename T, int K, int V, int LANES>

@@ -31,7 +31,7 @@ bool has_packs(const device T* x, const constant int64_t* strides) {
   return packs;
 }
 
-// Where the pixels of a point are; null where it is outside, which is never read.
+// The addresses of a point's pixels; null for pixels outside, which are never read.
 template <typename T, int NDIM, int TAPS>
 struct point_pixels {
   const device T* at[tap_count(NDIM, TAPS)];
@@ -89,7 +89,7 @@ void sample(
   float weight[tap_count(NDIM, TAPS)];
 #pragma clang loop unroll(full)
   for (int k = 0; k < tap_count(NDIM, TAPS); k++) {
-    // Where a coordinate is NaN or infinite, so are weights, and the zeros outside become NaN.
+    // A NaN or infinite coordinate makes the weights NaN, and then the zeros outside are NaN too.
     weight[k] = weight_of(taps, k);
   }
   for (int c = int(lane) * V; c < channels; c = ONCE ? channels : c + LANES * V) {
@@ -208,7 +208,7 @@ void add_slopes(
     }
 #pragma clang loop unroll(full)
     for (int k = 0; k < tap_count(NDIM, TAPS); k++) {
-      // Outside are zeros, which a slope that is NaN makes NaN.
+      // Pixels outside are zeros, which a NaN slope turns into NaN.
       d_point[axis] += is_inside(taps, k) ? 0.0f : 0.0f * slope_of(taps, k, axis);
     }
   }

@@ -5,7 +5,7 @@
 using namespace metal;
 
 enum padding_mode { ZEROS, BORDER, REFLECTION };
-// What the entries of `options` and `size` are.
+// Indices into `options` and `size`.
 enum option { PADDING, ALIGN_CORNERS, POINTS, POINTS_PER_IMAGE, CHANNELS };
 enum extent { WIDTH, HEIGHT, DEPTH };
 
@@ -124,7 +124,7 @@ axis_taps<TAPS> find_axis_taps(float coordinate, int size, int padding, bool ali
   return taps;
 }
 
-// Of LANES threads that share a point, side by side in a SIMD group, each coordinate is read by one.
+// LANES neighbouring threads of a SIMD group share a point; each of its coordinates is read by one of them.
 template <typename G, int NDIM, int TAPS, int LANES, bool GRADIENT>
 point_taps<NDIM, TAPS> find_taps(
     const device G* grid, uint point, uint lane, constant int* size, constant int* options) {
@@ -177,7 +177,7 @@ float slope_of(thread const point_taps<NDIM, TAPS>& taps, int k, int along) {
   return slope;
 }
 
-// Where tap k lies from the start of its image, in an array with these strides.
+// The offset of tap k from the start of its image, in an array with these strides.
 template <int NDIM, int TAPS>
 long offset_of(
     thread const point_taps<NDIM, TAPS>& taps, int k, const constant int64_t* strides) {
@@ -189,7 +189,7 @@ long offset_of(
   return offset;
 }
 
-// Which pixel of the whole batch tap k is.
+// The index of tap k's pixel in the whole batch.
 template <int NDIM, int TAPS>
 long pixel_of(
     thread const point_taps<NDIM, TAPS>& taps, int k, uint image, constant int* size) {

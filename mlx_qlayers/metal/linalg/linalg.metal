@@ -57,8 +57,8 @@ METAL_FUNC void subtract_tile(
   }
 }
 
-// What a thread holds of 32 x 32 elements a[k][p]: 0 beyond the columns, and where k - p is less than
-// `least`; what is below the rows is of no use. All are read before one is used, by write_tile.
+// A thread's part of 32 x 32 elements a[k][p]: 0 beyond the columns, and where k - p is less than `least`;
+// values below the last row are not used. All are read before write_tile uses the first.
 template <int THREADS, typename P>
 METAL_FUNC void read_tile(
     thread float* own,
@@ -320,7 +320,7 @@ template <int THREADS, int ACROSS, int EACH, bool UPPER>
   bool wanted = !UPPER || first + EACH * ACROSS > top;
   float sums[EACH][32];
   int start = group.z * part;
-  // Of the next row of x, which is not beyond the last: of the last column there may be more threads.
+  // For the next row of x, clamped to the last one: there may be more threads than columns.
   int64_t right[EACH];
 #pragma unroll
   for (int u = 0; u < EACH; u++) {

@@ -1,4 +1,4 @@
-// What the kernels of qmv share: up to three matrices in one launch, and what is done with sums.
+// Code that the qmv kernels share: up to three matrices in one launch, and the epilogue of sums.
 
 #include <metal_stdlib>
 using namespace metal;

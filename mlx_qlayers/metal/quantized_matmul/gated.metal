@@ -1,4 +1,4 @@
-// What a gated unit makes of its two products, which lie side by side in rows of x (M, 2 N):
+// The gate of a gated linear unit, for two products that lie side by side in rows of x (M, 2 N):
 // y (M, N) = activation(x[:, :N]) * x[:, N:], rounded once. N is a multiple of 8.
 //
 // A thread computes 8 neighbours; grid (at least M * N / 8, 1, 1), any threadgroup, no threadgroup

@@ -13,13 +13,13 @@ using namespace metal;
 
 #define SPAN(bits) ((bits) == 5 ? 5 : (bits) % 3 == 0 ? 3 : 1)
 #define WHOLE(bits, run) ((run) * (bits) % 32 == 0)
-// What a lane reads for a run; the distance of the elements of a pair, and the halves of a stream.
+// The words that a lane reads for a run; the distance between the elements of a pair; the halves of a stream.
 #define RUN_WORDS(bits, run) \
   (WHOLE(bits, run) ? (run) * (bits) / 32 : ((run) * (bits) + ((run) * (bits) % 16 ? 55 : 47)) / 32)
 #define PAIRS(bits, run) (WHOLE(bits, run) ? 16 * SPAN(bits) / (bits) : (run) / 2)
 #define RUN_SPAN(bits, run) (WHOLE(bits, run) ? SPAN(bits) : ((run) / 2 * (bits) + 15) / 16)
 
-// Of the four runs of a step the one of a lane: the word at which it reads, from the first one on.
+// The first word that a lane reads for its run, one of the four runs of a step.
 template <int bits, int run>
 METAL_FUNC int first_word(int quarter) {
   return WHOLE(bits, run) ? quarter * (run * bits / 32)
@@ -95,7 +95,7 @@ METAL_FUNC float code_offset() {
 template <typename T, int mode, int bits>
 METAL_FUNC metal::vec<T, 2> weight_pair(const thread uint* halves, int i, int part, float scale) {
   if (BFLOAT_BYTES(T, mode, bits) && BYTE_PARTS == 1) {
-    // The low halves of these floats are zero.
+    // The low 16 bits of these floats are zero.
     float2 pair = float2(byte_pair(halves[0], i));
     return as_type<metal::vec<T, 2>>(as_type<uint>(pair.x) >> 16 | as_type<uint>(pair.y));
   }
@@ -116,12 +116,12 @@ METAL_FUNC metal::vec<T, 2> weight_pair(const thread uint* halves, int i, int pa
   half2 pair = scaled_up<8>(e4m3_pair(halves[0], i));
   return is_same_v<T, half> ? as_type<metal::vec<T, 2>>(pair) : metal::vec<T, 2>(float2(pair));
 }
-// What those of codes lack beside their offset.
+// The factor that weight_pair leaves out of codes, besides their offset.
 template <typename T, int mode, int bits>
 METAL_FUNC float byte_factor() {
   return BFLOAT_BYTES(T, mode, bits) && BYTE_PARTS == 1 ? pair_factor<mode>() : 1.0f;
 }
-// What the sums of weights of weight_pair lack.
+// The factor that weight_pair leaves out of sums.
 template <int mode>
 METAL_FUNC float sum_factor() {
   return mode == AFFINE ? 1.0f : mode == MXFP8 ? scale_left<8>() : scale_left<14>();

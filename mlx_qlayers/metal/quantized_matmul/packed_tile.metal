@@ -7,9 +7,9 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// What a lane holds of a tile, in row fragment_row(lane) and the eighth below: the words of `ahead`
-// runs, and numbers, each a scale with its bias, with the next ones. The four lanes of a row take
-// four groups and hand their numbers to each other; in NVFP4 each takes those of its runs.
+// A lane's part of a tile, of row fragment_row(lane) and the eighth row below: the words of `ahead`
+// runs, and pairs of scale and bias, with the next ones. The four lanes of a row load those of four
+// groups and shuffle them; in NVFP4 each lane loads those of its own runs.
 template <typename S, int bits, int run, int ahead, int count>
 struct packed_tile {
   packed_matrix<S> matrix;

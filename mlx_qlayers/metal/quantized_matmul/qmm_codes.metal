@@ -4,7 +4,7 @@
 //
 //   x * w^T = sum of scale * (x * codes^T) + (sums of x) * biases^T
 //
-// group_sums   the sums of x, (M, 2 * K / group) bfloat: rounded, and behind them what that left
+// group_sums   the sums of x, (M, 2 * K / group) bfloat: rounded sums, then their rounding errors
 //
 // qmm_codes    A threadgroup of `simds` SIMD groups computes rows x columns of y. First it multiplies
 //              sums of x and biases, which come to `sums` through threadgroup memory; then each group
@@ -108,7 +108,7 @@ METAL_FUNC void add_groups(
       bool inside = column < N && g < groups;
       held[i] = inside ? float(scales[size_t(column) * groups + g]) : 0.0f;
     }
-    // What was brought two turns before was read before the barrier of the last turn.
+    // The copy of two iterations ago was read before the barrier of the last iteration.
     threadgroup_barrier(mem_flags::mem_threadgroup);
     stage = 1 - stage;
     for (int g = first; g < min(first + AT_ONCE, groups); g++) {

@@ -14,8 +14,8 @@
 // are laid there once: SIMD groups then wait for nobody, and have `turns` windows under way; where K has
 // more, threadgroups along z share it and write float32 planes of one product, for qmm_skinny_sum. In
 // the end shares are added, in as many columns at a time as the same memory takes, 8 * chunk at least.
-// Where the GPU multiplies with four SIMD groups at once (see tile.metal), and `together` asks for it, x
-// lies as a tile instead.
+// If the GPU multiplies with four SIMD groups at once (see tile.metal) and `together` is set, x is stored
+// as a tile instead.
 //
 //   grid (threads * ceil(M / (8 * fragments)), ceil(tiles in all / (tiles * sides)), parts of K),
 //   threadgroup (threads, 1, 1) where threads = 32 * sides * shares
@@ -124,7 +124,7 @@ template <
   // As many operands at a time as many SIMD groups have registers for.
   constexpr int some_units = simds > 16 ? 2 : 4;
   row_window<T, run> held[stays ? some_units : units];
-  // Of all of K, where one threadgroup has it.
+  // For all of K, if one threadgroup computes it.
   constexpr bool early_squares = stays && !split;
   row_squares<simds, 8 * fragments, early_squares ? (deep * step / 16 + 31) / 32 : 1> squares;
   if (stays) {
@@ -207,7 +207,7 @@ template <
     }
   } else {
     place_operands<sides, bits, deep, joint, T, fragments>(own, held, side, lane);
-    // What is placed a step early is fetched two steps early.
+    // An operand that is written to threadgroup memory one step early is fetched two steps early.
     constexpr int early = stages == 2 ? 2 : 1;
     if (early == 2) {
       fetch_operands<sides, bits, deep, cover, shares, T, fragments>(

@@ -1,5 +1,5 @@
-// The steps of qmm_skinny: rows of x become operands in threadgroup memory, windows of packed tiles are
-// loaded, unpacked and multiplied with them.
+// The steps of qmm_skinny: rows of x become operands in threadgroup memory; K tiles of the packed matrix
+// are loaded, dequantized and multiplied with them.
 
 #include "common/operands.metal"
 #include "qmv_matrix_steps.metal"
@@ -31,7 +31,7 @@ METAL_FUNC metal::vec<T, 2> dequantized_pair(
     metal::vec<T, 2> code = as_type<metal::vec<T, 2>>(code_pair<bits>(halves, bits * i, 0, 0));
     return fused_pair(code, metal::vec<T, 2>(times, times), metal::vec<T, 2>(added, added));
   }
-  // What is added and taken away here leaves integers up to 255, which are exact.
+  // Adding and subtracting the offset leaves integers up to 255, which are exact.
   T offset = T(-code_offset<T, bits>()), factor = T(byte_factor<T, mode, bits>());
   metal::vec<T, 2> code = metal::vec<T, 2>(offset, offset);
 #pragma unroll
@@ -42,7 +42,7 @@ METAL_FUNC metal::vec<T, 2> dequantized_pair(
   return fused_pair(code, metal::vec<T, 2>(times, times), metal::vec<T, 2>(added, added));
 }
 
-// Window i of a share: shares take blocks of `cover` windows in turns.
+// K tile i of a share: blocks of `cover` K tiles are interleaved among the shares.
 template <int cover, int shares>
 METAL_FUNC int window_of(int i, int share) {
   return (i / cover * shares + share) * cover + i % cover;
@@ -91,8 +91,8 @@ METAL_FUNC void place_operands(
   }
 }
 
-// Where `deep` windows stay: `some` operands of a SIMD group, every simds-th from `first` on,
-// of windows from element `from` on.
+// With `deep` persistent K tiles: the `some` operands of a SIMD group, every simds-th from `first` on,
+// of K tiles from element `from` on.
 template <int some, int simds, int bits, int deep, typename T, int fragments, int run>
 METAL_FUNC void fetch_some(
     thread row_window<T, run>* held,
@@ -127,8 +127,8 @@ METAL_FUNC void place_some(
   }
 }
 
-// What an RMS norm multiplies each row of K elements with, from the squares of its tiles. Four rows at
-// a time, so that a SIMD group waits for memory once for all of them.
+// The RMS norm factor of each row of K elements, from the partial sums of squares of its tiles. Four rows
+// are read at a time, so that a SIMD group waits for memory once for all of them.
 template <int simds>
 METAL_FUNC void row_factors(
     threadgroup float* factors,

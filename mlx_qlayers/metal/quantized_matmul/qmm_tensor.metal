@@ -16,7 +16,7 @@
 //   (threads, 1, 1) with threads = 32 * simds_m * simds_n; threadgroup memory 2 * (words, scales
 //   and biases of a step), or 2 * (the unpacked part of a step).
 //
-// Where `parts` share K, part z takes `depth` elements of it from z * depth on, a multiple of
+// With split-K into `parts`, part z takes `depth` elements of K from z * depth on, a multiple of
 // tile_k, and writes its sums to plane z of y, in float32, for qmm_sum to add.
 //
 // tile_k divides K, or else the product is `ragged`: then x too comes through a cooperative input, or
@@ -56,7 +56,7 @@ METAL_FUNC void fetch_part(
     int columns,
     int thread_index) {
   int row_words = columns * bits / 32, row_groups = columns / group;
-  // Where threads take whole rows of words, a thread's are of one column.
+  // If threads take whole rows of words, those of a thread belong to one column.
   constexpr bool even = threads % part_words == 0;
   int first_row = thread_index / part_words, first_word = thread_index % part_words;
 #pragma unroll
@@ -83,7 +83,7 @@ METAL_FUNC void fetch_part(
   }
 }
 
-// What it holds goes to threadgroup memory; `moved` steps of the scale are taken off the offsets.
+// Writes what the thread holds to threadgroup memory; `moved` scales are subtracted from the offsets.
 template <int mode, int part_rows, int part_words, int part_groups, int threads, typename H>
 METAL_FUNC void place_part(
     threadgroup uint* words,
@@ -132,7 +132,7 @@ METAL_FUNC float part_element(
   return fma(factors[of_group], value, mode == AFFINE ? offsets[of_group] : 0.0f);
 }
 
-// What a SIMD group multiplies with: x by rows from device memory, or an input that is filled here.
+// The left operand of a SIMD group: rows of x in device memory, or a cooperative input that is filled here.
 template <typename T, bool ragged>
 struct tensor_rows;
 template <typename T>
@@ -267,7 +267,7 @@ METAL_FUNC void multiply_tensors(
         metal::remove_addrspace_t<left>, metal::remove_addrspace_t<decltype(right)>, float>();
     clear_sums(sums);
     clear_sums(others);
-    // Of the step before the first one only what follows it.
+    // The step before the first one only loads what the first one needs.
     for (int k = first - tile_k; k < end; k += tile_k) {
       bool begun = k >= first;
       int at = max(k, first), rows_left = begun ? max(M - m, 0) : 0;

@@ -157,7 +157,7 @@ template <
 #pragma clang loop vectorize(disable)
       for (int n = 0; n < outputs; n++) {
         if (lanes > 1) {
-          // Those of a single row are used as they are unpacked, lest all of them take registers.
+          // A single row's weights are used as soon as they are dequantized, which saves registers.
           if (rows == 1) {
             decode_codes<T, mode, bits, run>(weights[n], codes[n]);
           }

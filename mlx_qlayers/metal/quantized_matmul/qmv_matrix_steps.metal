@@ -92,7 +92,7 @@ METAL_FUNC void load_rows(
     load_run<PAIRS(bits, run)>(rows.weight, norm_weight, k, 0, run, max(filled, 0), lane);
   }
 }
-// What was loaded as operands, times the norm's weight; the squares of x are added up.
+// The loaded x as operands, times the norm's weight; its squares are added up.
 template <int bits, typename T, int fragments, int run>
 METAL_FUNC void take_rows(
     thread right_fragment<T>* values,
@@ -151,7 +151,7 @@ METAL_FUNC void add_scaled(
   }
 }
 
-// What an RMS norm multiplies a row of K elements with, from the squares of its tiles.
+// The RMS norm factor of a row of K elements, from the partial sums of squares of its tiles.
 METAL_FUNC float norm_factor(
     const device float* squares, int tiles, int K, float epsilon, uint lane) {
   float total = 0;

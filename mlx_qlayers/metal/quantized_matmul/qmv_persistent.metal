@@ -18,8 +18,8 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// Begins to load a step of the 16 rows `at` tiles behind the first of all matrices; of which matrix,
-// where that is known.
+// Starts to load a step of the 16 rows that are `at` tiles after the first of all matrices, from a given
+// matrix if that is known.
 template <int gate, int mode, int group, typename S, int bits, int run, int count>
 METAL_FUNC void fetch_tile(
     thread packed_tile<S, bits, run, 1, count>& tile,

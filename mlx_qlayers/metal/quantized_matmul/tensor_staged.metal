@@ -33,7 +33,7 @@ METAL_FUNC void clear_sums(thread C& sums) {
   }
 }
 
-// What becomes of sums, from (m, n) of y on; of a gate's other matrix too.
+// The epilogue of sums from (m, n) of y on, with those of a gate's other matrix.
 template <int gate, typename T, typename O, typename C>
 METAL_FUNC void write_tensor(
     thread C& sums,
@@ -54,7 +54,7 @@ METAL_FUNC void write_tensor(
       int r = m + index[1], c = n + index[0];
       if (r < M && c < N) {
         size_t at = size_t(r) * N + c;
-        // Where O is not T these are null.
+        // If O is not T these are null.
         y[at] = finished<O, gate>(
             sums[i] * factor, gate ? others[i] : 0.0f, c, at,
             reinterpret_cast<const device O*>(bias),
@@ -152,7 +152,7 @@ METAL_FUNC void multiply_staged(
   if (gate) {
     clear_sums(others);
   }
-  // Of the step before the first one only what follows it.
+  // The step before the first one only loads what the first one needs.
   for (int k = first - tile_k; k < end; k += tile_k) {
     bool begun = k >= first;
     int at = max(k, first), deep = min(tile_k, K - at);

@@ -1,5 +1,5 @@
 // The declarations of metal/fragment.metal on tensor cores; the contract is written there.
-// What differs: the lane map, right operands held in pairs along the depth, and ldmatrix.
+// The differences are the lane map, right operands held in pairs along the depth, and ldmatrix.
 #pragma once
 
 #include "load.h"

@@ -36,7 +36,7 @@ simdgroup_matrix<T, rows, columns> make_filled_simdgroup_matrix(T value) {
   return m;
 }
 
-// Where this lane's two elements lie: the first, and the distance to the second.
+// The offset of this lane's first element, and the distance to its second.
 struct matrix_place {
   ulong first, next;
   matrix_place(ulong elements_per_row, ulong2 origin, bool transpose) {

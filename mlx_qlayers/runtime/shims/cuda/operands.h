@@ -40,7 +40,7 @@ void load_row_window(
 #pragma unroll
     for (int u = 0; u < run / 8; u++) {
       window_piece<run> piece(u, lane);
-      // Of rows that are not there nobody takes the products: the last one stands in.
+      // Products of rows beyond the last one are not used, so the last row is read instead.
       const T* at = x + (::min(piece.row, count - 1) * K + k + piece.quarter * run + piece.t * 8);
       uint* to = window.rows.words + 4 * u;
       if (whole) {

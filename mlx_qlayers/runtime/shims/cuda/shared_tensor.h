@@ -43,7 +43,7 @@ void copy_tile(T* to, const T* p, uint stride, int rows, int columns) {
   if (reinterpret_cast<uint64_t>(p) % 16 == 0 && stride % EACH == 0 && columns % EACH == 0 &&
       ROWS % STEP == 0) {
     int row = threadIdx.x / PACKS, column = threadIdx.x % PACKS * EACH;
-    // Where eight rows on lie as far everywhere, offsets are constants.
+    // If the distance of eight rows is the same everywhere, offsets are constants.
     bool even = STEP % 8 == 0;
     T* at = to + place(row, column);
     const T* from = p + uint64_t(row * stride) + column;
@@ -62,7 +62,7 @@ void copy_tile(T* to, const T* p, uint stride, int rows, int columns) {
   }
 }
 
-// What an operation keeps between its products: which rows are coming, and its left operand.
+// The state of an operation between its products: the rows in flight, and its left operand.
 template <uint64_t D, int PLACE>
 struct shared_operand {
   static constexpr int M = D & 0xffff, N = D >> 16 & 0xffff, K = D >> 32 & 0xffff;
@@ -97,7 +97,7 @@ struct shared_operand {
     }
   };
 
-  // These rows for all warps. The `next` begin to come, if any of them exist: they are there behind
+  // These rows for all warps. Copies of the `next` rows start, if any of them exist: they have arrived after
   // the next barrier of the kernel.
   template <typename TILE, typename T, typename E, typename S>
   const T* arrived(const tensor<T, E, S>& from, const T* next, int rows, int columns) const {

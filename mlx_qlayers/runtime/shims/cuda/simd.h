@@ -281,7 +281,7 @@ inline constexpr mem_flags operator|(mem_flags a, mem_flags b) {
 }
 inline void threadgroup_barrier(mem_flags) {
 #if MSL_TOGETHER
-  // What shared_tensor.h copies has arrived, for tensor cores too.
+  // The copies of shared_tensor.h have arrived, and tensor cores see them.
   asm volatile("cp.async.wait_all;\n fence.proxy.async.shared::cta;" ::: "memory");
 #endif
   __syncthreads();

@@ -34,7 +34,7 @@ struct tensor {
   T* p;
   E extents;
   int stride;
-  // These rows in shared memory, where an operation left them, and how wide they are there.
+  // The copy of these rows in shared memory that an operation left there, and its row stride.
   mutable const T* tile = nullptr;
   mutable int tile_width = 0;
   tensor(T* from, E given) : p(from), extents(given), stride(given.values[0]) {}
@@ -49,7 +49,7 @@ struct tensor {
     return part;
   }
 };
-// Of an operation of one warp PLACE says where the text names its scope: see keywords.h.
+// PLACE is the scope that the text of a one-warp operation names: see keywords.h.
 template <int N, int PLACE = 0>
 struct execution_simdgroups {
   static constexpr int COUNT = N;
@@ -173,7 +173,7 @@ inline void multiply_bytes(
     }
     end_copies();
   };
-  // What is overwritten was multiplied two steps before, by all warps when they met last.
+  // The overwritten rows were multiplied two steps ago, by all warps before the last barrier.
   for (int step = 0; step < STAGES - 2; step++)
     fetch(step);
   for (int step = 0; step < steps; step++) {

@@ -57,7 +57,7 @@ inline void show_to_products() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Where a product finds its right operand: 8 rows take 1024 bytes, a panel `panel` bytes.
+// The descriptor of a product's right operand: 8 rows take 1024 bytes, a panel `panel` bytes.
 template <typename T>
 ulong tile_operand(const T* p, uint panel) {
   uint at = __cvta_generic_to_shared(p);
@@ -155,7 +155,7 @@ void begin_by_rows(
     sum_fragment* products, const left_fragment<T>* left, const T* tile, int column, uint lane) {
   if constexpr (TOGETHER) {
     constexpr int PART = product_size<COUNT>() < MOST ? product_size<COUNT>() : MOST;
-    // What is added to an operand counts packs of 16 bytes.
+    // Offsets that are added to a descriptor count packs of 16 bytes.
     ulong first = tile_operand(tile + column * 8 * COUNT, 0);
     begin_products<COUNT>(products);
 #pragma unroll
@@ -246,8 +246,8 @@ void add_weighted_rows(
 #pragma unroll
   for (int i = 0; i < DEPTH / 16; i++)
     left_from_sums(left[i], weights[2 * i], weights[2 * i + 1]);
-  // Of another size than the products that made the weights: where they are as many and as
-  // large, ptxas 13.0 gives the left operands of both the same registers.
+  // Their size differs from that of the products that made the weights: if both have the same number and
+  // size, ptxas 13.0 gives the left operands of both the same registers.
   constexpr int WHOLE = product_size<COUNT>(), PART = DEPTH == 8 * COUNT ? WHOLE / 2 : WHOLE;
   begin_weighted_rows<T, DEPTH, COUNT, WIDTH, TOGETHER, PART>(sums, left, tile, column, lane);
   if constexpr (TOGETHER)

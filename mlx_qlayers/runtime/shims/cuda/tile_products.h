@@ -61,7 +61,7 @@ void begin_rows_by_rows(
     sum_fragment* products, const T* left, int row, const T* tile, uint lane) {
   if constexpr (TOGETHER) {
     constexpr int PART = product_size<COUNT>();
-    // What is added to an operand counts packs of 16 bytes.
+    // Offsets that are added to a descriptor count packs of 16 bytes.
     ulong rows = tile_operand(left + row / 64 * (64 * 64), 0), first = tile_operand(tile, 0);
     begin_products<COUNT>(products);
 #pragma unroll

@@ -1,4 +1,4 @@
-// What kernels and shims need of <type_traits> and <limits>: CUDA's own take a second to compile.
+// The parts of <type_traits> and <limits> that kernels and shims need: CUDA's own take a second to compile.
 #pragma once
 
 namespace mlx::core::cu {

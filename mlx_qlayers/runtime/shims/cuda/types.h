@@ -171,7 +171,7 @@ struct numeric_limits<narrow<N>> {
   }
 };
 
-// What MLX's own Metal preamble offers under this name; keywords.h renames it.
+// The function that MLX's own Metal preamble offers under this name; keywords.h renames it.
 template <typename T>
 struct MetalLimits {
   static constexpr T max = numeric_limits<T>::max();

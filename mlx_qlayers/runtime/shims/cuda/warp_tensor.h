@@ -11,9 +11,9 @@ namespace mlx::core::cu {
 template <int K>
 constexpr bool SHARES_ROWS = MSL_TOGETHER && HAS_WARPGROUPS && MSL_GROUP_SIZE % 128 == 0 && K % 64 == 0;
 
-// Where a lane's element i of a row or a column of an operand lies along the depth K: in runs of
-// neighbours, which are one load of a row of x and one word of 4-bit codes. Both operands name the
-// depth alike, so that any order gives the same sums.
+// The index along the depth K of a lane's element i in a row or column of an operand: runs of neighbours,
+// each one load of a row of x and one word of 4-bit codes. Both operands permute the depth alike, so
+// that any order gives the same sums.
 template <int K>
 struct warp_depth {
   static constexpr int COUNT = K / 4, RUN = SHARES_ROWS<K> ? 2 : COUNT < 8 ? COUNT : 8;
@@ -37,7 +37,7 @@ struct warp_columns {
 template <int M, int N, bool TRANSPOSED>
 struct warp_sums {
   static constexpr int COUNT = M * N / 32;
-  // Of a lane's rows the one of element i.
+  // The row of a lane's element i.
   static int row(int i) {
     return i / (N / 4) * 2 + i % 2;
   }

@@ -1,4 +1,4 @@
-// What a compiled kernel and the runtime share: the calling interface, in C that both dialects read.
+// The calling interface between a compiled kernel and the runtime, in C that both dialects read.
 #pragma once
 
 typedef unsigned int qk_uint;
@@ -28,7 +28,7 @@ typedef struct qk_thread {
   qk_uint threads_per_grid[3];
 } qk_thread;
 
-// What an operation of a SIMD group is, for counting and for error messages.
+// The kind of a SIMD group operation, for counting and for error messages.
 enum qk_operation { QK_SIMD_SHUFFLE, QK_SIMD_REDUCE, QK_QUAD, QK_MATRIX };
 
 // Apple's layout of 8 x 8 matrices: where a lane's first of two neighbouring elements is.
@@ -72,7 +72,7 @@ extern "C" {
 #endif
 qk_thread* qk_self(void);
 qk_uint qk_simd_sync(qk_uint operation);  // returns the lanes that take part
-void qk_inactive_lane(qk_uint lane);      // a lane read a value that nobody gave
+void qk_inactive_lane(qk_uint lane);      // a lane read the value of an inactive lane
 void qk_threadgroup_barrier(qk_uint flags);
 void qk_simdgroup_barrier(qk_uint flags);
 void qk_matrix_product(qk_row* row);  // results = left * right, from (left, left, right, right)

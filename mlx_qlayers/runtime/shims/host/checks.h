@@ -14,9 +14,9 @@ struct Access {
   uint16_t atomic;
   uint32_t epoch, simd_epoch;
 };
-// Of each granule the last write, and the last read: of all, by another thread than that, by another
-// SIMD group, by another threadgroup. A write that is ordered after these four is ordered after
-// every read. Where nothing was read nobody looks at the reads: they take no memory then.
+// Each granule's last write, and its last reads: by any thread, by a thread other than that one, by another
+// SIMD group, and by another threadgroup. A write that is ordered after these four is ordered after every
+// read. Reads are stored separately, so that granules that are never read take no memory for them.
 struct Cells {
   Access* writes;
   Access (*reads)[4];

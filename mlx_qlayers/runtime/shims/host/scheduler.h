@@ -73,6 +73,6 @@ void checks_settle(Checks*);
 void checks_barrier(Checks*, uint32_t operation, uint32_t flags);
 void checks_meeting(Checks*, Simd*, uint32_t operation, uint32_t flags);
 void checks_arena(Checks*, uint32_t slot, uint32_t begin, uint32_t bytes);
-// What instrumented code calls before an access; tensor operations access memory for their threads.
+// Instrumented code calls this before an access; tensor operations access memory on behalf of their threads.
 extern "C" void qk_load(const void* p, uint64_t bytes, uint32_t how, uint32_t line);
 extern "C" void qk_store(const void* p, uint64_t bytes, uint32_t how, uint32_t line);

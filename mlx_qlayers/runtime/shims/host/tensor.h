@@ -2,7 +2,7 @@
 #pragma once
 #include "scheduler.h"
 
-// Where the elements of a cooperative tensor are: of each slot of each thread its row and column.
+// The layout of a cooperative tensor: the row and column of each slot of each thread.
 struct Spread {
   uint32_t kind, seed;
   qk_tile tile;
@@ -12,7 +12,7 @@ struct Spread {
 const uint32_t kNowhere = ~0u;
 const int kSpreads = 64;
 
-// What a worker keeps: the spreads that it used last, and room for matrices.
+// The state of a worker: the layouts that it used last, and buffers for matrices.
 struct Tensors {
   Spread spreads[kSpreads];
   uint32_t next;
