@@ -4,11 +4,7 @@ import argparse
 import io
 import json
 import shutil
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
@@ -19,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
+from commands.test_serving import CHAT, COMPLETE, ask, rest, serving, start
 
 from mlx_qlayers import explain
 from mlx_qlayers.cli import main
@@ -28,7 +25,6 @@ from mlx_qlayers.runtime.backend import backend, requested
 from tests.numerics import assert_same_losses, assert_same_model
 
 PROMPT, TOKENS = "Once upon a time there was a king", 12
-SERVER = [sys.executable, "-m", "mlx_qlayers", "server"]
 
 
 @pytest.fixture(scope="module")
@@ -51,48 +47,22 @@ def expected(talker):
 @pytest.fixture(scope="module")
 def server(talker):
     """The address of a running server and what it writes."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
     log = talker.parent / "log"
-    arguments = ["--model", str(talker), "--port", str(port), "--max-tokens", str(TOKENS)]
-    with log.open("w") as out, subprocess.Popen([*SERVER, *arguments], stderr=out) as process:
-        try:
-            address = f"http://127.0.0.1:{port}"
-            for _ in range(300):
-                try:
-                    urllib.request.urlopen(f"{address}/health", timeout=5).close()
-                    break
-                except OSError:
-                    assert process.poll() is None, log.read_text()
-                    time.sleep(0.1)
-            yield address, log
-        finally:
-            process.terminate()
-
-
-def ask(address: str, path: str, **body: Any) -> bytes:
-    """The answer to a request."""
-    request = urllib.request.Request(
-        address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return answer.read()
+    with serving(talker, "--max-tokens", str(TOKENS), log=log) as (address, _):
+        yield address, log
 
 
 def test_server_answers_as_stock(server, expected):
     address, log = server
-    completed = json.loads(ask(address, "/v1/completions", prompt=PROMPT))
-    assert completed["choices"][0]["text"] == expected
-    messages = [{"role": "user", "content": PROMPT}]
-    chosen = json.loads(ask(address, "/v1/chat/completions", messages=messages))["choices"][0]
+    (completed,) = ask(address, COMPLETE, {"prompt": PROMPT})[1]["choices"]
+    assert completed["text"] == expected
+    (chosen,) = ask(address, CHAT, {"messages": [{"role": "user", "content": PROMPT}]})[1][
+        "choices"
+    ]
     assert chosen["message"]["content"] == expected
     assert "49 swapped" in log.read_text()
-
-
-def test_server_streams(server, expected):
-    answer = ask(server[0], "/v1/completions", prompt=PROMPT, stream=True).decode()
-    parts = [line.removeprefix("data: ") for line in answer.splitlines() if "{" in line]
+    streamed = rest(start(address, PROMPT, TOKENS)).decode()
+    parts = [line.removeprefix("data: ") for line in streamed.splitlines() if "{" in line]
     assert "".join(json.loads(part)["choices"][0]["text"] for part in parts) == expected
 
 

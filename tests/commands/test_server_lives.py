@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import subprocess
 import time
 import urllib.error
@@ -13,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from commands.test_serving import COMMAND, COMPLETE, ask, check_health, serving, start
+from commands.test_serving import COMMAND, COMPLETE, ask, check_health, rest, serving, start
 from mlx_lm.generate import BatchGenerator as Stock
 from small_qwen import qwen
 from tiny_model import save_tiny_model
@@ -42,12 +41,6 @@ def failing_model(tmp_path_factory):
     config = json.loads((path / "config.json").read_text()) | {"model_file": "own.py"}
     (path / "config.json").write_text(json.dumps(config))
     return path
-
-
-def rest(client: socket.socket) -> bytes:
-    """All that a client is still sent."""
-    with client:
-        return b"".join(iter(lambda: client.recv(1 << 16), b""))
 
 
 def health(address: str) -> int:

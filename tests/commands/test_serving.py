@@ -79,6 +79,12 @@ def start(address: str, prompt: str, tokens: int = 10**6, stream: bool = True) -
     return client
 
 
+def rest(client: socket.socket) -> bytes:
+    """All that a client is still sent."""
+    with client:
+        return b"".join(iter(lambda: client.recv(1 << 16), b""))
+
+
 def ask(address: str, path: str, body: Any, **headers: str) -> tuple[int, dict[str, Any]]:
     """Status and answer; a body of bytes is sent as it is."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
