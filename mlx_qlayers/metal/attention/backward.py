@@ -102,13 +102,18 @@ def attention_backward(at: Launcher, tensors: bool = False) -> tuple[Compute, Co
     def of_mask(
         arrays: Sequence[Any], cotangents: Sequence[Any], outputs: Sequence[Any]
     ) -> list[mx.array]:
-        mask, (out, norms) = arrays[3], outputs
+        out, norms = outputs
         (d_scores,) = launch_of_mask()([*inputs(arrays), out, cotangents[0], norms, *at.ends])
-        shared = [i for i, n in enumerate((1,) * (4 - mask.ndim) + mask.shape) if n == 1]
-        gradient = d_scores.sum(axis=shared, keepdims=True).reshape(mask.shape)
-        return [gradient.astype(mask.dtype)]
+        return [_of_mask(arrays[3], d_scores)]
 
     return of_all, of_mask
+
+
+def _of_mask(mask: mx.array, d_scores: mx.array) -> mx.array:
+    """The gradient of a mask that was broadcast to the scores, (B, H, L, S)."""
+    shared = [i for i, n in enumerate((1,) * (4 - mask.ndim) + mask.shape) if n == 1]
+    gradient = d_scores.sum(axis=shared, keepdims=True).reshape(mask.shape)
+    return gradient.astype(mask.dtype)
 
 
 def _either(at: Launcher, bind: Callable[..., T], *others: Any) -> T:

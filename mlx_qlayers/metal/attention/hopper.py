@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import mlx.core as mx
 from ...measurements.thresholds import row_of, threshold
 from ...runtime.backend import use_backend
 from ...runtime.devices import device_of
-from ...runtime.launch import Size, TemplateValue
+from ...runtime.launch import Bound, Size, TemplateValue
 from ...runtime.spec import Spec
 from ..common.kernels import strided_kernel, without
 from .forward import Launcher, absent
@@ -106,14 +106,6 @@ def backward_once(at: Launcher, chosen: Cut) -> Callable[..., list[mx.array]]:
     dtype, rows = at.q.dtype, (at.batch, at.heads, at.queries)
     out, norms = Spec((*rows, at.v_width), dtype), Spec((*rows, 2), mx.float32)
     grouped = at.heads != at.kv_heads
-    with use_backend(at.device):
-        prepare = _STATISTICS.bind(
-            [out, out, norms],
-            template={"T": dtype, "DV": at.v_width},
-            grid=(-(-at.queries // 32) * 256, at.heads, at.batch),
-            threadgroup=(256, 1, 1),
-            output_shapes=[norms.shape],
-        )
     # Whole tiles, and on the host products need no more than 16 columns.
     step = 64 if device_of(at.device).tensor_cores else 16
     step = chosen.slices * max(step, 16 * (16 * chosen.simds // chosen.tile))
@@ -124,20 +116,11 @@ def backward_once(at: Launcher, chosen: Cut) -> Callable[..., list[mx.array]]:
     keys = at.batch, at.keys, at.kv_heads
     shapes = [(*keys, at.width), (*keys, at.v_width)]
     d_q = at.batch, at.queries, at.heads, at.width
-    with use_backend(at.device):
-        finish = (_ROWS_OF_GROUPS if grouped else _ROWS).bind(
-            [sums, Spec.of(at.ends[0])],
-            template={
-                "T": dtype,
-                "D": at.width,
-                "DV": at.v_width,
-                "WIDTH": width,
-                "GROUPED": grouped,
-            },
-            grid=(2 * max(of_queries, of_keys), at.heads + 2 * kv_heads, at.batch),
-            threadgroup=(128, 1, 1),
-            output_shapes=[d_q, *shapes] if grouped else [d_q],
-        )
+    prepare, finish = _around(
+        *(at, out, norms, sums),
+        (2 * max(of_queries, of_keys), at.heads + 2 * kv_heads, at.batch),
+        [d_q, *shapes] if grouped else [d_q],
+    )
     average = (at.batch, at.kv_heads, at.v_width) if at.average else absent().shape
     # A float holds two numbers of 16 bits.
     packed = [] if grouped else [(*keys, shape[-1] * dtype.size // 4) for shape in shapes]
@@ -158,6 +141,29 @@ def backward_once(at: Launcher, chosen: Cut) -> Callable[..., list[mx.array]]:
         return [*done, *(a.view(dtype) for a in of_keys), statistics[..., 1]]
 
     return run
+
+
+def _around(
+    at: Launcher, out: Spec, norms: Spec, sums: Spec, grid: Size, shapes: Sequence[tuple[int, ...]]
+) -> tuple[Bound, Bound]:
+    """The launches ahead of the products, of their statistics, and behind them, of their sums."""
+    values, grouped = {"T": at.q.dtype, "DV": at.v_width}, at.heads != at.kv_heads
+    with use_backend(at.device):
+        prepare = _STATISTICS.bind(
+            [out, out, norms],
+            template=values,
+            grid=(-(-at.queries // 32) * 256, at.heads, at.batch),
+            threadgroup=(256, 1, 1),
+            output_shapes=[norms.shape],
+        )
+        finish = (_ROWS_OF_GROUPS if grouped else _ROWS).bind(
+            [sums, Spec.of(at.ends[0])],
+            template=values | {"D": at.width, "WIDTH": sums.shape[2], "GROUPED": grouped},
+            grid=grid,
+            threadgroup=(128, 1, 1),
+            output_shapes=shapes,
+        )
+    return prepare, finish
 
 
 def _sizes(at: Launcher, chosen: Cut, rows: int) -> tuple[Size, Size]:

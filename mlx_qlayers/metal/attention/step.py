@@ -216,6 +216,12 @@ def _values(
     return values | {"P": parts, "RESIDENT": config.resident}
 
 
+def _joins(semaphores: Any, config: Step, splits: int, row_blocks: int) -> bool:
+    """Whether the last threadgroup of each row block adds up the splits, in the same launch."""
+    few = splits <= _MOST_JOINED and config.columns <= _MOST_COLUMNS
+    return semaphores is not None and few and semaphores.size >= row_blocks
+
+
 def attention_step(
     arrays: Sequence[Any], scale: float, rotation: Rotation, config: Step, epsilon: float = 0.0
 ) -> Callable[..., list[mx.array]]:
@@ -236,46 +242,35 @@ def attention_step(
         token's key and value, and zeros behind them.
     """
     call = StepCall.of(arrays)
-    packed = call.packing[1] > 0
-    q, k_append, v_append, freqs, mask, sinks, semaphores = (
-        *(call.q, call.k_append, call.v_append),
-        *(call.freqs, call.mask, call.sinks, call.semaphores),
-    )
+    (q, appended, packed), v_width = (call.q, call.k_append, call.packing[1] > 0), call.v_width
     count = 8 + 4 * packed  # arrays that there always are
     batch, kv_heads, size, _ = call.k_cache[0].shape
-    width, v_width = call.width, call.v_width
-    heads = q.shape[2] // width
-    share = heads // kv_heads
-    split = config.splits > 0
-    append_splits, splits = (
-        (config.append_splits, config.splits + config.append_splits) if split else (1, 1)
-    )
+    heads = q.shape[2] // call.width
+    share, split = heads // kv_heads, config.splits > 0
+    append_splits = config.append_splits if split else 1
+    splits = config.splits + append_splits
     threads, blocks = config.threads, -(-share // (8 * config.columns))
-    few = splits <= _MOST_JOINED and config.columns <= _MOST_COLUMNS
-    joined = (
-        semaphores is not None and split and few and semaphores.size >= batch * kv_heads * blocks
-    )
-    sizes = size, k_append.shape[2], append_splits, splits, share
-    options = _options(sizes, mask, scale, rotation, epsilon)
-    there = [each is not None for each in (mask, freqs, sinks, call.q_norm)]
+    joined = split and _joins(call.semaphores, config, splits, batch * kv_heads * blocks)
+    sizes = size, appended.shape[2], append_splits, splits, share
+    options = _options(sizes, call.mask, scale, rotation, epsilon)
+    there = [each is not None for each in (call.mask, call.freqs, call.sinks, call.q_norm)]
     kernel = _kernel(packed, *there, joined)
     shape, parts = (batch, 1, heads * v_width), (batch, 1, heads, splits, v_width + 2)
     # What may be left out, in the kernel's order: an array's place and its dtype in the launch.
     kinds = {1: mx.bool_, 0: mx.float32, 2: q.dtype, 3: q.dtype, 4: q.dtype}
     optional = [(count + i, kind) for i, kind in kinds.items() if arrays[count + i] is not None]
-    behind: list[Any] = [semaphores] if joined else []
     part_sizes = batch * heads * splits * (v_width + 8 // q.dtype.size)
     launch = kernel.bind(
         [
             *arrays[:count],
             *[Spec(arrays[i].shape, kind) for i, kind in optional],
-            *(Spec.of(options), *behind),
+            *(Spec.of(options), *[call.semaphores] * joined),
         ],
         template=_values(call, rotation, config, split, joined),
         grid=(threads * (splits + _COPYING), kv_heads * blocks, batch),
         threadgroup=(threads, 1, 1),
         output_shapes=[
-            *(parts if split and not joined else shape, k_append.shape, v_append.shape),
+            *(parts if split and not joined else shape, appended.shape, call.v_append.shape),
             *([(part_sizes,)] if joined else []),
         ],
     )
@@ -285,7 +280,7 @@ def attention_step(
         given = [*arrays[:count]]
         for i, kind in optional:
             given.append(arrays[i].astype(kind))
-        given += [options, *(arrays[count + 5 : count + 6] if joined else ())]
+        given += [options, *arrays[count + 5 : count + 5 + joined]]
         outputs = launch(given)[:3]
         if combine is not None:
             outputs[:1] = combine(outputs[:1])

@@ -14,6 +14,7 @@ from ...measurements.thresholds import row_of, threshold
 from ...options import MatmulCall, PackedMatrix
 from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
+from ...runtime.launch import Bound
 from ...runtime.spec import Spec
 from ..common.kernels import large_kernel, numbered, without
 from .qmm import sum_of_parts
@@ -261,15 +262,8 @@ def qmm_tensor(
     if isinstance(config, CodesConfig):
         if why := why_no_codes(call):
             raise ValueError(f"{config} does not take this product: {why}")
-        groups, more = k // fmt.group_size, [Spec((m, 2 * k // fmt.group_size), mx.bfloat16)]
-        sums = _GROUP_SUMS.bind(
-            [x, sizes[:3:2]],
-            template={"T": x.dtype, "group": fmt.group_size},
-            grid=(m * groups, 1, 1),
-            threadgroup=(256, 1, 1),
-            output_shapes=[more[0].shape],
-            output_dtypes=[mx.bfloat16],
-        )
+        more = [Spec((m, 2 * k // fmt.group_size), mx.bfloat16)]
+        sums = _group_sums(x, sizes[:3:2], fmt.group_size, more[0])
     shape = (*x.shape[:-1], n)
     launch = kernel.bind(
         [*(spec for spec in taken if spec is not None), *more, sizes],
@@ -286,6 +280,18 @@ def qmm_tensor(
         return lambda *arrays: launch([*given(arrays), sizes])[0]
     rows_and_depth = sizes[:3:2]
     return lambda *arrays: launch([*given(arrays), *sums([arrays[0], rows_and_depth]), sizes])[0]
+
+
+def _group_sums(x: Spec, sizes: mx.array, group: int, sums: Spec) -> Bound:
+    """The launch of the sums of rows over the groups of a matrix."""
+    return _GROUP_SUMS.bind(
+        [x, sizes],
+        template={"T": x.dtype, "group": group},
+        grid=(sums.size // 2, 1, 1),
+        threadgroup=(256, 1, 1),
+        output_shapes=[sums.shape],
+        output_dtypes=[sums.dtype],
+    )
 
 
 def tensor_product(
