@@ -13,7 +13,7 @@ from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
 from ..dispatch.choice import unmeasured
 from ..dispatch.measurements import Found, found
 from ..formats import GLOBAL_UNIT, Format
-from ..measurements.thresholds import gain, threshold
+from ..measurements.thresholds import gain
 from ..metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
 from ..metal.gather_qmm.gather_qmv import Pairs, Products, configuration, gather_qmv
 from ..metal.quantized_matmul.gradients import scales_and_biases_gradient
@@ -115,7 +115,6 @@ def _plan(
     empty = None if 0 not in (*leading, *x.shape, *w.shape) else "the product is empty"
     best: dict[str, Any] = {}
     unless = empty or _stock_is_better(rows)
-    unless = unless or _untested(out, transpose, fmt)
     if sorted_indices and not empty and not device_of().measured:
         best = measured_beside(_measured(call, rows), _TILES)
     choice = choose(
@@ -165,14 +164,6 @@ def _stock_is_better(rows: int) -> str | None:
     if device_of().stock_compiles and rows < STOCK_COMPILES:
         return "the stock operator and its call are as fast with so few rows"
     return unmeasured()
-
-
-def _untested(dtype: mx.Dtype, transpose: bool, fmt: Format) -> str | None:
-    """Why ``auto`` does not trust a kernel that was not compared with stock on a GPU."""
-    tested = threshold("gather_qmm_formats", _KINDS[transpose])
-    if tested is None or (dtype == mx.bfloat16 and f"{fmt.mode} {fmt.bits}" in tested):
-        return None
-    return "the kernel was not tested with this dtype and format on a GPU"
 
 
 def _pairs(arrays: _Arrays, leading: tuple[int, ...], sorted_indices: bool) -> Pairs:
