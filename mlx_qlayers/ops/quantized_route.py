@@ -164,7 +164,7 @@ def stock_is_better(dtype: mx.Dtype) -> str | None:
 
 
 def _call_is_too_long(call: MatmulCall) -> str | None:
-    """Why ``auto`` leaves a single product to the stock operator on an H200."""
+    """Why ``auto`` leaves a single product to the stock operator: where that was measured."""
     rows, n, k = call.shape
     most = threshold("qmv_call")
     if most is None or rows >= STOCK_COMPILES or threshold("qmv_stock")[rows - 1] * n * k > most:
@@ -180,7 +180,7 @@ def host_gain(rows: int, fmt: Format, transpose: bool = True) -> float | None:
 
 
 def _many_rows(call: MatmulCall) -> str:
-    """The kernel; measured on an H200. Stock is none of the choices: MLX compiles it for 40 s.
+    """The kernel, by measured rows. Stock is none of the choices: MLX compiles it for 40 s.
 
     The dense matrix is held in memory while it is multiplied: 2 bytes an element.
     """

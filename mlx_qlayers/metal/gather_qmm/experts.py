@@ -58,6 +58,16 @@ def share_experts(right: Sequence[int], experts: int) -> bool:
     return prod(right) > right[-1] and prod(right) >= least * experts
 
 
+def _taken(shared: bool, fmt: Format) -> tuple[int, int]:
+    """Products of an expert that a SIMD group takes at once, and how many rows of its matrices."""
+    few, run = device_of().few_registers, _run(fmt)
+    return next(
+        (rows, outputs)
+        for rows, outputs in _TAKEN[0 if shared else 2 :]
+        if not few or most_threads(_registers(rows=rows, outputs=outputs, run=run)) >= _THREADS
+    )
+
+
 def experts_products(
     x: Any,
     right: Any,
@@ -92,18 +102,10 @@ def experts_products(
     omitted = [name for name in _INPUTS[:-1] if name not in given]
     omitted += ["y1"] * (gate is not None or not pair)
     n, k, products = matrices[0].w.shape[1], x.shape[-1], prod(right.shape)
-    shares = share_experts(right.shape, matrices[0].w.shape[0])
-    taken = _TAKEN[0 if shares else 2 :]
-    rows, outputs = next(
-        (rows, outputs)
-        for rows, outputs in taken
-        if not device_of().few_registers
-        or most_threads(_registers(rows=rows, outputs=outputs, run=_run(fmt))) >= _THREADS
-    )
+    rows, outputs = _taken(share_experts(right.shape, matrices[0].w.shape[0]), fmt)
     height = outputs // 2 if pair else outputs
     words = unpack("3i", pack("3f", *gate)) if isinstance(gate, Clipped) else ()
     sizes = mx.array([products, n, k, share, *words], mx.int32)
-    tiles = -(-n // height)
     launch = without(PRODUCTS, tuple(omitted)).bind(
         [*given.values(), sizes],
         template=packed_template(fmt, x.dtype, matrices[0].scales.dtype)
@@ -114,7 +116,7 @@ def experts_products(
             "height": height,
             "run": _run(fmt),
         },
-        grid=(-(-tiles * 32 // _THREADS) * _THREADS, products, 1),
+        grid=(-(-n // height * 32 // _THREADS) * _THREADS, products, 1),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[(*right.shape, n)] * (2 if pair and gate is None else 1),
     )
