@@ -1,14 +1,139 @@
-"""What sound and invalid calls of an operation are."""
+"""The record of an operation in the table: sound calls, invalid ones, and random ones by float64."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from hypothesis import strategies as st
+
+from mlx_qlayers.runtime import trace
+from tests.examples import arrays
+from tests.numerics import random, to64
+
+Numbers = dict[str, np.ndarray]
+BACKENDS = ("host", "checked", "cuda", "metal")
+
+
+class Call(NamedTuple):
+    """A call, and what float64 makes of it.
+
+    Attributes:
+        function: an operation, or a layer that calls one.
+        arrays: arguments that are arrays or None, by name.
+        options: the others.
+        shape: of the first result.
+        expected: of the arrays' numbers, in float64 or float32, of cotangents, and of whether MLX's
+            operators compute: results by their place, gradients by their names, in that precision;
+            and the sums of the absolute terms of each, for :func:`arrays.compare`.
+        gradients: names of the arrays that are differentiated.
+        by_kernel: whether a kernel takes the call, so that a backend can be forced.
+        dtypes: of the results; the last one is that of all others.
+    """
+
+    function: Callable[..., Any]
+    arrays: dict[str, mx.array | None]
+    options: dict[str, Any]
+    shape: tuple[int, ...]
+    expected: Callable[[Numbers, list[np.ndarray], bool], tuple[Numbers, Numbers]]
+    gradients: Sequence[str] = ()
+    by_kernel: bool = True
+    dtypes: Sequence[mx.Dtype] = ()
+
+    def check(self, backend: str, what: str) -> None:
+        """Hold results and gradients against float64, and float32 rounded once."""
+        if not self.by_kernel and backend in BACKENDS:
+            backend = "auto"
+        names = [name for name in self.gradients if self.arrays[name] is not None]
+        inputs, rng = [self.arrays[name] for name in names], np.random.default_rng(1)
+
+        def run(*given: mx.array) -> list[mx.array]:
+            changed = self.arrays | dict(zip(names, given, strict=True))
+            found = self.function(**changed, **self.options)
+            return [found] if isinstance(found, mx.array) else list(found)
+
+        with arrays.running(backend), trace() as launches:
+            outputs = run(*inputs)
+            up = [random(rng, y.shape, y.dtype) for y in outputs] if names else []
+            gradients = mx.vjp(run, inputs, up)[1] if names else []
+            mx.eval(outputs, gradients)
+        assert outputs[0].shape == self.shape, f"{outputs[0].shape}, not {self.shape}: {what}"
+        assert backend not in BACKENDS or launches, f"no kernel: {what}"
+        for y, array in zip(gradients, inputs, strict=True):
+            assert (y.shape, y.dtype) == (array.shape, array.dtype), what
+        dtypes = self.dtypes or [next(a for a in self.arrays.values() if a is not None).dtype]
+        for i, y in enumerate(outputs):
+            assert y.dtype == dtypes[min(i, len(dtypes) - 1)], f"result {i}: {y.dtype}: {what}"
+        if not outputs[0].size:
+            return
+        with np.errstate(all="ignore"):
+            (truth, terms), (rough, _) = (
+                self.expected(
+                    {n: to64(a).astype(kind) for n, a in self.arrays.items() if a is not None},
+                    [to64(y).astype(kind) for y in up],
+                    backend in ("reference", "auto"),
+                )
+                for kind in (np.float64, np.float32)
+            )
+        found = dict(zip(map(str, range(len(outputs))), outputs, strict=True))
+        for name, y in (found | dict(zip(names, gradients, strict=True))).items():
+            if name in truth:
+                arrays.compare(y, truth[name], rough[name], terms[name], f"{name} of {what}")
+
+
+class Random(NamedTuple):
+    """Random calls of an operation, and awkward ones.
+
+    Attributes:
+        fields: what a case has: values of which it has one, the first in plain cases; or that and
+            a strategy.
+        build: the call of a case, whose ``backend`` is where it will run.
+        awkward: changes to a plain case, which all backends are given.
+        examples: of how many random cases the suite takes.
+    """
+
+    fields: dict[str, Any]
+    build: Callable[[SimpleNamespace, np.random.Generator], Call]
+    awkward: Sequence[dict[str, Any]] = ({},)
+    examples: int = 20
+
+    @property
+    def cases(self) -> st.SearchStrategy[SimpleNamespace]:
+        """All that a fuzzer takes."""
+        fields = {
+            name: values[1] if _is_pair(values) else st.sampled_from(list(values))
+            for name, values in self.fields.items()
+        }
+        return st.builds(
+            SimpleNamespace, **fields, seed=arrays.SEEDS, layouts=_LAYOUTS, backend=arrays.BACKENDS
+        )
+
+    def case(self, number: int, backend: str) -> SimpleNamespace:
+        """One of those that are awkward."""
+        plain = {n: v[0] if _is_pair(v) else list(v)[0] for n, v in self.fields.items()}
+        given = plain | {"layouts": ("dense",) * 9} | self.awkward[number]
+        return SimpleNamespace(**given, seed=number, backend=backend)
+
+    def check(self, case: SimpleNamespace) -> None:
+        """Hold a case against float64."""
+        self.build(case, np.random.default_rng(case.seed)).check(case.backend, f"{case}")
+
+
+_LAYOUTS = st.tuples(*[arrays.LAYOUTS] * 9)
+
+
+def _is_pair(values: Any) -> bool:
+    return (
+        isinstance(values, tuple) and len(values) == 2 and isinstance(values[1], st.SearchStrategy)
+    )
 
 
 class Calls(NamedTuple):
-    """Sound calls of an operation and invalid ones.
+    """Sound calls of an operation, invalid ones and random ones.
 
     Attributes:
         function: the operation.

@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.fuzz.test_operations import TARGETS
+
 HERE = Path(__file__).parent
 OUT = Path("build/fuzz")
 # Seconds in which a case has to end: some compile several kernels.
@@ -39,11 +41,12 @@ class Result:
 
 def targets() -> list[str]:
     """The node ids of all targets."""
+    folder = HERE.relative_to(Path.cwd())
     return [
         f"{path}::{name}"
-        for path in sorted(HERE.relative_to(Path.cwd()).glob("*.py"))
+        for path in sorted(folder.glob("*.py"))
         for name in re.findall(r"^@fuzz\(.*?^def (test_\w+)", path.read_text(), re.M | re.S)
-    ]
+    ] + [f"{folder}/test_operations.py::{name}" for name in TARGETS]
 
 
 def run(target: str, seconds: float) -> Result:

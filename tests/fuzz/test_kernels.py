@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_qlayers.ops import exp
 from mlx_qlayers.runtime.host import CompileError
 from mlx_qlayers.runtime.kernel import Kernel, KernelError
-from tests.fuzz.arrays import JUNK, changes, running, spoilt
+from tests.examples.arrays import JUNK, changes, running, spoilt
 from tests.fuzz.target import fuzz
 
 _FILES = [

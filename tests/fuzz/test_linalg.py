@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlx_qlayers import linalg
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.gptq import gptq
-from tests.fuzz import arrays
+from tests.examples import arrays
 from tests.fuzz.target import fuzz
 from tests.numerics import EPSILON, to64
 

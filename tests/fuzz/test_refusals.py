@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from mlx_qlayers.formats import Format
 from mlx_qlayers.options import PackedMatrix, Rotation, Router
+from tests.examples import arrays
 from tests.examples.invalid import OPERATIONS
-from tests.fuzz import arrays
 from tests.fuzz.target import fuzz
 
 # What stands in an argument that is more than an array.

@@ -24,7 +24,7 @@ from mlx_qlayers.layers.qlinear import QEmbedding
 from mlx_qlayers.layers.switch_linear import QSwitchLinear
 from mlx_qlayers.runtime import BackendError
 from tests.examples import SOUND, in_float32, is_float
-from tests.fuzz.arrays import SEEDS, running
+from tests.examples.arrays import SEEDS, running
 from tests.fuzz.target import fuzz
 from tests.numerics import assert_same_states, random
 

@@ -8,11 +8,21 @@ import pytest
 
 from mlx_qlayers import use_backend
 from mlx_qlayers.runtime.host import checks
-from tests.examples import CALLS, SOUND, in_float32, is_float
+from tests.examples import CALLS, RANDOM, SOUND, in_float32, is_float
+from tests.examples.arrays import LAID_OUT, laid_out
 from tests.examples.invalid import INVALID, OPERATIONS
-from tests.fuzz.arrays import LAID_OUT, laid_out
-from tests.gpus import HERE
+from tests.gpus import GPUS, HERE
 from tests.numerics import assert_gradient, assert_same_sums
+
+AWKWARD = [(name, i) for name, each in RANDOM.items() for i in range(len(each.awkward))]
+
+
+@pytest.mark.parametrize("path", ["reference", "checked", *GPUS])
+@pytest.mark.parametrize(("name", "number"), AWKWARD)
+def test_awkward_calls_against_float64(name, number, path):
+    """Results and gradients, by kernels where there are any."""
+    RANDOM[name].check(RANDOM[name].case(number, path))
+
 
 CHANGES = ("broadcast", "broadcast last")
 LAYOUTS = [layout for layout in LAID_OUT if layout != "dense"]

@@ -63,6 +63,13 @@ def laid_out(array: mx.array | None, layout: str) -> mx.array:
     return found
 
 
+def placed(
+    names: Sequence[str], given: Sequence[mx.array | None], layouts: Sequence[str]
+) -> dict[str, Any]:
+    """Arrays by name, each in a layout."""
+    return {n: laid_out(a, to) for n, a, to in zip(names, given, layouts, strict=False)}
+
+
 def filled(
     rng: np.random.Generator, shape: Sequence[int], dtype: mx.Dtype, values: str
 ) -> mx.array:

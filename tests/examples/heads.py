@@ -1,0 +1,463 @@
+"""Random calls of attention, of steps of decoding and of rotary embeddings, by float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from hypothesis import strategies as st
+
+from mlx_qlayers.metal.attention.decode import BITS
+from mlx_qlayers.ops.attention import attention
+from mlx_qlayers.ops.attention_step import Rotation, attention_step, packed_rows
+from mlx_qlayers.ops.exp import Exp, exp
+from mlx_qlayers.ops.rotary import rotary_embedding
+from tests import oracles
+from tests.attention_cases import MASKS, make_mask, units
+from tests.examples import arrays
+from tests.examples.arrays import DTYPES, dtype_of, filled, laid_out, placed
+from tests.examples.calls import BACKENDS, Call, Numbers, Random
+from tests.numerics import IN_FLOAT32, ROUNDINGS, random, round_to, to64
+
+HEADS = [(2, 1), (1, 1), (4, 2), (3, 3), (7, 1), (8, 4)]
+WIDTHS = [64, 1, 7, 8, 32, 40, 64, 72, 128, 256]
+
+
+def _exp(case: SimpleNamespace, rng: np.random.Generator) -> Call:
+    x = laid_out(filled(rng, case.shape, dtype_of(case.dtype), case.values), case.layouts[0])
+
+    def expected(n: Numbers, up: list[np.ndarray], stock: bool) -> tuple[Numbers, Numbers]:
+        y = np.exp(n["x"])
+        once = to64(round_to(y, x.dtype)) if n["x"].dtype == np.float32 else y
+        found = {"0": y, "x": once * up[0]}
+        # MLX's own operator is not as exact as a kernel of this package.
+        loose = ROUNDINGS[mx.float32] * stock
+        most = float(mx.finfo(x.dtype).max) * 0.99
+        d_terms = np.where(y < most, np.abs(found["x"]) * loose, np.inf)
+        found["x"] = np.where(y < most, found["x"], 0)
+        return found, {"0": y * loose, "x": d_terms}
+
+    function = (lambda x, **_: Exp()(x)) if case.layer else exp
+    options = {"strided": case.strided}
+    return Call(function, {"x": x}, options, case.shape, expected, ["x"], x.size > 0)
+
+
+_SHAPES = [(), (0,), (1,), (7,), (8,), (0, 3), (3, 0, 2), (7, 41), (257,), (2, 3, 4, 5)]
+EXP = Random(
+    {
+        "shape": (
+            (5, 9),
+            st.sampled_from(_SHAPES) | st.lists(st.integers(0, 9), max_size=6).map(tuple),
+        ),
+        "dtype": ("float32", DTYPES),
+        "values": ("normal", arrays.VALUES),
+        "strided": [False, True],
+        "layer": [False, True],
+    },
+    _exp,
+    [
+        {"shape": shape, "dtype": dtype, "strided": i % 2 == 1, "layer": i == 3}
+        for i, shape in enumerate(_SHAPES)
+        for dtype in ("float32", "float16", "bfloat16")
+    ],
+)
+
+
+def turned(
+    x: np.ndarray,
+    offset: Any,
+    dims: int,
+    traditional: bool = False,
+    base: float | None = 10000.0,
+    scale: float = 1.0,
+    freqs: mx.array | None = None,
+) -> np.ndarray:
+    """(B, L, H, D) to (B, H, L, D), with every number in the dtype of ``x``."""
+    kind, y = x.dtype.type, x.swapaxes(1, 2).copy()
+    if not dims:
+        return y
+    start = np.broadcast_to(np.array(offset), x.shape[:1])
+    positions = (start[:, None] + np.arange(x.shape[1])).astype(kind) * kind(scale)
+    if freqs is None:
+        rates = np.exp2(-np.log2(kind(base)) * np.arange(0, dims, 2).astype(kind) / kind(dims))
+    else:
+        rates = kind(1) / to64(freqs).astype(kind)
+    angle = (positions[..., None] * rates.astype(kind))[:, None]
+    return pairs_turned(y, np.cos(angle), np.sin(angle), dims, traditional)
+
+
+def pairs_turned(
+    x: np.ndarray, c: np.ndarray, s: np.ndarray, dims: int, traditional: bool = False
+) -> np.ndarray:
+    """The leading ``dims`` elements, turned by angles with these cosines and sines."""
+    y, half = x.copy(), dims // 2
+    first, second = slice(half), slice(half, dims)
+    if traditional:
+        first, second = slice(0, dims, 2), slice(1, dims, 2)
+    a, b = x[..., first], x[..., second]
+    y[..., first], y[..., second] = a * c - b * s, a * s + b * c
+    return y
+
+
+def _frequencies(case: SimpleNamespace, rng: np.random.Generator, dims: int) -> mx.array | None:
+    return mx.abs(random(rng, (dims // 2,))) * 50 + 1 if case.base is None else None
+
+
+def _rotary(case: SimpleNamespace, rng: np.random.Generator) -> Call:
+    dtype, dims = dtype_of(case.dtype), min(case.dims, case.width // 2 * 2)
+    rows = [random(rng, (case.batch, case.length, n, case.width), dtype) for n in case.heads]
+    freqs = _frequencies(case, rng, dims)
+    given = placed(("q", "k", "freqs"), (*rows, freqs), case.layouts)
+    starts = case.offsets[0] if case.kind == "one" else [*case.offsets[: case.batch]]
+    given["offset"] = mx.array(starts, dtype_of("int32" if case.kind == "one" else case.kind))
+    turns = {"traditional": case.traditional, "base": case.base, "freqs": given["freqs"]}
+
+    def expected(n: Numbers, up: list[np.ndarray], stock: bool) -> tuple[Numbers, Numbers]:
+        ways = [("0", n["q"], 1), ("1", n["k"], 1)]
+        # The gradient is the rotation by the opposite angle.
+        ways += [(name, y.swapaxes(1, 2), -1) for name, y in zip("qk", up, strict=False)]
+        found, terms = {}, {}
+        # MLX's own operator computes angles in float32, and some roundings more.
+        angle = (np.max(starts, initial=0) + case.length) * abs(case.scale)
+        loose = ROUNDINGS[dtype] * IN_FLOAT32[dtype] + 4 * angle
+        for name, x, way in ways:
+            y = turned(x, starts, dims, scale=way * case.scale, **turns)
+            found[name] = y if way > 0 else y.swapaxes(1, 2)
+            terms[name] = np.abs(x).max(initial=0) * loose * (stock or way < 0) * (dims > 0)
+        return found, terms
+
+    shape = case.batch, case.heads[0], case.length, case.width
+    options = {"dims": dims, "scale": case.scale, "base": case.base}
+    options |= {"traditional": case.traditional}
+    full = 0 not in (*rows[0].shape, *rows[1].shape, dims)
+    gradients = ["q", "k"] if case.gradient else []
+    return Call(rotary_embedding, given, options, shape, expected, gradients, full)
+
+
+_INT = st.integers(0, 50) | st.just(100_000)
+ROTARY = Random(
+    {
+        "batch": [2, 0, 1, 3, 4],
+        "length": [3, 0, 1, 2, 4, 5, 70],
+        "heads": ((4, 2), st.tuples(*[st.integers(0, 5)] * 2)),
+        "width": (24, st.integers(0, 41) | st.sampled_from([64, 128])),
+        "dims": (24, st.integers(0, 64).map(lambda n: 2 * n)),
+        "offsets": ((5, 0, 4000, 9), st.tuples(*[_INT] * 4)),
+        "kind": ["int32", "int64", "uint32", "one"],
+        "traditional": [False, True],
+        "base": [10000.0, None, 1.5, 500.0, 1e6],
+        "scale": [1.0, 0.25, 4.0, -1.0, 0.0],
+        "dtype": ("float32", DTYPES),
+        "gradient": [False, True],
+    },
+    _rotary,
+    [
+        change | {"dtype": ("float32", "float16", "bfloat16")[(i + j) % 3]}
+        for i, change in enumerate(
+            (
+                {"batch": 1, "length": 1, "width": 40, "dims": 40, "offsets": (100_000,)}
+                | {"kind": "one", "base": 5e5},
+                {"batch": 3, "length": 1, "heads": (3, 3), "traditional": True, "gradient": True},
+                {"heads": (6, 2), "width": 41, "scale": 0.25, "length": 5, "gradient": True},
+                {"batch": 1, "heads": (5, 1), "width": 30, "base": None, "kind": "one"},
+                {"batch": 4, "length": 2, "width": 8, "dims": 8, "kind": "int64"},
+            )
+        )
+        for j in range(2)
+    ]
+    + [{"batch": 0}, {"length": 0}, {"heads": (0, 2)}, {"width": 0}, {"dims": 0}],
+)
+
+
+def _attention(case: SimpleNamespace, rng: np.random.Generator) -> Call:
+    dtype, (heads, kv_heads) = dtype_of(case.dtype), case.heads
+    size, bits = case.packing if case.packing and case.batch * case.queries else (1, 0)
+    width, v_width = (-(-w // size) * size for w in (case.width, case.v_width))
+    rows, keys = (case.batch, heads, case.queries), (case.batch, kv_heads, case.keys)
+    # The queries of which NaN or infinities are part are not compared.
+    others = "normal" if case.values == "special" else case.values
+    q = filled(rng, (*rows, width), dtype, case.values)
+    k, v = (filled(rng, (*keys, n), dtype, others) for n in (width, v_width))
+    mask = make_mask(case.mask, rng, case.batch, heads, case.queries, case.keys, dtype)
+    sinks = random(rng, (heads,), dtype) if case.sinks else None
+    given = placed(("q", "k", "v", "sinks"), (q, k, v, sinks), case.layouts)
+    rule = mask if isinstance(mask, str) else None
+    given["mask"] = laid_out(None if rule else mask, case.layouts[4])
+    options = {"scale": case.scale, "window": case.window, "softcap": case.softcap}
+    dense = [given["k"], given["v"]]
+    if bits:
+        packed = [
+            tuple(laid_out(a, layout) for a in mx.quantize(each, size, bits))
+            for each, layout in zip(dense, case.layouts[1:], strict=False)
+        ]
+        dense = [
+            mx.dequantize(w, *(a.astype(mx.float32) for a in rest), size, bits)
+            for w, *rest in packed
+        ]
+        options |= dict(zip("kv", packed, strict=True))
+        del given["k"], given["v"]
+    if rule:
+        del given["mask"]
+        options["mask"] = rule
+    plain = {name: options[name] for name in ("scale", "softcap")}
+    plain["window"] = case.window and min(case.window, 1 << 40)
+    boolean = mask is not None and not rule and mask.dtype == mx.bool_
+
+    def expected(n: Numbers, up: list[np.ndarray], _: bool) -> tuple[Numbers, Numbers]:
+        kind, shown = n["q"].dtype.type, n.get("mask", rule)
+        numbers = [n["q"], *(to64(a) for a in dense)]
+        found, terms = oracles.attention(
+            *numbers,
+            **plain,
+            mask=shown.astype(bool) if boolean else shown,
+            sinks=n.get("sinks"),
+            cotangent=up[0] if up else None,
+            dtype=kind,
+            units=units(dtype, bits > 0),
+        )
+        sure = (np.isfinite(n["q"]) & (np.abs(n["q"]) < 1e3)).all(-1, keepdims=True)
+        found["0"] = np.where(sure, found.pop("out"), 0)
+        if terms:
+            terms["0"] = np.where(sure, terms.pop("out"), np.inf)
+        return found, terms
+
+    names = ["q", "k", "v", "sinks"] + ["mask"] * (not boolean and not rule)
+    if not case.gradient or case.values != "normal" or bits:
+        names = []
+    # What kernels take.
+    widths = width, v_width
+    small = all(w % 8 == 0 and w <= 256 for w in widths) and case.queries * case.batch > 0
+    few = small and case.queries <= 8 and (not bits or bits in BITS) and not case.gradient
+    many = small and width >= 32 and case.scale > 0 and (not bits or bits in BITS)
+    shape = *rows, v_width
+    return Call(attention, given, options, shape, expected, names, few or many)
+
+
+_FEW = {"heads": (6, 2), "queries": 1, "keys": 65, "width": 64, "v_width": 128}
+_LONG = {"heads": (3, 3), "queries": 9, "keys": 33, "width": 128, "v_width": 64, "mask": "causal"}
+ATTENTION = Random(
+    {
+        "batch": [1, 1, 1, 2, 3, 0],
+        "heads": HEADS,
+        "queries": (7, st.sampled_from([1, 1, 2, 8, 9]) | st.integers(0, 70)),
+        "keys": (33, st.sampled_from([1, 2, 31, 33, 64, 300]) | st.integers(1, 130)),
+        "width": WIDTHS,
+        "v_width": WIDTHS,
+        "dtype": ("float32", DTYPES),
+        "mask": MASKS,
+        "window": [None, None, 1, 2, 5, 64, 10**6, 2**31, 2**40],
+        "softcap": [None, None, 1e-3, 2.0, 30.0, 1e6],
+        "sinks": [False, True],
+        "scale": [0.125, 0.125, 1.0, 0.0, -0.5, 1e-8, 30.0],
+        "packing": (
+            None,
+            st.none()
+            | st.none()
+            | st.tuples(st.sampled_from([32, 64]), st.sampled_from([2, 4, 8])),
+        ),
+        "values": ["normal", "normal", "normal", "zeros", "tiny", "special"],
+        "gradient": [False, True],
+    },
+    _attention,
+    [
+        {"queries": 1, "keys": 1, "heads": (1, 1), "width": 32, "v_width": 32, "gradient": True},
+        {"queries": 1, "keys": 257, "heads": (3, 1), "batch": 2, "dtype": "float16"},
+        {"keys": 8, "heads": (7, 7), "width": 40, "v_width": 40, "gradient": True, "window": 5},
+        {"queries": 33, "keys": 65, "heads": (8, 1), "width": 32, "v_width": 16, "mask": "padded"}
+        | {"dtype": "bfloat16", "sinks": True, "window": 9, "softcap": 30.0},
+        {"queries": 33, "keys": 8, "width": 48, "v_width": 48, "mask": "additive", "batch": 2}
+        | {"dtype": "float16", "softcap": 2.0, "gradient": True},
+        {"queries": 12, "keys": 9, "mask": "causal", "sinks": True, "gradient": True, "batch": 3}
+        | {"dtype": "bfloat16"},
+        {"queries": 9, "mask": "biased", "dtype": "bfloat16", "gradient": True},
+        {"mask": "one key", "dtype": "float16", "width": 32, "v_width": 32, "gradient": True},
+        *({"scale": 1e5, "mask": "causal", "dtype": d} for d in ("float32", "float16")),
+        *({"window": w, "mask": m} for w, m in ((2**31, "none"), (2**70, "boolean"))),
+        *(
+            plain | {"packing": packing, "dtype": dtype} | change
+            for plain, (packing, dtype), change in (
+                (_FEW, ((32, 4), "float32"), {}),
+                (_FEW, ((64, 8), "bfloat16"), {"mask": "padded", "sinks": True, "window": 7}),
+                (_LONG, ((64, 8), "float32"), {"softcap": 3.0}),
+                (_LONG, ((32, 4), "float16"), {}),
+                (_LONG, ((64, 6), "bfloat16"), {}),
+            )
+        ),
+        {"batch": 0, "gradient": True},
+        {"queries": 0, "gradient": True},
+        {"queries": 0, "mask": "causal", "softcap": 2.0},
+    ],
+    examples=30,
+)
+
+
+def normed(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
+    """Rows of heads behind an RMS norm of each, with every number in the dtype of ``x``."""
+    heads = x.reshape(*x.shape[:-1], -1, weight.size)
+    size = np.sqrt((heads * heads).mean(-1, keepdims=True) + x.dtype.type(epsilon))
+    return (heads / size * weight).reshape(x.shape)
+
+
+def _step(case: SimpleNamespace, rng: np.random.Generator) -> Call:
+    dtype, (heads, kv_heads), (group, bits) = (
+        dtype_of(case.dtype),
+        case.heads,
+        case.packing or (1, 0),
+    )
+    batch, (width, v_width) = case.batch, (-(-w // group) * group for w in case.widths)
+    dims = 0 if bits else min(case.dims, width)
+    pairs = zip(case.filled, (case.size, case.rows - 1), strict=True)
+    before, held = (int(share * count) for share, count in pairs)
+    names = "q", "k", "v", "k_cache", "v_cache", "k_append", "v_append", "freqs", "sinks"
+    made = [random(rng, (batch, 1, heads * width), dtype)]
+    made += [random(rng, (batch, 1, kv_heads * n), dtype) for n in (width, v_width)]
+    for count, counted in ((case.size, before), (case.rows, held)):
+        for n in (width, v_width):
+            made.append(random(rng, (batch, kv_heads, count, n), dtype))
+            if case.backend in BACKENDS and not bits:  # which a kernel does not read
+                made[-1][:, :, counted:] = mx.nan
+    freqs = _frequencies(case, rng, dims)
+    sinks = random(rng, (heads,), dtype, 3.0) if case.sinks else None
+    if case.sinks and heads > 2:
+        sinks[0] = -mx.inf
+    given = placed(names, (*made, freqs, sinks), case.layouts)
+    places = [before, held, *rng.integers(0, 3000, batch).tolist()]
+    mask = None
+    if case.masked:
+        columns = np.arange(case.size + case.rows)
+        shown = rng.random((batch, heads if case.masked == "heads" else 1, 1, columns.size)) < 0.7
+        mask = mx.array(shown | (columns == before + held))
+    given |= {"positions": mx.array([*places, *[-1] * 8], mx.int32), "mask": mask}
+    rotation = Rotation(dims, case.traditional, case.base, case.rope_scale)
+    options: dict[str, Any] = {"scale": width**-0.5, "rotation": rotation, "epsilon": 1e-3}
+    if case.norms and not bits:
+        options["norms"] = tuple(random(rng, (width,), dtype) for _ in range(2))
+    numbers = {name: given[name] for name in names[1:7]}
+    if bits:
+        numbers |= _packed(given, options, (batch, kv_heads), (width, v_width), (group, bits))
+
+    def expected(n: Numbers, up: list[np.ndarray], stock: bool) -> tuple[Numbers, Numbers]:
+        n = n | {name: to64(a).astype(n["q"].dtype) for name, a in numbers.items()}
+        # MLX's own rotary embedding computes angles in float32.
+        angle = ROUNDINGS[dtype] * IN_FLOAT32[dtype] + 4 * max(places[2:]) * case.rope_scale
+        large = np.abs(n["k"]).max() + np.abs(n["q"]).max()
+        if "norms" in options:
+            weights = [to64(a).astype(n["q"].dtype) for a in options["norms"]]
+            n |= {x: normed(n[x], w, 1e-3) for x, w in zip("qk", weights, strict=True)}
+            large = 20.0
+        moved = angle * large * (stock and (dims > 0 or "norms" in options))
+        return _stepped(n, places, options, freqs=given["freqs"], dtype=dtype, moved=moved)
+
+    covered = case.backend in BACKENDS and width % 8 == v_width % 8 == 0
+    dtypes = [dtype, mx.uint32 if bits else dtype]
+    shape = batch, 1, heads * v_width
+    return Call(attention_step, given, options, shape, expected, (), covered, dtypes)
+
+
+def _packed(
+    given: dict[str, Any],
+    options: dict[str, Any],
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    packing: tuple[int, int],
+) -> dict[str, mx.array]:
+    """Put caches and append buffers into a call packed; what they, and the token's rows, hold."""
+    numbers = {}
+    for i, name in enumerate(("k", "v", "k_cache", "v_cache", "k_append", "v_append")):
+        dense = given[name]
+        w, *rest = mx.quantize(dense.reshape(*heads, -1, widths[i % 2]), *packing)
+        held = mx.dequantize(w, *(a.astype(mx.float32) for a in rest), *packing)
+        numbers[name] = held.reshape(dense.shape)
+        if "_" in name:
+            del given[name]
+            packed = (w, *rest)
+            options[name] = packed if "cache" in name else packed_rows(packed)
+    return numbers
+
+
+def _stepped(
+    n: Numbers,
+    places: list[int],
+    options: dict[str, Any],
+    freqs: mx.array | None,
+    dtype: mx.Dtype,
+    moved: float,
+) -> tuple[Numbers, Numbers]:
+    """What a step gives; in float32 with rotated rows rounded. ``moved`` are terms of these."""
+    rotation, kind = options["rotation"], n["q"].dtype.type
+    batch, kv_heads, _, width = n["k_cache"].shape
+    before, held, *at = places
+    q, k, v = (
+        n[x].reshape(batch, 1, count, -1)
+        for x, count in zip("qkv", (n["q"].shape[2] // width, kv_heads, kv_heads), strict=True)
+    )
+    q, k = (turned(x, at, *rotation, freqs) for x in (q, k))
+    if kind == np.float32:
+        q, k = (to64(round_to(x, dtype)).astype(kind) for x in (q, k))
+    appended, whole = [], []
+    for name, row in (("k", k), ("v", v.swapaxes(1, 2))):
+        made = np.zeros_like(n[f"{name}_append"])
+        made[:, :, :held] = n[f"{name}_append"][:, :, :held]
+        made[:, :, held : held + 1] = row
+        appended.append(made)
+        whole.append(np.concatenate([n[f"{name}_cache"][:, :, :before], made[:, :, : held + 1]], 2))
+    seen = None if "mask" not in n else n["mask"].astype(bool)[..., : before + held + 1]
+    # Rotated rows are rounded, as unpacked ones are.
+    found, terms = oracles.attention(
+        *(q, *whole, options["scale"], seen),
+        sinks=n.get("sinks"),
+        dtype=kind,
+        units=units(dtype, True),
+    )
+    results = {"0": found["out"].reshape(batch, 1, -1)}
+    if "k_append" not in options:  # packed rows are words
+        results |= {"1": appended[0], "2": appended[1]}
+    of_out = np.max(terms.get("out", 0)) * (1 + moved)
+    return results, {"0": of_out, "1": moved, "2": 0.0}
+
+
+_SHARE = [0.0, 0.3, 0.7, 1.0]
+ATTENTION_STEP = Random(
+    {
+        "batch": [1, 1, 2, 3, 9],
+        "heads": HEADS,
+        "size": [40, 1, 2, 7, 33, 64, 256, 1030],
+        "rows": [17, 1, 2, 9, 64, 256],
+        "filled": ((0.5, 0.6), st.tuples(*[st.sampled_from(_SHARE)] * 2)),
+        "widths": ((64, 64), st.tuples(*[st.sampled_from([8, 32, 40, 64, 128, 256])] * 2)),
+        "masked": ["", "all", "heads"],
+        "dims": (64, st.integers(0, 128).map(lambda n: 2 * n)),
+        "traditional": [False, True],
+        "base": [10000.0, None, 1.5, 500.0, 1e6],
+        "rope_scale": [1.0, 0.25, 4.0],
+        "sinks": [False, True],
+        "norms": [False, True],
+        "packing": [None, None, None, (64, 4), (32, 8), (32, 4)],
+        "dtype": ("float32", DTYPES),
+    },
+    _step,
+    [
+        {"heads": (4, 2), "norms": True},
+        {"heads": (7, 1), "batch": 2, "widths": (128, 128), "filled": (0, 0), "masked": "all"}
+        | {"dims": 128, "traditional": True, "dtype": "float16"},
+        {"heads": (3, 3), "size": 34, "rows": 5, "filled": (1, 1), "widths": (40, 72), "dims": 32}
+        | {"base": None, "masked": "heads", "sinks": True},
+        {"size": 2100, "rows": 256, "widths": (192, 128), "dims": 0, "dtype": "bfloat16"},
+        {"size": 2100, "rows": 256, "widths": (192, 128), "norms": True, "dtype": "float16"},
+        {"batch": 3, "heads": (18, 2), "size": 700, "rows": 30, "filled": (0.4, 1), "dims": 24}
+        | {"widths": (32, 256), "rope_scale": 0.25, "masked": "all", "sinks": True}
+        | {"dtype": "bfloat16", "norms": True},
+        {"batch": 9, "heads": (5, 1), "size": 2, "rows": 1, "widths": (8, 16), "dims": 8}
+        | {"base": 500.0, "dtype": "float16"},
+        {"heads": (7, 1), "size": 300, "rows": 16, "filled": (0.9, 0.6), "widths": (128, 128)}
+        | {"packing": (64, 4)},
+        {"batch": 2, "heads": (4, 2), "filled": (0.4, 0), "masked": "all", "packing": (32, 8)}
+        | {"widths": (64, 32), "dtype": "bfloat16"},
+        {"heads": (4, 2), "size": 600, "rows": 16, "filled": (1, 1), "packing": (32, 4)}
+        | {"widths": (96, 64), "dtype": "float16"},
+        {"heads": (18, 1), "size": 520, "rows": 8, "filled": (0.02, 0.5), "packing": (128, 8)}
+        | {"widths": (256, 128), "dtype": "float16"},
+    ],
+)

@@ -1,0 +1,432 @@
+"""Random products with quantized matrices, and their results in float64."""
+
+from __future__ import annotations
+
+from math import erf, pi, sqrt
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from hypothesis import strategies as st
+
+from mlx_qlayers.formats import GLOBAL_UNIT, Format
+from mlx_qlayers.ops.fused_products import fused_products
+from mlx_qlayers.ops.gather_qmm import gather_qmm
+from mlx_qlayers.ops.quantized_matmul import quantized_matmul
+from mlx_qlayers.options import PackedMatrix
+from tests.examples import arrays
+from tests.examples.arrays import DTYPES, dtype_of, filled
+from tests.examples.calls import Call, Numbers, Random
+from tests.numerics import IN_FLOAT32, ROUNDINGS, random, round_to, to64
+from tests.oracles import product, sums
+from tests.packed import FORMATS, codes, dequantize64, terms64
+
+ROWS = [(7,), (), (1,), (1,), (0,), (2,), (3, 1), (2, 5), (16,), (17,), (1, 40)]
+SMALL, FP4 = Format(32, 4), Format(16, 4, "nvfp4")
+
+
+def packed(
+    rng: np.random.Generator,
+    shape: tuple[int, ...],
+    fmt: Format,
+    dtype: mx.Dtype,
+    values: str = "normal",
+) -> tuple[mx.array, mx.array, mx.array | None]:
+    """A matrix of any codes, (..., rows, columns), with scales and biases of a kind."""
+    *leading, columns = shape
+    words = rng.integers(0, 2**32, (*leading, columns * fmt.bits // 32), np.uint32)
+    groups = (*leading, columns // fmt.group_size)
+    if fmt.mode == "affine":
+        kind = values if values != "special" else "normal"
+        return mx.array(words), *(filled(rng, groups, dtype, kind) for _ in range(2))
+    if fmt.bits == 8:  # 0x7f is no number in E4M3
+        parts = words.view(np.uint8)
+        parts[parts & 0x7F == 0x7F] = 0x38
+    least, most = (0, 0x7E) if fmt.mode == "nvfp4" else (110, 131)
+    return mx.array(words), mx.array(rng.integers(least, most, groups, np.uint8)), None
+
+
+def _quantized_matmul(case: SimpleNamespace, rng: np.random.Generator) -> Call:
+    fmt, kinds = case.fmt, [dtype_of(d) for d in case.dtypes]
+    wide = case.groups * fmt.group_size
+    inner, outer = (wide, case.n) if case.transpose else (case.n, wide)
+    batch = case.batch if len(case.rows) > 1 or not case.batch else ()
+    if batch and case.rows[:-1][-1:] not in (batch, (1,)):
+        batch = (1,)
+    names = "x", "w", "scales", "biases", "bias"
+    x = filled(rng, (*case.rows, inner), kinds[0], case.values)
+    parts = packed(rng, (*batch, case.n, wide), fmt, kinds[1], case.values)
+    bias = random(rng, (outer,), kinds[2]) if case.bias else None
+    given = arrays.placed(names, (x, *parts, bias), case.layouts)
+    w, scales, biases = (given[name] for name in names[1:4])
+    # It is applied to sums, which hold no more without it.
+    scaled = case.scaled and case.values not in ("huge", "special")
+    scaled = scaled and fmt.mode == "nvfp4" and not batch
+    given["global_scale"] = factor = random(rng, ()) + 1 if scaled else None
+    dense, large = dequantize64(w, scales, biases, fmt), terms64(w, scales, biases, fmt)
+    if factor is not None:
+        dense, large = (a * (to64(factor) / GLOBAL_UNIT) for a in (dense, large))
+    if case.transpose:
+        dense, large = dense.swapaxes(-1, -2), large.swapaxes(-1, -2)
+    dtype = kinds[0] if biases is None else mx.result_type(kinds[0], kinds[1])
+    out = (*np.broadcast_shapes(case.rows[:-1], batch), *case.rows[-1:], outer)
+
+    def expected(n: Numbers, up: list[np.ndarray], _: bool) -> tuple[Numbers, Numbers]:
+        kind, bias = n["x"].dtype, n.get("bias", np.zeros(1))
+        lead = case.rows[:-1] if batch else ()
+        rows, matrix = n["x"].reshape(*lead, -1, inner), dense.astype(kind)
+        y = product(rows, matrix)
+        if kind == np.float32 and "bias" in n and kinds[2] != dtype:  # added to what was rounded
+            y = to64(round_to(y, dtype)).astype(kind)
+        found = {"0": (y + bias).reshape(out)}
+        if up:
+            dy = up[0].reshape(-1, outer)
+            of = _gradients(case, dy, rows, matrix, w, scales, biases)
+            found |= {n: a.reshape(given[n].shape) for n, a in of.items() if given[n] is not None}
+        if kind == np.float32:
+            return found, {}
+        terms = sums(rows, dense, large) + np.abs(bias)
+        if fmt.mode != "affine":
+            terms = _where_float32_holds(terms, rows, w, scales, case)
+        # Kernels may unpack the weights, which float32 has to hold then; so must the bias's sum.
+        terms = np.where((large < 1e37).all(axis=-2, keepdims=True), terms, np.inf)
+        most = float(mx.finfo(dtype).max) * (1 - 2.0**-6) - np.abs(bias).max()
+        terms = {"0": np.where(np.abs(y) < most, terms, np.inf).reshape(out)}
+        if up:
+            of = _gradients(case, np.abs(dy), np.abs(rows), large, w, scales, biases)
+            of["x"] = sums(dy, dense.T, large.T)
+            # The cotangent was rounded to the product's dtype.
+            mixed = 1 + IN_FLOAT32[dtype] * (len(set(case.dtypes)) > 1)
+            terms |= {name: a.max(initial=0) * mixed for name, a in of.items()}
+        return found, terms
+
+    differentiated = case.gradient and not batch and case.values == "normal" and x.size
+    return Call(
+        quantized_matmul,
+        given,
+        fmt._asdict() | {"transpose": case.transpose},
+        out,
+        expected,
+        [n for n in ("x", "scales", "biases", "bias") if n != "scales" or biases is not None]
+        if differentiated
+        else (),
+        not batch and x.size > 0,
+        [dtype if bias is None else mx.result_type(dtype, kinds[2])],
+    )
+
+
+def _where_float32_holds(
+    terms: np.ndarray, rows: np.ndarray, w: mx.array, scales: mx.array, case: SimpleNamespace
+) -> np.ndarray:
+    """The terms of sums of small floats; infinity where what some path multiplies first is."""
+    fmt = case.fmt
+
+    def magnitudes(w: mx.array, scales: mx.array) -> np.ndarray:
+        terms = terms64(w, scales, None, fmt)
+        return np.abs(rows) @ (terms.swapaxes(-1, -2) if case.transpose else terms)
+
+    # Sums of a group may be multiplied by its scale behind.
+    once = mx.full(scales.shape, 0x38 if fmt.mode == "nvfp4" else 127, mx.uint8)
+    # Or x by the scale, as stock operators do it, whatever the code is then.
+    units = mx.full(w.shape, 0x22222222 if fmt.bits == 4 else 0x38383838, mx.uint32)
+    holds = (magnitudes(w, once) < 1e37) & (magnitudes(units, scales) < 1e37)
+    return np.where(holds, terms, np.inf)
+
+
+def _gradients(
+    case: SimpleNamespace,
+    up: np.ndarray,
+    rows: np.ndarray,
+    dense: np.ndarray,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+) -> Numbers:
+    """Those of x, scales, biases and bias, in the dtype of what is given."""
+    found = {"x": product(up, dense.T), "bias": up.sum(0)}
+    if biases is not None:
+        d_w = product(rows.T, up).T if case.transpose else product(rows.T, up)
+        groups = (*scales.shape, case.fmt.group_size)
+        d_w, q = d_w.reshape(groups), codes(w, case.fmt.bits).reshape(groups)
+        # One term after the other.
+        both = (np.cumsum(a, -1, a.dtype)[..., -1] for a in (d_w * q.astype(d_w.dtype), d_w))
+        found |= dict(zip(("scales", "biases"), both, strict=True))
+    return found
+
+
+_MIXED = [("float16", "float32", "float16"), ("float16", "float16", "float32")]
+_MIXED += [("float32", "float16", "float16"), ("float32", "bfloat16", "float16")]
+QUANTIZED_MATMUL = Random(
+    {
+        "fmt": FORMATS,
+        "rows": ROWS,
+        "n": [41, 1, 2, 7, 8, 9, 33, 64, 130],
+        "groups": [3, 1, 2, 4, 5],
+        "batch": [()] * 6 + [(1,), (2,)],
+        "transpose": [True, False],
+        "dtypes": (
+            ("float32",) * 3,
+            st.one_of(DTYPES.map(lambda d: (d, d, d)), st.tuples(DTYPES, DTYPES, DTYPES)),
+        ),
+        "bias": [False, True],
+        "scaled": [False, True],
+        "values": ("normal", arrays.VALUES),
+        "gradient": [False, True],
+    },
+    _quantized_matmul,
+    [
+        {"fmt": SMALL, "n": 24, "groups": 2, "rows": (), "bias": True},
+        {"fmt": SMALL, "n": 24, "groups": 2, "rows": (0,)},
+        {"fmt": SMALL, "n": 24, "groups": 2, "rows": (2, 0)},
+        {"fmt": SMALL, "n": 24, "groups": 2, "rows": (1, 1, 5), "bias": True, "gradient": True},
+        {"fmt": SMALL, "n": 16, "rows": (2, 5), "batch": (2,), "bias": True},
+        *({"fmt": SMALL, "n": 16, "rows": (2,), "dtypes": d, "bias": True} for d in _MIXED),
+        *(
+            {"fmt": FP4, "n": 48, "transpose": t, "scaled": True, "bias": True, "dtypes": (d,) * 3}
+            for t, d in ((True, "float32"), (False, "bfloat16"))
+        ),
+        *(
+            {"fmt": Format(64, 4), "n": 72, "rows": (m,), "bias": True, "transpose": t}
+            | {"dtypes": ("float16",) * 3, "gradient": m == 33}
+            for m in (17, 33, 64, 129)
+            for t in (True, False)
+        ),
+    ],
+)
+
+# Leading dimensions of x and of the matrices, and the shapes of both indices.
+GATHERED = [
+    ((6, 1), (5,), None, (6, 2)),
+    ((2, 3, 1), (5,), None, (2, 3, 2)),
+    ((7,), (5,), None, (7,)),
+    ((), (5,), None, (4,)),
+    ((6,), (5,), (3, 1), (1, 4)),
+    ((6,), (5,), (5,), None),
+    ((5,), (5,), None, None),
+    ((2, 1), (2, 3), None, None),
+    ((4,), (), None, (4,)),
+    ((3,), (1,), (0,), (0,)),
+    ((3,), (2, 2), (9,), (1,)),
+    ((1, 3), (4,), (2, 1, 1), (2, 3)),
+    ((40,), (3,), None, (40,)),
+]
+
+
+def _gather_qmm(case: SimpleNamespace, rng: np.random.Generator) -> Call:
+    fmt, dtype, kind = case.fmt, dtype_of(case.dtype), dtype_of(case.index)
+    lead, batch, left, right = case.shapes
+    wide = case.groups * fmt.group_size
+    inner, outer = (wide, case.n) if case.transpose else (case.n, wide)
+    blocks, matrices = int(np.prod(lead)), int(np.prod(batch))
+    indices: list[Any] = [
+        None if shape is None else rng.integers(0, count, shape)
+        for shape, count in ((left, blocks), (right, matrices))
+    ]
+    if case.sorted and right is not None:
+        indices[1] = np.sort(indices[1], axis=None).reshape(right)
+    indices = [None if i is None else mx.array(i, kind) for i in indices]
+    x = random(rng, (*lead, case.m, inner), dtype)
+    parts = packed(rng, (*batch, case.n, wide), fmt, dtype)
+    names = "x", "w", "scales", "biases", "lhs_indices", "rhs_indices"
+    given = arrays.placed(names, (x, *parts, *indices), case.layouts)
+    matrix = [given[name] for name in names[1:4]]
+    at = [
+        np.arange(count).reshape(shape) if i is None else np.array(i).astype(int)
+        for i, count, shape in zip(
+            (given["lhs_indices"], given["rhs_indices"]),
+            (blocks, matrices),
+            (lead, batch),
+            strict=True,
+        )
+    ]
+    at_left, at_right = np.broadcast_arrays(*at)
+    dense, large = (
+        a.reshape(-1, *a.shape[-2:])[at_right]
+        for a in (dequantize64(*matrix, fmt), terms64(*matrix, fmt))
+    )
+    if case.transpose:
+        dense, large = dense.swapaxes(-1, -2), large.swapaxes(-1, -2)
+
+    def expected(n: Numbers, up: list[np.ndarray], _: bool) -> tuple[Numbers, Numbers]:
+        kind = n["x"].dtype
+        rows, chosen = n["x"].reshape(-1, case.m, inner)[at_left], dense.astype(kind)
+        found, terms = {"0": product(rows, chosen)}, {}
+        exact = kind == np.float64
+        if exact:
+            terms["0"] = sums(rows, dense, large)
+        if up:
+            back, total = chosen.swapaxes(-1, -2), np.zeros((blocks, case.m, inner), kind)
+            np.add.at(total, at_left, product(up[0], back))
+            found["x"] = total.reshape(n["x"].shape)
+            if exact:
+                lost = np.zeros_like(total)
+                np.add.at(lost, at_left, sums(up[0], back, large.swapaxes(-1, -2)))
+                terms["x"] = lost.max(initial=0)
+        return found, terms
+
+    return Call(
+        gather_qmm,
+        given,
+        # A broadcast view of sorted indices is sorted too.
+        fmt._asdict() | {"transpose": case.transpose, "sorted_indices": case.sorted},
+        (*at_left.shape, case.m, outer),
+        expected,
+        ["x"] if case.gradient else (),
+        0 not in at_left.shape,
+    )
+
+
+GATHER_QMM = Random(
+    {
+        "fmt": FORMATS,
+        "shapes": GATHERED,
+        "m": [1, 1, 1, 2, 5],
+        "n": [33, 1, 8, 64],
+        "groups": range(1, 5),
+        "transpose": [True, False],
+        "dtype": ("float32", DTYPES),
+        "index": ["uint32", "int32", "int64", "uint8"],
+        "sorted": [False, True],
+        "gradient": [False, True],
+    },
+    _gather_qmm,
+    [
+        *(
+            {"fmt": SMALL, "shapes": shapes, "m": m, "n": 40, "groups": 2, "transpose": i % 2 == 0}
+            | {"index": ("int32", "int64", "uint8")[i % 3], "gradient": True}
+            for i, (shapes, m) in enumerate(
+                zip(GATHERED, (1, 1, 1, 3, 2, 1, 2, 2) * 2, strict=False)
+            )
+        ),
+        {"fmt": SMALL, "shapes": ((2, 1), (5,), None, (2, 16)), "dtype": "bfloat16"}
+        | {"gradient": True, "groups": 2},
+        {"fmt": Format(64, 4), "shapes": GATHERED[-1], "dtype": "float16", "sorted": True},
+    ],
+)
+
+ACTIVATIONS = {
+    "silu": lambda x: x * np.exp(-np.logaddexp(x.dtype.type(0), -x)),
+    "gelu": lambda x: x * (1 + np.vectorize(erf)(x / sqrt(2)).astype(x.dtype)) / 2,
+    "gelu_approx": lambda x: x * (1 + np.tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2,
+}
+
+
+def fused64(
+    x: np.ndarray,
+    matrices: list[PackedMatrix],
+    fmt: Format,
+    dtype: mx.Dtype | None = None,
+    norm: tuple[mx.array | None, float] | None = None,
+    gate: str | None = None,
+    residual: mx.array | None = None,
+    loose: float = 1.0,
+    unit: float = 0.0,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Products of one input in its precision, and the sums of their absolute terms.
+
+    With a dtype all that single operations give is rounded to it. Terms of products are ``loose``
+    times as many, and ``unit`` is that of a product's rounding, in float32's, where one is gated.
+    """
+    kind, k = x.dtype.type, x.shape[-1]
+
+    def rounded(y: np.ndarray) -> np.ndarray:
+        return y if dtype is None else to64(round_to(y, dtype)).astype(kind)
+
+    if norm is not None:
+        weight, epsilon = norm
+        size = np.sqrt(product(x**2, np.ones((k, 1), kind)) / kind(k) + kind(epsilon))
+        x = rounded(x / size * (kind(1) if weight is None else to64(weight).astype(kind)))
+    products, terms = [], []
+    for *parts, bias in matrices:
+        dense, added = dequantize64(*parts, fmt), 0 if bias is None else to64(bias)
+        products.append(rounded(product(x, dense.T.astype(kind)) + kind(1) * added))
+        terms.append(loose * (sums(x, dense.T, terms64(*parts, fmt).T) + np.abs(added)))
+    if gate is not None:
+        activation = rounded(ACTIVATIONS[gate](products[0]))
+        # No activation is steeper than 1.13.
+        behind = 1.13 * terms[0] * np.abs(products[1]) + np.abs(activation) * terms[1]
+        # Both products are rounded, the activation, and what is given; none is larger than this.
+        behind = behind + 4 * unit * np.abs(products[0] * products[1])
+        products, terms = [activation * products[1]], [behind]
+    if residual is not None:
+        added = to64(residual).astype(kind).reshape(len(x), -1)
+        products, terms = [rounded(products[0]) + added], [terms[0] + np.abs(added)]
+    return products, terms
+
+
+def _fused_products(case: SimpleNamespace, rng: np.random.Generator) -> Call:
+    fmt, dtype = case.fmt, dtype_of(case.dtype)
+    k = case.groups * fmt.group_size
+    widths = case.widths[:1] * 2 if case.gate else case.widths
+    alone = len(widths) == 1
+    x, weight, residual, following = (
+        random(rng, shape, dtype)
+        for shape in ((*case.rows, k), (k,), (*case.rows, widths[0]), widths[:1])
+    )
+    x, weight, residual = (
+        arrays.laid_out(a, to) for a, to in zip((x, weight, residual), case.layouts, strict=False)
+    )
+    matrices = []
+    for n, biased in zip(widths, (*case.bias, False), strict=False):
+        operands = *packed(rng, (n, k), fmt, dtype), random(rng, (n,), dtype) if biased else None
+        matrices.append(PackedMatrix(*(arrays.laid_out(a, case.layouts[3]) for a in operands)))
+    norm = (weight if case.norm == "weighted" else None, 1e-5) if case.norm else None
+    added = residual if case.residual and alone else None
+
+    def expected(n: Numbers, up: list[np.ndarray], _: bool) -> tuple[Numbers, Numbers]:
+        rows, exact = n["x"].reshape(-1, k), n["x"].dtype == np.float64
+        # The norm is MLX's, and the matrix is rounded of which many rows are a dense product.
+        unit = IN_FLOAT32[dtype]
+        loose = 1 + unit * len(widths) * (ROUNDINGS[dtype] * bool(norm) + (len(rows) > 16))
+        around = {"norm": norm, "gate": case.gate, "residual": added, "loose": loose, "unit": unit}
+        both = fused64(rows, matrices, fmt, None if exact else dtype, **around)
+        found, terms = (
+            {str(i): a.reshape(*case.rows, -1) for i, a in enumerate(each)} for each in both
+        )
+        return found, terms
+
+    return Call(
+        fused_products,
+        {"x": x, "residual": added, "next_weight": following if case.next and alone else None},
+        {"matrices": matrices, "norm": norm, "gate": case.gate, **fmt._asdict()},
+        (*case.rows, widths[0]),
+        expected,
+        by_kernel=len(widths) <= 3 and x.size > 0,
+        dtypes=[dtype, dtype, mx.float32] if case.next and alone else [dtype],
+    )
+
+
+_THREE = {"widths": (41, 8, 9), "bias": (True, False, True), "norm": "weighted"}
+FUSED_PRODUCTS = Random(
+    {
+        "fmt": FORMATS,
+        "rows": ROWS,
+        "widths": (
+            (41,),
+            st.lists(st.sampled_from([1, 8, 9, 41, 64]), min_size=1, max_size=4).map(tuple),
+        ),
+        "groups": [3, 1, 2, 4, 5],
+        "dtype": ("float32", DTYPES),
+        "norm": ["", "plain", "weighted"],
+        "gate": [None, None, "silu", "gelu", "gelu_approx"],
+        "residual": [False, True],
+        "next": [False, True],
+        "bias": ((False,) * 3, st.tuples(*[st.booleans()] * 3)),
+    },
+    _fused_products,
+    [
+        *(
+            {"fmt": fmt, "rows": (1, rows)} | change
+            for fmt, rows in ((Format(64, 4), 1), (Format(32, 3), 7), (FP4, 1))
+            for change in (
+                _THREE,
+                {"gate": "gelu", "norm": "plain"},
+                {"residual": True, "next": True},
+            )
+        ),
+        {"fmt": Format(64, 4), "gate": "gelu_approx", "bias": (True,) * 3},
+        {"fmt": Format(64, 4), "gate": "silu", "rows": (9,), "norm": "weighted"},
+        {"widths": (8,) * 4},
+    ],
+)
