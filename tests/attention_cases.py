@@ -5,9 +5,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import oracles
-from attention_roundings import Units
-from numerics import IN_FLOAT32, assert_accurate, assert_same_sums, random, round_to, to64
+
+from tests import oracles
+from tests.attention_roundings import Units
+from tests.numerics import IN_FLOAT32, assert_accurate, assert_same_sums, random, round_to, to64
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 MASKS = ["none", "causal", "boolean", "padded", "additive", "biased", "one key"]

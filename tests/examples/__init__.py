@@ -5,8 +5,6 @@ modules of this package add what needs NumPy: awkward and random calls, held aga
 invalid ones with their messages.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Arrays in every layout and with odd values, backends, and what calls may answer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

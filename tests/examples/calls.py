@@ -1,6 +1,4 @@
-"""The record of an operation in the table: sound calls, invalid ones, and random ones by float64."""
-
-from __future__ import annotations
+"""The record of an operation in the table: sound calls, invalid ones, random ones by float64."""
 
 from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
@@ -44,8 +42,12 @@ class Call(NamedTuple):
     by_kernel: bool = True
     dtypes: Sequence[mx.Dtype] = ()
 
-    def check(self, backend: str, what: str) -> None:
-        """Hold results and gradients against float64, and float32 rounded once."""
+    def check(self, backend: str, what: str = "") -> tuple[list[mx.array], list[str]]:
+        """Hold results and gradients against float64, and float32 rounded once.
+
+        Returns:
+            The results, and the names of the kernels that were launched.
+        """
         if not self.by_kernel and backend in BACKENDS:
             backend = "auto"
         names = [name for name in self.gradients if self.arrays[name] is not None]
@@ -68,8 +70,9 @@ class Call(NamedTuple):
         dtypes = self.dtypes or [next(a for a in self.arrays.values() if a is not None).dtype]
         for i, y in enumerate(outputs):
             assert y.dtype == dtypes[min(i, len(dtypes) - 1)], f"result {i}: {y.dtype}: {what}"
+        kernels = [launch.kernel for launch in launches]
         if not outputs[0].size:
-            return
+            return outputs, kernels
         with np.errstate(all="ignore"):
             (truth, terms), (rough, _) = (
                 self.expected(
@@ -83,6 +86,7 @@ class Call(NamedTuple):
         for name, y in (found | dict(zip(names, gradients, strict=True))).items():
             if name in truth:
                 arrays.compare(y, truth[name], rough[name], terms[name], f"{name} of {what}")
+        return outputs, kernels
 
 
 class Random(NamedTuple):
@@ -112,11 +116,15 @@ class Random(NamedTuple):
             SimpleNamespace, **fields, seed=arrays.SEEDS, layouts=_LAYOUTS, backend=arrays.BACKENDS
         )
 
-    def case(self, number: int, backend: str) -> SimpleNamespace:
-        """One of those that are awkward."""
-        plain = {n: v[0] if _is_pair(v) else list(v)[0] for n, v in self.fields.items()}
-        given = plain | {"layouts": ("dense",) * 9} | self.awkward[number]
-        return SimpleNamespace(**given, seed=number, backend=backend)
+    def case(self, backend: str, seed: int = 0, **changes: Any) -> SimpleNamespace:
+        """A plain case but for changes."""
+        plain = {n: v[0] if _is_pair(v) else next(iter(v)) for n, v in self.fields.items()}
+        given = plain | {"layouts": ("dense",) * 9, "seed": seed, "backend": backend}
+        return SimpleNamespace(**given | changes)
+
+    def call(self, backend: str, seed: int = 0, **changes: Any) -> Call:
+        """The call of a plain case but for changes."""
+        return self.build(self.case(backend, seed, **changes), np.random.default_rng(seed))
 
     def check(self, case: SimpleNamespace) -> None:
         """Hold a case against float64."""

@@ -1,7 +1,5 @@
 """Random calls of attention, of steps of decoding and of rotary embeddings, by float64."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls of what samples images and volumes, sound and invalid ones."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 
 from mlx_qlayers import affine_grid

@@ -4,8 +4,6 @@ Whatever stands in place of an argument, fuzzers assert that an error names it; 
 message says: the shape that was expected, the bound, the names to choose from.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

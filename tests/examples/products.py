@@ -1,7 +1,5 @@
 """Random products with quantized matrices, and their results in float64."""
 
-from __future__ import annotations
-
 from math import erf, pi, sqrt
 from types import SimpleNamespace
 from typing import Any

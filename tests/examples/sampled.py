@@ -1,7 +1,5 @@
 """Random calls of what samples images and volumes, and their results in float64."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace

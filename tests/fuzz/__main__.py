@@ -7,8 +7,6 @@ Prints for each target the examples and the findings; what was found is in ``bui
 words, only targets are run whose names have one of them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

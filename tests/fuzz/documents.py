@@ -1,7 +1,5 @@
 """Sound files, spoilt: values of a JSON document replaced, and bytes of any file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

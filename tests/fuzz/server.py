@@ -1,7 +1,5 @@
 """Requests to a server that runs; not part of the suite, whose own test of it asks as many."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json

@@ -5,8 +5,6 @@ and go on for as long; the one that is running is kept in the file ``FUZZ_STATE`
 the process, or hangs, leaves nothing else behind.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import time

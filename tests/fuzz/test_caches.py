@@ -1,7 +1,5 @@
 """Decoding with caches of every kind, in any order of what may be done with them, beside stock."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from types import SimpleNamespace

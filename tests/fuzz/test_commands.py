@@ -1,7 +1,5 @@
 """Command lines that nobody would type."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

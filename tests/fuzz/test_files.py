@@ -1,7 +1,5 @@
 """Files that were damaged or made up: models, adapters, tuning results."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

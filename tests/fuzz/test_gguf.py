@@ -1,7 +1,5 @@
 """GGUF files that were damaged or made up."""
 
-from __future__ import annotations
-
 import contextlib
 import struct
 import tempfile

@@ -1,7 +1,5 @@
 """Texts of kernels that were damaged, and launches as they should not be."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Factorisations, solves and GPTQ: random matrices against float64, and spoilt ones."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Random calls of the operations of the table, on all backends, against float64."""
 
-from __future__ import annotations
-
 from tests.examples import RANDOM
 from tests.fuzz.target import fuzz
 

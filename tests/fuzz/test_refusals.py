@@ -1,7 +1,5 @@
 """Calls of every operation as they should not be: taken by all backends, or refused by all."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

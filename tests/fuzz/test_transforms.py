@@ -4,8 +4,6 @@ What a transformation gives is what the operation gives without it, or a ValueEr
 operators that do not have it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """The module against Deformable DETR's in transformers, with its parameters."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 from deformable import golden

@@ -1,7 +1,5 @@
 """QMultiLinear is mlx-lm's layer, and multiplies each head of a batch with its own matrix."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """QLinear and QEmbedding are their stock layers, but for how they compute."""
 
-from __future__ import annotations
-
 import copy
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """QSwitchLinear is mlx-lm's layer, but for how it computes; and a model of them is converted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import mlx.core as mx

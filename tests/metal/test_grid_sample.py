@@ -1,7 +1,5 @@
 """The sampling kernels on every backend that is here, against PyTorch's golden values."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """As few instructions as MLX's own kernels; the summary of the test run prints the table."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 from instructions import (

@@ -3,8 +3,6 @@
 Launches are bound, not run: that checks threads, threadgroup memory, and registers of M1 and M2.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys

@@ -1,7 +1,5 @@
 """The launch of the rotary kernels: every share of heads gives the same numbers."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

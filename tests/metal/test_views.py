@@ -1,7 +1,5 @@
 """Kernels of any configuration on arrays that begin anywhere in a buffer: the same bits."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 

@@ -1,7 +1,5 @@
 """What ``auto`` chooses on GPUs that are not there."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import mlx.core as mx

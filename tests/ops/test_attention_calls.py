@@ -1,7 +1,5 @@
 """What a call of attention costs Python: it is checked and planned once for all that are alike."""
 
-from __future__ import annotations
-
 import sys
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Attention of many queries over packed keys and of wide heads, in bounded memory."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Which path attention takes and why, and what a call costs that was made before."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 

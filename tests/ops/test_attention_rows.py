@@ -1,7 +1,5 @@
 """Attention to the rows of a buffer that count: the numbers of a slice, by one plan for all."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 

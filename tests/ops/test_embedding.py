@@ -1,7 +1,5 @@
 """Rows of a quantized matrix are those of the whole matrix, unpacked."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

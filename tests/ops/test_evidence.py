@@ -1,7 +1,5 @@
 """What choices rest on: the measurements that decide on a CPU, rules where nothing was measured."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 

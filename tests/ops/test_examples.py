@@ -1,7 +1,5 @@
 """What holds for each example of the table, whatever the operation is."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -21,7 +19,7 @@ AWKWARD = [(name, i) for name, each in RANDOM.items() for i in range(len(each.aw
 @pytest.mark.parametrize(("name", "number"), AWKWARD)
 def test_awkward_calls_against_float64(name, number, path):
     """Results and gradients, by kernels where there are any."""
-    RANDOM[name].check(RANDOM[name].case(number, path))
+    RANDOM[name].check(RANDOM[name].case(path, number, **RANDOM[name].awkward[number]))
 
 
 CHANGES = ("broadcast", "broadcast last")

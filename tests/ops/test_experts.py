@@ -1,7 +1,5 @@
 """Experts for few rows on the checked build against float64, and what they read."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import mlx.core as mx

@@ -1,8 +1,5 @@
 """fused_products against float64: matrices, norm, gates, residual, and gradients."""
 
-from __future__ import annotations
-
-from functools import partial
 from math import erf, pi, sqrt
 
 import mlx.core as mx
@@ -24,7 +21,6 @@ from tests.numerics import (
     to64,
 )
 from tests.packed import dequantize64, random_packed, terms64
-from tests.pairwise import in_turn, pairwise
 
 FORMATS = [Format(64, 4), Format(32, 3), Format(16, 4, "nvfp4")]
 EPS = 1e-5
@@ -69,26 +65,6 @@ def check(found, x, packed, fmt, **options):
     for y, exact, large in zip(found, expected, terms, strict=True):
         assert y.dtype == x.dtype
         assert_accurate(y, exact, round_to(exact, y.dtype), terms=large)
-
-
-@pytest.mark.parametrize(
-    ("fmt", "gate", "rows"), in_turn(pairwise(FORMATS), tuple(ACTIVATIONS), (1, 7)), ids=str
-)
-@pytest.mark.parametrize("path", ["reference", "host"])
-def test_against_float64(path, fmt, gate, rows):
-    rng = np.random.default_rng(fmt.bits)
-    k = 3 * fmt.group_size if rows == 1 else 128
-    x = random(rng, (1, rows, k))
-    weight, residual = random(rng, (k,)), random(rng, (1, rows, 41))
-    run = partial(fused_products, **fmt._asdict())
-    with use_backend(path):
-        three = matrices(rng, (41, 8, 9), k, fmt, mx.float32, (True, False, True))
-        check(run(x, three), x, three, fmt)
-        check(run(x, three, norm=(weight, EPS)), x, three, fmt, norm=(weight, EPS))
-        check(run(x, three[:1], residual=residual), x, three[:1], fmt, residual=residual)
-        pair = matrices(rng, (41, 41), k, fmt, mx.float32, (False, False))
-        options = {"gate": gate, "norm": (None, EPS)}
-        check(run(x, pair, **options), x, pair, fmt, **options)
 
 
 @pytest.mark.parametrize("fastest", ["tensor", "codes", "kernel"])
@@ -172,14 +148,6 @@ def test_gradient_through_a_deferred_norm():
     for path in ("reference", "host"):
         with use_backend(path):
             assert_gradient(handed, list(given), rng)
-
-
-def test_under_compile_auto_takes_the_single_operations_on_a_cpu():
-    rng = np.random.default_rng(4)
-    packed = matrices(rng, (8, 8), 64, Format(64, 4), mx.float32, (False, True))
-    x = random(rng, (2, 64))
-    run = mx.compile(lambda x: fused_products(x, packed, gate="gelu"))
-    check(run(x), x, packed, Format(64, 4), gate="gelu")
 
 
 def test_what_no_kernel_takes_is_composed_and_explained():

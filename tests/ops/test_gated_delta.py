@@ -1,7 +1,5 @@
 """gated_delta against float64: shapes of heads, gates of columns, masks, and the gradient."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """gather_qmm on both paths against float64: indices, gradients, what it promises and refuses."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -15,16 +13,12 @@ from mlx_qlayers.ops.gather_qmm import gather_qmm
 from mlx_qlayers.reference import cores
 from mlx_qlayers.runtime import BackendError, metal, tensor_ops, trace
 from mlx_qlayers.runtime.backend import backend, current, epoch
-from tests.experts import check_gathered, gathered64, random_experts
+from tests.experts import check_gathered, random_experts
 from tests.machine import has_gpu
 from tests.numerics import (
     EPSILON,
-    assert_accurate,
-    assert_gradient,
     assert_same_sums,
     random,
-    round_to,
-    to64,
 )
 from tests.packed import FORMATS
 
@@ -42,46 +36,6 @@ def path(request):
 
 def options(fmt, **others):
     return fmt._asdict() | others
-
-
-# Shapes of x and of the matrices' leading dimensions, and indices: None, or a shape.
-INDICES = {
-    "tokens choose": ((6, 1, 1, K), (E,), None, (6, 2)),
-    "tokens in batches": ((2, 3, 1, 1, K), (E,), None, (2, 3, 2)),
-    "one each": ((7, 1, K), (E,), None, (7,)),
-    "more rows": ((4, 3, K), (E,), None, (4,)),
-    "one block, many matrices": ((3, K), (E,), None, (4,)),
-    "both": ((6, 2, K), (E,), (3, 1), (1, 4)),
-    "rows alone": ((6, 1, K), (E,), (5,), None),
-    "neither": ((E, 2, K), (E,), None, None),
-    "matrices in two dimensions": ((2, 1, 2, K), (2, 3), None, None),
-    "one matrix": ((4, 1, K), (), None, (4,)),
-}
-
-
-@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
-@pytest.mark.parametrize("case", INDICES)
-def test_indices(case, transpose, path):
-    x_shape, batch, left, right = INDICES[case]
-    rng = np.random.default_rng(len(case))
-    packed = random_experts(rng, batch, N if transpose else K, 64, SMALL)
-    x = random(rng, x_shape)
-    blocks, matrices = int(np.prod(x_shape[:-2])), int(np.prod(batch))
-    left = None if left is None else mx.array(rng.integers(0, blocks, left))
-    right = None if right is None else mx.array(rng.integers(0, matrices, right))
-    y = gather_qmm(x, *packed, left, right, **options(SMALL, transpose=transpose))
-    stock = mx.gather_qmm(x, *packed, left, right, transpose, 32, 4)
-    assert y.shape == stock.shape and y.dtype == stock.dtype
-    check_gathered(y, x, packed, SMALL, left, right, transpose)
-
-
-@pytest.mark.parametrize("kind", [mx.int32, mx.int64, mx.uint8, mx.uint32])
-def test_integers_of_any_kind(kind, path):
-    rng = np.random.default_rng(1)
-    packed, x = random_experts(rng, (E,), N, K, SMALL), random(rng, (3, 1, K))
-    right = mx.array([4, 0, 3]).astype(kind)
-    y = gather_qmm(x, *packed, None, right, **options(SMALL))
-    check_gathered(y, x, packed, SMALL, None, right)
 
 
 def test_sorted_or_not_is_a_matter_of_speed(path):
@@ -117,17 +71,6 @@ def test_reference_large_enough_for_every_core(monkeypatch):
     check_gathered(y, x, packed, SMALL, None, right)
 
 
-def test_empty():
-    rng = np.random.default_rng(6)
-    packed = random_experts(rng, (E,), N, K, SMALL)
-    for x, right in (
-        (mx.zeros((0, 1, K)), mx.zeros((0,), mx.uint32)),
-        (mx.zeros((2, 0, K)), mx.array([0, 1])),
-    ):
-        y = gather_qmm(x, *packed, None, right, **options(SMALL))
-        assert y.shape == (*x.shape[:-1], N)
-
-
 @pytest.mark.parametrize("path", ["reference", "auto"])
 def test_nothing_to_add_up(path):
     """Where MLX's operator divides by zero, which ends the process."""
@@ -156,39 +99,6 @@ def test_promotes_as_stock_does(path):
             assert y.dtype == mx.gather_qmm(x, *packed, None, right, True, 32, 4).dtype
 
 
-# Which blocks of x and which matrices; the first as mixtures of experts have them.
-CHOICES = {
-    "tokens choose": ((6, 1, 2, K), None, [[0, 4], [4, 1], [1, 1], [3, 0], [0, 1], [4, 4]]),
-    "sorted": ((7, 1, K), None, [0, 0, 1, 1, 1, 4, 4]),
-    "listed": ((3, 2, K), [2, 0, 2, 2, 1], [0, 3, 3, 1, 4]),
-}
-
-
-@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
-@pytest.mark.parametrize("case", CHOICES)
-def test_gradients(case, transpose, path):
-    shape, left, right = CHOICES[case]
-    rng = np.random.default_rng(8)
-    w, *scales_and_biases = random_experts(rng, (E,), N if transpose else K, 64, SMALL)
-    x, left = random(rng, shape), None if left is None else mx.array(left)
-    fixed = {"lhs_indices": left, "rhs_indices": mx.array(right)}
-    fixed |= options(SMALL, transpose=transpose, sorted_indices=case == "sorted")
-
-    def ours(x, scales, biases):
-        return gather_qmm(x, w, scales, biases, **fixed)
-
-    if path == "reference" and not transpose:  # stock operators have no gradient of plain scales
-        assert_gradient(lambda x: ours(x, *scales_and_biases), [x], rng)
-        return
-    assert_gradient(ours, [x, *scales_and_biases], rng)
-    if transpose:
-        stock = lambda *a: mx.gather_qmm(a[0], w, *a[1:], left, mx.array(right), True, 32, 4)  # noqa: E731
-        d = random(rng, ours(x, *scales_and_biases).shape)
-        found, expected = (mx.vjp(f, [x, *scales_and_biases], [d])[1] for f in (ours, stock))
-        for a, b in zip(found, expected, strict=True):
-            assert_same_sums(a, b)
-
-
 def test_only_gradients_that_are_asked_for_are_launched():
     rng = np.random.default_rng(10)
     w, *scales_and_biases = random_experts(rng, (E,), N, K, SMALL)
@@ -203,22 +113,6 @@ def test_only_gradients_that_are_asked_for_are_launched():
         with use_backend("host"), trace() as launches:
             mx.eval(mx.grad(loss, asked)(x, *scales_and_biases))
         assert [launch.kernel for launch in launches] == ["gather_qmm_rows", *kernels]
-
-
-def test_half_precision_gradient_adds_before_it_rounds():
-    """An expert's many rows and a row's many experts are summed in float32."""
-    rng = np.random.default_rng(11)
-    packed = random_experts(rng, (E,), N, K, SMALL, mx.bfloat16)
-    x, right = random(rng, (2, 1, 1, K), mx.bfloat16), mx.array(rng.integers(0, E, (2, 16)))
-    d = random(rng, (2, 16, 1, N), mx.bfloat16)
-    with use_backend("host"):
-        f = lambda x: gather_qmm(x, *packed, None, right, **options(SMALL))  # noqa: E731
-        (found,) = mx.vjp(f, [x], [d])[1]
-    dense = gathered64(packed, SMALL, right)
-    truth = (to64(d) @ dense).sum(1, keepdims=True)
-    terms = (np.abs(to64(d)) @ np.abs(dense)).sum(1).max()
-    once = mx.array(truth.astype(np.float32)).astype(mx.bfloat16)
-    assert_accurate(found, truth, once, terms=terms)
 
 
 def test_global_scale(path):
@@ -238,15 +132,6 @@ def test_global_scale(path):
         )
         rounding = EPSILON[stock.dtype] * mx.abs(stock)
         assert (mx.abs(one[0].T - stock) <= rounding).all()
-
-
-def test_compiled():
-    rng = np.random.default_rng(14)
-    packed, x = random_experts(rng, (E,), N, K, SMALL), random(rng, (3, 1, 1, K))
-    right = mx.array([[4, 0], [1, 2], [0, 1]])
-    with use_backend("auto"):
-        f = mx.compile(lambda x, i: gather_qmm(x, *packed, None, i, **options(SMALL)))
-        check_gathered(f(x, right), x, packed, SMALL, None, right)
 
 
 def test_explains_its_path():
@@ -348,17 +233,6 @@ def test_gradients_in_the_dtypes_of_their_arguments():
     for a, b, argument in zip(found, expected, arrays, strict=True):
         assert a.dtype == argument.dtype
         assert_same_sums(a.astype(mx.float32), b.astype(a.dtype).astype(mx.float32))
-
-
-def test_one_block_of_many_matrices_has_a_gradient(path):
-    packed, x = random_experts(np.random.default_rng(4), (E,), N, K, SMALL), mx.ones((3, K))
-    right = mx.array([0, 4, 4, 1])
-    _, (d_x,) = mx.vjp(
-        lambda x: [gather_qmm(x, *packed, None, right, **options(SMALL))], [x], [mx.ones((4, 3, N))]
-    )
-    dense = gathered64(packed, SMALL, right).sum(0)
-    truth = np.broadcast_to(dense.sum(0), (3, K))
-    assert_accurate(d_x, truth, round_to(truth, mx.float32), terms=np.abs(dense).sum(0).max() * 4)
 
 
 def test_packed_weights_have_no_gradient(path):

@@ -1,7 +1,5 @@
 """GPTQ against its definition in float64, and codes packed as MLX packs them."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

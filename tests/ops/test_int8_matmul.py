@@ -1,7 +1,5 @@
 """Products in 8-bit integers: exact sums of rounded rows, and prompts of a converted model."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Products with matrices whose elements 32 bits do not count."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 

@@ -1,7 +1,5 @@
 """latent_attention against float64: rows that do not count, masks, splits, strides of queries."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Factorisations and triangular solves against float64, on every backend that is here."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """On which streams factorisations and their gradients run: MLX has its own on the CPU only."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

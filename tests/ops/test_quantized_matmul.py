@@ -1,7 +1,5 @@
 """quantized_matmul against float64, in every format, dtype and awkward shape."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ from mlx_qlayers.reference import cores
 from mlx_qlayers.runtime import BackendError, trace
 from mlx_qlayers.runtime.backend import backend
 from tests import numerics
-from tests.gpus import GPUS
 from tests.numerics import assert_accurate, assert_gradient, assert_same_sums, random, to64
 from tests.packed import DTYPES, check_product, dequantize64, every_format, random_packed
 
@@ -63,33 +60,6 @@ def test_no_less_accurate_than_stock(dtype):
         assert ours <= 1.05 * stock
 
 
-@pytest.mark.parametrize("path", ["reference", "host"])
-@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (64,), (2, 3, 64), (1, 1, 5, 64)])
-def test_leading_dimensions(shape, path):
-    rng = np.random.default_rng(1)
-    packed = random_packed(rng, 24, 64, SMALL)
-    x, bias = random(rng, shape), random(rng, (24,))
-    if path == "host" and not x.size:
-        return
-    with use_backend(path), trace() as launches:
-        y = quantized_matmul(x, *packed, group_size=32)
-        added = quantized_matmul(x, *packed, group_size=32, bias=bias)
-    assert y.shape == added.shape == (*shape[:-1], 24)
-    assert len(launches) == (2 if path == "host" else 0)
-    check_product(y.reshape(-1, 24), x.reshape(-1, 64), packed, SMALL)
-    check_product(added.reshape(-1, 24), x.reshape(-1, 64), packed, SMALL, bias=bias)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_batched_matrices(dtype):
-    rng = np.random.default_rng(3)
-    dense = random(rng, (2, 3, 16, 64), dtype)
-    packed = mx.quantize(dense, group_size=32, bits=8)
-    x = random(rng, (2, 3, 5, 64), dtype)
-    y = quantized_matmul(x, *packed, group_size=32, bits=8)
-    check_product(y, x, packed, Format(32, 8))
-
-
 def test_mixed_dtypes_promote_as_stock_does():
     rng = np.random.default_rng(4)
     w, scales, biases = random_packed(rng, 16, 64, AFFINE)
@@ -98,15 +68,6 @@ def test_mixed_dtypes_promote_as_stock_does():
             packed = (w, scales.astype(dtype), biases.astype(dtype))
             x = random(rng, (2, 64), x_dtype)
             assert quantized_matmul(x, *packed).dtype == mx.quantized_matmul(x, *packed).dtype
-
-
-def test_compiled():
-    rng = np.random.default_rng(8)
-    packed = random_packed(rng, 512, 1024, AFFINE)
-    f = mx.compile(lambda x: quantized_matmul(x, *packed))
-    for rows in (1, 30):
-        x = random(rng, (rows, 1024))
-        assert mx.array_equal(f(x), quantized_matmul(x, *packed))
 
 
 def test_nan_and_infinity_stay_in_their_row():
@@ -125,66 +86,6 @@ def test_explains_its_path():
     quantized_matmul(mx.ones((2, 64)), *mx.quantize(mx.ones((8, 64))))
     (decision,) = explain()
     assert (decision.op, decision.path, decision.calls) == ("quantized_matmul", "reference", 1)
-
-
-def test_kernel_promotes_as_stock_does():
-    rng = np.random.default_rng(4)
-    w, scales, biases = random_packed(rng, 16, 64, SMALL)
-    x, bias = random(rng, (2, 64)), random(rng, (16,))
-    half, float_ = mx.float16, mx.float32
-    for kinds in (
-        (half, float_, half, half),
-        (half, half, half, float_),
-        (float_, half, half, half),
-    ):
-        a, s, b, c = (y.astype(d) for y, d in zip((x, scales, biases, bias), kinds, strict=True))
-        for path in ("host", "reference"):
-            with use_backend(path):
-                plain = quantized_matmul(a, w, s, b, group_size=32)
-                y = quantized_matmul(a, w, s, b, group_size=32, bias=c)
-            assert y.dtype == float_
-            check_product(plain, a, (w, s, b), SMALL)
-            if plain.dtype == half:  # A bias of more bits is added to what was rounded.
-                assert mx.array_equal(y, plain + c)
-            else:
-                check_product(y, a, (w, s, b), SMALL, bias=c)
-
-
-@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
-@pytest.mark.parametrize("path", ["host", *GPUS])
-def test_kernels_take_many_rows(path, transpose):
-    rng = np.random.default_rng(7)
-    packed = random_packed(rng, 72, 192, AFFINE, mx.float16)
-    bias = random(rng, (72 if transpose else 192,), mx.float16)
-    for rows in (17, 33, 64, 129):
-        x = random(rng, (rows, 192 if transpose else 72), mx.float16)
-        with use_backend(path):
-            y = quantized_matmul(x, *packed, transpose=transpose)
-            added = quantized_matmul(x[None], *packed, transpose=transpose, bias=bias)
-        check_product(y, x, packed, AFFINE, transpose)
-        check_product(added[0], x, packed, AFFINE, transpose, bias)
-
-
-@pytest.mark.parametrize("path", ["host", *GPUS])
-@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
-@pytest.mark.parametrize("rows", [3, 33])
-def test_gradient_by_kernel(path, transpose, rows):
-    """Of x, scales, biases and bias, by differences; and of x alone in a format of small floats."""
-    rng = np.random.default_rng(rows)
-    w, scales, biases = random_packed(rng, 40, 64, SMALL)
-    x = random(rng, (rows, 64 if transpose else 40))
-    bias = random(rng, (40 if transpose else 64,))
-    options = {"transpose": transpose, "group_size": 32}
-    with use_backend(path):
-        assert_gradient(
-            lambda x, s, b, c: quantized_matmul(x, w, s, b, bias=c, **options),
-            (x, scales, biases, bias),
-            rng,
-        )
-        w, scales, _ = random_packed(rng, 40, 64, Format(32, 8, "mxfp8"))
-        assert_gradient(
-            lambda x: quantized_matmul(x, w, scales, mode="mxfp8", bits=8, **options), (x,), rng
-        )
 
 
 def test_only_gradients_asked_for_are_computed():

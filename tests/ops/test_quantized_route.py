@@ -1,7 +1,5 @@
 """Which kernel ``auto`` takes where, without the devices."""
 
-from __future__ import annotations
-
 import time
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Operations take the arguments of MLX's operators, and what they declare: nothing else."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

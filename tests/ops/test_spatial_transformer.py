@@ -1,7 +1,5 @@
 """A small spatial transformer undoes random rotations of digits: both gradients, end to end."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Which operations multiply float32 by MLX's dense products, which on GPUs round it to TF32."""
 
-from __future__ import annotations
-
 import io
 import re
 

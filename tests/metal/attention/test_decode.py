@@ -1,7 +1,5 @@
 """The decoding kernels against float64, what they read, and what they must not depend on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """The tiled attention kernels against float64, what they read, and what they keep."""
 
-from __future__ import annotations
-
 import struct
 from collections import Counter
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The attention kernels of Hopper GPUs against float64, with small tiles that fit on the host."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Attention of many queries to packed keys and values, read tile by tile where they lie."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Attention by tensor operations, and its gradients, against float64 in every layout of lanes."""
 
-from __future__ import annotations
-
 import struct
 from functools import partial
 from itertools import cycle

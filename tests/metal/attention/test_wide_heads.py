@@ -1,7 +1,5 @@
 """Attention of many queries with heads of more than 256, forward alone."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 

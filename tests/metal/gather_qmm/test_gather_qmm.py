@@ -1,7 +1,5 @@
 """The tiled kernels of sorted gathered products against float64, and their list of tiles."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """The kernels of gathered products against float64, and what they read."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

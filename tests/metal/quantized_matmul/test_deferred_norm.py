@@ -1,7 +1,5 @@
 """Deferred norms between products: one product gives the squares, the next divides by them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """The kernel that unpacks quantized matrices against their formats' definitions."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

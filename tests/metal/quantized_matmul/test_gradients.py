@@ -1,7 +1,5 @@
 """The gradients of scales and biases by kernel, against float64 and what autodiff gives."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

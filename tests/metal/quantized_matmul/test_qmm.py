@@ -1,7 +1,5 @@
 """The tiled product with a quantized matrix against float64, and what it reads."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from itertools import product as product_of
 

@@ -1,7 +1,5 @@
 """The product of 17 to 128 rows against float64, what stands around it, and what it reads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import mlx.core as mx

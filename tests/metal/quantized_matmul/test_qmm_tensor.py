@@ -1,7 +1,5 @@
 """The product by tensor operations against float64, in every layout of lanes, and what it reads."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from itertools import cycle
 

@@ -1,7 +1,5 @@
 """The kernels of the quantized product against float64, and what they read."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

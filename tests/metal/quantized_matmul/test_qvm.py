@@ -1,7 +1,5 @@
 """qvm, the product of vectors with a plain quantized matrix, against float64."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest
