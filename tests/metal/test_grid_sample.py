@@ -8,16 +8,6 @@ import numpy as np
 import pytest
 from numerics import assert_accurate, random, round_to, to64
 from pairwise import in_turn, pairwise
-from sampling import (
-    GROUPS,
-    LONG_CASES,
-    assert_as_special,
-    check_long,
-    golden,
-    long_images,
-    options_of,
-    same_side,
-)
 
 from mlx_qlayers.metal.common import lanes
 from mlx_qlayers.metal.grid_sample import launch as kernels
@@ -59,23 +49,6 @@ def run(x, grid, cotangent, options, config=None):
     return [kernels.grid_sample(*plan)(x, grid), *(make(*plan)(*arrays) for make in gradients)]
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_golden(backend, group):
-    values = golden(group)
-    x, grid, cotangent = (mx.array(values[name]) for name in ("x", "grid", "cotangent"))
-    for index, options in options_of(values):
-        found = run(x, grid, cotangent, options)
-        # Atomics add what each point gives to a pixel in any order; those parts cancel.
-        parts = reference.grid_sample_vjp(x, grid, mx.abs(cotangent), options)[0]
-        for name, actual in zip(("out", "d_x", "d_grid"), found, strict=True):
-            truth, rounded = values[name][index], values[name + "32"][index]
-            what = f"{group} {options} {name}"
-            terms = np.abs(to64(parts)).max() if name == "d_x" else 0.0
-            assert_accurate(actual, same_side(truth, rounded), rounded, terms=terms, what=what)
-            if name == "out" and options.mode == "nearest":
-                np.testing.assert_array_equal(np.array(actual), rounded, err_msg=what)
-
-
 @pytest.mark.parametrize("dtype, channels", [(mx.float32, 3), (mx.float16, 3), (mx.bfloat16, 1)])
 def test_neighbours_that_are_read_together(backend, dtype, channels):
     """Of rows that lie apart, pixels too, and at either end of what there is."""
@@ -105,14 +78,6 @@ def test_few_points_of_large_images_in_half_precision(backend, dtype, channels):
         "grid_sample_gradient_x_rows",
         "grid_sample_gradient_x_spread",
     ]
-
-
-@pytest.mark.parametrize("ndim", [2, 3])
-def test_golden_nan_and_infinite_coordinates(backend, ndim):
-    values = golden(f"{ndim}d_special")
-    arrays = [mx.array(values[name]) for name in ("x", "grid", "cotangent")]
-    for index, options in options_of(values):
-        assert_as_special(run(*arrays, options), values, index, options)
 
 
 def inputs(seed, shape=(2, 5, 7, 12), out=(4, 6), dtype=mx.float32, grid_dtype=mx.float32):
@@ -306,18 +271,6 @@ def test_wide_loads_where_alignment_allows():
             forward(view, grid, options, heuristic(64, mx.float32, "cuda"))
             loads[name] = report.total("loads")
     assert loads["packs"] < 0.4 * loads["single"]
-
-
-@pytest.mark.parametrize(
-    ("mode", "padding_mode", "deterministic"),
-    [(*case, i != 1) for i, case in enumerate(LONG_CASES[::2])],
-)
-def test_axis_of_more_pixels_than_a_float_counts(backend, mode, padding_mode, deterministic):
-    config = heuristic(1, mx.float16, "cuda", deterministic)
-    # The launch that rounds what atomics added up takes seconds with checks; others have it too.
-    with checks(backend == "host" and deterministic):
-        found = run(*long_images(), Sampling(mode, padding_mode), config)
-    check_long(found, mode, padding_mode)
 
 
 def test_too_many_points():

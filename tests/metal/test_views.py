@@ -1,17 +1,13 @@
 """Kernels of any configuration on arrays that begin anywhere in a buffer: the same bits."""
 
-from functools import partial
 from itertools import product
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_qlayers import attention, grid_sample, quantized_matmul, use_backend
+from mlx_qlayers import quantized_matmul, use_backend
 from mlx_qlayers.formats import Format
-from mlx_qlayers.ops.attention_step import Rotation, attention_step
-from mlx_qlayers.ops.exp import exp
-from mlx_qlayers.ops.rotary import rotary_embedding
 from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime.host import checks
 from tests import launchers
@@ -41,22 +37,10 @@ def by(launch, *others, **options):
     return lambda x, *packed: launch(x, packed, *others, **options)
 
 
-def step(*arrays):
-    """A step of decoding: keys of a cache, of an append buffer, and the token's own."""
-    positions = mx.array([9, 2, 11, -1, -1, -1, -1, -1], mx.int32)
-    return attention_step(*arrays, positions, scale=0.1, rotation=Rotation(64))
-
-
 def attended(q, *parts):
     keys, values = parts[: len(parts) // 2], parts[len(parts) // 2 :]
     options = dict.fromkeys(("mask", "window", "softcap", "sinks")) | {"scale": 0.1}
     return test_decode.by_kernel([q, keys, values], options)
-
-
-def with_gradients(function, *arrays):
-    """The results of a function, and its gradients."""
-    outputs, gradients = mx.vjp(lambda *a: [function(*a)], arrays, [mx.ones_like(arrays[0])])
-    return [*outputs, *gradients]
 
 
 def cases():
@@ -95,17 +79,6 @@ def cases():
     yield "attention_decode", attended, q, k, k
     packed = mx.quantize(k, 64, 4)
     yield "attention_decode packed", attended, q, *packed, *packed
-    q = rows(1, 4, 40, 64)
-    yield "attention_forward", partial(attention, scale=0.1), q, k, k
-    yield "attention_backward", partial(with_gradients, partial(attention, scale=0.1)), q, k, k
-    token, cache, beside = rows(1, 1, 128), rows(1, 2, 16, 64), rows(1, 2, 8, 64)
-    yield "attention_step", step, rows(1, 1, 256), token, token, cache, cache, beside, beside
-    turn = partial(rotary_embedding, dims=64, traditional=False, base=10000.0, scale=1.0)
-    x = rows(1, 5, 2, 64)
-    yield "rotary", lambda q, k: turn(q, k, mx.array(3)), x, x
-    yield "exp", partial(with_gradients, exp), rows(5, 33)
-    grid = rows(1, 5, 6, 2)
-    yield "grid_sample", grid_sample, rows(1, 7, 9, 8), grid
 
 
 def test_views_begin_anywhere():

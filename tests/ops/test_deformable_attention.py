@@ -6,15 +6,17 @@ from deformable import NAMES, golden, inputs
 from numerics import assert_accurate, assert_same_sums
 
 from mlx_qlayers import deformable_attention, use_backend
+from mlx_qlayers.runtime.host import checks
 from tests.gpus import GPUS
 
 SHAPES = ((5, 7), (3, 2))
 
 
-@pytest.fixture(autouse=True, params=["reference", "host", *GPUS])
+@pytest.fixture(autouse=True, params=["reference", "host", "checked", *GPUS])
 def backend(request):
-    with use_backend(request.param):
-        yield request.param
+    name = "host" if request.param == "checked" else request.param
+    with use_backend(name), checks(request.param == "checked"):
+        yield name
 
 
 def attend(values, locations, weights):

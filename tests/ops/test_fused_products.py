@@ -1,7 +1,5 @@
 """fused_products against float64: matrices, norm, gates, residual, and gradients."""
 
-from math import erf, pi, sqrt
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.fused_products import fused_products
 from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime import BackendError, host, metal, tensor_ops, trace
+from tests.examples.products import fused64
 from tests.numerics import (
     assert_accurate,
     assert_gradient,
@@ -20,15 +19,10 @@ from tests.numerics import (
     round_to,
     to64,
 )
-from tests.packed import dequantize64, random_packed, terms64
+from tests.packed import random_packed
 
 FORMATS = [Format(64, 4), Format(32, 3), Format(16, 4, "nvfp4")]
 EPS = 1e-5
-ACTIVATIONS = {
-    "silu": lambda x: x * np.exp(-np.logaddexp(0, -x)),
-    "gelu": lambda x: x * (1 + np.vectorize(erf)(x / sqrt(2))) / 2,
-    "gelu_approx": lambda x: x * (1 + np.tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2,
-}
 
 
 def matrices(rng, widths, k, fmt, dtype, biased):
@@ -38,30 +32,15 @@ def matrices(rng, widths, k, fmt, dtype, biased):
     ]
 
 
-def truth(x, packed, fmt, norm=None, gate=None, residual=None):
+def truth(x, packed, fmt, **options):
     """The results in float64, and the largest sum of absolute terms on the way to each."""
-    rows = to64(x)
-    if norm is not None:
-        weight, eps = norm
-        scale = 1 / np.sqrt((rows**2).mean(-1, keepdims=True) + eps)
-        rows = rows * scale * (1 if weight is None else to64(weight))
-    products, terms = [], []
-    for m in packed:
-        bias = 0 if m.bias is None else to64(m.bias)
-        products.append(rows @ dequantize64(*m[:3], fmt).T + bias)
-        terms.append((np.abs(rows) @ terms64(*m[:3], fmt).T + np.abs(bias)).max())
-    if gate is not None:
-        products = [ACTIVATIONS[gate](products[0]) * products[1]]
-        # An activation grows no faster than its argument.
-        terms = [terms[0] * terms[1]]
-    if residual is not None:
-        products = [to64(residual) + products[0]]
-    return products, terms
+    rows = to64(x).reshape(-1, x.shape[-1])
+    products, terms = fused64(rows, packed, fmt, **options)
+    return [y.reshape(*x.shape[:-1], -1) for y in products], [large.max() for large in terms]
 
 
 def check(found, x, packed, fmt, **options):
     expected, terms = truth(x, packed, fmt, **options)
-    assert len(found) == len(expected)
     for y, exact, large in zip(found, expected, terms, strict=True):
         assert y.dtype == x.dtype
         assert_accurate(y, exact, round_to(exact, y.dtype), terms=large)

@@ -1,24 +1,71 @@
 """The public sampling operators: gradients, dtypes, transformations, and what they refuse."""
 
+from dataclasses import asdict
 from functools import partial
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from numerics import assert_same_sums, random, round_to
-from sampling import LONG_CASES, check_long, long_images
+from numerics import assert_accurate, assert_same_sums, random, round_to, to64
+from sampling import (
+    GROUPS,
+    LONG_CASES,
+    assert_as_special,
+    check_long,
+    golden,
+    long_images,
+    options_of,
+    same_side,
+)
 
 from mlx_qlayers.ops.grid_sample import MODES, affine_grid, grid_sample
 from mlx_qlayers.runtime.backend import use_backend
 from mlx_qlayers.runtime.explain import explain
+from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.tracing import trace
 from tests.gpus import GPUS
+
+PATHS = ["reference", "checked", *GPUS]
 
 
 @pytest.fixture(autouse=True, params=["reference", "host", *GPUS])
 def backend(request):
-    with use_backend(request.param):
-        yield request.param
+    name = "host" if request.param == "checked" else request.param
+    with use_backend(name), checks(request.param == "checked"):
+        yield name
+
+
+def by_golden(group):
+    """Golden values, and of each mode, padding and alignment its place, options and results."""
+    values = golden(group)
+    x, grid, cotangent = (mx.array(values[name]) for name in ("x", "grid", "cotangent"))
+    for index, options in options_of(values):
+        sample = partial(grid_sample, **asdict(options))
+        out, gradients = mx.vjp(lambda *a, f=sample: [f(*a)], [x, grid], [cotangent])
+        with use_backend("reference"):
+            parts = mx.vjp(lambda x, f=sample, g=grid: [f(x, g)], [x], [mx.abs(cotangent)])[1][0]
+        yield values, index, options, [*out, *gradients], np.abs(to64(parts)).max()
+
+
+@pytest.mark.parametrize("backend", PATHS, indirect=True)
+@pytest.mark.parametrize("group", GROUPS)
+def test_golden(group):
+    for values, index, options, found, parts in by_golden(group):
+        for name, actual in zip(("out", "d_x", "d_grid"), found, strict=True):
+            truth, rounded = values[name][index], values[name + "32"][index]
+            what = f"{group} {options} {name}"
+            # Atomics add what each point gives to a pixel in any order; those parts cancel.
+            terms = parts if name == "d_x" else 0.0
+            assert_accurate(actual, same_side(truth, rounded), rounded, terms=terms, what=what)
+            if name == "out" and options.mode == "nearest":
+                np.testing.assert_array_equal(np.array(actual), rounded, err_msg=what)
+
+
+@pytest.mark.parametrize("backend", PATHS, indirect=True)
+@pytest.mark.parametrize("group", ["2d_special", "3d_special"])
+def test_golden_nan_and_infinite_coordinates(group):
+    for values, index, options, found, _ in by_golden(group):
+        assert_as_special(found, values, index, options)
 
 
 def inputs(seed, shape=(2, 5, 7, 3), out=(4, 6), dtype=mx.float32, reach=1.3):

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from attention_cases import DTYPES, EXTRAS, MASKS, check, check_compiled, expect, make
-from numerics import assert_accurate, assert_gradient, random
+from numerics import assert_accurate, random
 from pairwise import pairwise
 from runtime.host import mlx_kernels as mk
 
@@ -137,19 +137,6 @@ def test_the_only_key_has_a_gradient_of_zero():
     """What is left of it is by how much the weight that is made anew is not one."""
     for seed in range(3):
         check(attention, (1, 1, 1, 1, 1, 32, 32), mx.float16, "none", {"scale": 30.0}, seed)
-
-
-def test_finite_differences():
-    for extra in ({}, ALL):
-        for kind in ("causal", "additive"):
-            rng, arrays, options = make(3, (1, 2, 1, 5, 9, 32, 32), mx.float32, kind, extra)
-            sinks = options.pop("sinks", None)
-            inputs = [*arrays] + ([] if sinks is None else [sinks])
-
-            def run(q, k, v, sinks=None, options=options):
-                return attention(q, k, v, sinks=sinks, **options)
-
-            assert_gradient(run, inputs, rng)
 
 
 def test_scores_beyond_float16():

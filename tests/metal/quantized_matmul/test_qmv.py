@@ -1,6 +1,5 @@
 """The kernels of the quantized product against float64, and what they read."""
 
-import math
 from dataclasses import replace
 
 import mlx.core as mx
@@ -14,11 +13,11 @@ from mlx_qlayers.metal.quantized_matmul import qmv_config as configs
 from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
+from tests.examples.products import fused64
 from tests.gpus import on_gpus
 from tests.launchers import matrix, persistent, qmv
 from tests.numerics import assert_accurate, random, round_to, to64
-from tests.oracles import product
-from tests.packed import EACH_WIDTH, FORMATS, FORMATS_IN_TURN, dequantize64, random_packed, terms64
+from tests.packed import EACH_WIDTH, FORMATS, FORMATS_IN_TURN, check_product, random_packed
 from tests.pairwise import in_turn, pairwise
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
@@ -27,16 +26,6 @@ AFFINE = Format(64, 4)
 SHAPES = [(1, 1), (8, 3), (41, 1), (520, 3), (41, 256)]
 ROWS = (1, 3, 7, 16)
 DEVICES = ("host", "metal", "cuda")
-
-
-def check(y, x, packed, fmt, bias=None):
-    """Hold a product against float64 and against float32 sums rounded once."""
-    dense, terms = dequantize64(*packed, fmt).T, terms64(*packed, fmt).T
-    added = 0.0 if bias is None else to64(bias)
-    rounded = product(to64(x).astype(np.float32), dense.astype(np.float32)) + np.float32(added)
-    terms = np.abs(to64(x)) @ terms + np.abs(added)
-    truth = to64(x) @ dense + added
-    assert_accurate(y, truth, round_to(rounded, y.dtype), terms=terms.max(initial=0))
 
 
 def sample(rng, rows, n, groups, fmt, dtype):
@@ -58,7 +47,7 @@ def check_all(fmt, dtype, rows, shapes=SHAPES, **options):
     rng = np.random.default_rng(fmt.bits * 1000 + fmt.group_size + 7 * rows)
     for n, groups in shapes:
         x, packed = sample(rng, rows, n, groups, fmt, dtype)
-        check(by_kernel(x, packed, fmt, **options), x, packed, fmt)
+        check_product(by_kernel(x, packed, fmt, **options), x, packed, fmt)
 
 
 @pytest.mark.parametrize(("fmt", "dtype", "rows"), in_turn(FORMATS_IN_TURN, ROWS), ids=str)
@@ -74,7 +63,7 @@ def test_on_gpus(gpu, fmt, dtype):
     with use_backend(gpu):
         for rows in (1, 7, 16):
             x, packed = sample(rng, rows, 41, 3, fmt, dtype)
-            check(quantized_matmul(x, *packed, **fmt._asdict()), x, packed, fmt)
+            check_product(quantized_matmul(x, *packed, **fmt._asdict()), x, packed, fmt)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +142,7 @@ def test_matrix_units_with_runs_ahead(run, fragments, ahead):
         rng = np.random.default_rng(k)
         x, packed = random(rng, (7, k), mx.bfloat16), random_packed(rng, 41, k, AFFINE, mx.bfloat16)
         with checks():
-            check(by_kernel(x, packed, AFFINE, config=config), x, packed, AFFINE)
+            check_product(by_kernel(x, packed, AFFINE, config=config), x, packed, AFFINE)
 
 
 @pytest.mark.parametrize(("fmt", "device"), in_turn(pairwise(FORMATS[::4]), DEVICES), ids=str)
@@ -170,7 +159,7 @@ def test_codes_are_no_subnormal_operands(fmt):
     rng = np.random.default_rng(3)
     x, packed = sample(rng, 8, 24, 4, fmt, mx.float16)
     with checks(flush_subnormals=True):
-        check(by_kernel(x, packed, fmt, device="cuda"), x, packed, fmt)
+        check_product(by_kernel(x, packed, fmt, device="cuda"), x, packed, fmt)
 
 
 @pytest.mark.parametrize("fmt", [AFFINE, Format(32, 3), Format(16, 4, "nvfp4")], ids=str)
@@ -269,10 +258,11 @@ def fused(rng, device, dtype, rows, sizes, k, fmt, **options):
 
 def check_fused(found, x, matrices, fmt, **options):
     """Hold fused products against float64 and one rounding from float32."""
-    exact, once = (fused_in(t, x, matrices, fmt, **options) for t in (np.float64, np.float32))
-    for y, true, rounded in zip(found, exact, once, strict=True):
-        terms = np.abs(true).max() * x.shape[-1] ** 0.5
-        assert_accurate(y, true, round_to(rounded, x.dtype), terms=terms)
+    (exact, terms), (once, _) = (
+        fused64(to64(x).astype(kind), matrices, fmt, **options) for kind in (np.float64, np.float32)
+    )
+    for y, true, rounded, large in zip(found, exact, once, terms, strict=True):
+        assert_accurate(y, true, round_to(rounded, x.dtype), terms=large.max())
 
 
 def packed_matrices(rng, sizes, k, dtype, fmt=AFFINE):
@@ -281,29 +271,6 @@ def packed_matrices(rng, sizes, k, dtype, fmt=AFFINE):
         PackedMatrix(*random_packed(rng, n, k, fmt, dtype), random(rng, (n,), dtype) if i else None)
         for i, n in enumerate(sizes)
     ]
-
-
-def fused_in(kind, x, matrices, fmt, norm=None, gate=None, residual=None):
-    x = to64(x).astype(kind)
-    if norm is not None:
-        weight, epsilon = norm
-        x = x / np.sqrt(np.mean(x * x, -1, keepdims=True) + kind(epsilon))
-        x = x if weight is None else x * to64(weight).astype(kind)
-    ys = []
-    for w, scales, biases, bias in matrices:
-        y = product(x, dequantize64(w, scales, biases, fmt).T.astype(kind))
-        ys.append(y if bias is None else y + to64(bias).astype(kind))
-    if gate is not None:
-        return [activation(ys[0], gate, kind) * ys[1]]
-    return ys if residual is None else [ys[0] + to64(residual).astype(kind)]
-
-
-def activation(y, gate, kind):
-    if gate == "silu":
-        return y / (1 + np.exp(-y))
-    if gate == "gelu":
-        return y * kind(0.5) * (1 + np.vectorize(math.erf)(y / 2**0.5)).astype(kind)
-    return y * kind(0.5) * (1 + np.tanh(kind((2 / np.pi) ** 0.5) * (y + kind(0.044715) * y**3)))
 
 
 @pytest.mark.parametrize(
@@ -363,7 +330,7 @@ def test_bias_is_added_before_rounding(dtype):
     for rows in (1, 6):
         x, packed = sample(rng, rows, 41, 3, AFFINE, dtype)
         bias = random(rng, (41,), dtype)
-        check(by_kernel(x, packed, AFFINE, bias), x, packed, AFFINE, bias)
+        check_product(by_kernel(x, packed, AFFINE, bias), x, packed, AFFINE, bias=bias)
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("host", mx.float32), ("cuda", mx.bfloat16)])
