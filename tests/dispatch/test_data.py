@@ -91,3 +91,17 @@ def test_a_file_is_all_that_a_new_device_takes(kind, architecture, file, monkeyp
     assert look_up(name, *devices(kind))[1].device == other
     limits.cache_clear()
     advance_epoch()
+
+
+def test_rules_go_by_values_that_are_stored_and_no_others_are():
+    package = entries.SHIPPED.parents[1]
+    texts = [path.read_text() for path in package.rglob("*.py")]
+    named = {name for text in texts for name in re.findall(r'"([a-z]\w+_\w+)"', text)}
+    asked = {name for text in texts for name in re.findall(r'(?:threshold|gain)\(\s*"(\w+)"', text)}
+    stored = {
+        key
+        for path in FILES
+        for key, entry in entries.read(path.parent, path.stem).items()
+        if entry.values is not None
+    }
+    assert asked <= stored <= named
