@@ -11,7 +11,7 @@ import pytest
 from mlx_qlayers import explain
 from mlx_qlayers.formats import Format
 from mlx_qlayers.measurements import entries
-from mlx_qlayers.measurements.entries import Entry, devices, look_up
+from mlx_qlayers.measurements.entries import Entry, look_up
 from mlx_qlayers.metal.records import RECORDS
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.runtime.devices import device_of
@@ -66,11 +66,8 @@ def test_tuned_results_are_legal_configurations_of_kernels_as_they_are(path):
             assert entry.seconds == entry.paths[entry.path]
 
 
-@pytest.mark.parametrize(
-    "kind, architecture, file",
-    [("cuda", "sm_999", "sm_999"), ("metal", "applegpu_g99s", "applegpu_g99")],
-)
-def test_a_file_is_all_that_a_new_device_takes(kind, architecture, file, monkeypatch, tmp_path):
+@pytest.mark.parametrize("kind, file", [("cuda", "sm_999"), ("metal", "applegpu_g99")])
+def test_a_file_is_all_that_a_new_device_takes(kind, file, monkeypatch, tmp_path):
     folder = shutil.copytree(entries.SHIPPED, tmp_path / "data")
     content = json.loads((folder / "sm_90.json").read_text())["entries"]["attention_step_splits"]
     content["values"]["most"] = 12345
@@ -78,30 +75,23 @@ def test_a_file_is_all_that_a_new_device_takes(kind, architecture, file, monkeyp
     (folder / f"{file}.json").write_text(json.dumps({"device": file} | found))
     monkeypatch.setattr("mlx_qlayers.runtime.devices.record.FILES", folder)
     monkeypatch.setattr(entries, "SHIPPED", folder)
-    has_gpu(monkeypatch, architecture)
-    monkeypatch.setattr(entries, "device_kind", lambda: kind)
-    monkeypatch.setattr(entries, "device_name", lambda: architecture)
+    has_gpu(monkeypatch, file)
     limits.cache_clear()
     advance_epoch()
-    assert device_of(kind).cores == 77 and device_of(kind).name == architecture
-    entry, evidence = look_up("attention_step_splits", *devices(kind))
+    assert device_of(kind).cores == 77 and device_of(kind).name == file
+    entry, evidence = look_up("attention_step_splits", file, *device_of(kind).others)
     assert entry.values["most"] == 12345 and evidence.device == file
-    others = {"cuda": ("qmm_max_rows", "sm_90"), "metal": ("qmv_tiles", "metal")}
-    name, other = others[kind]
-    assert look_up(name, *devices(kind))[1].device == other
+    assert look_up("attention_layout", file, *device_of(kind).others)[1].device != file
     limits.cache_clear()
     advance_epoch()
 
 
 def test_rules_go_by_values_that_are_stored_and_no_others_are():
-    package = entries.SHIPPED.parents[1]
-    texts = [path.read_text() for path in package.rglob("*.py")]
-    named = {name for text in texts for name in re.findall(r'"([a-z]\w+_\w+)"', text)}
-    asked = {name for text in texts for name in re.findall(r'(?:threshold|gain)\(\s*"(\w+)"', text)}
-    stored = {
-        key
-        for path in FILES
-        for key, entry in entries.read(path.parent, path.stem).items()
-        if entry.values is not None
-    }
+    text = "".join(path.read_text() for path in entries.SHIPPED.parents[1].rglob("*.py"))
+    named, asked = (
+        {*re.findall(pattern, text)}
+        for pattern in (r'"([a-z]\w+_\w+)"', r'(?:threshold|gain)\(\s*"(\w+)"')
+    )
+    found = (entries.read(path.parent, path.stem) for path in FILES)
+    stored = {key for each in found for key, entry in each.items() if entry.values is not None}
     assert asked <= stored <= named
