@@ -176,6 +176,7 @@ QUANTIZED_MATMUL = Random(
     [
         {"fmt": SMALL, "n": 24, "groups": 2, "rows": (), "bias": True},
         {"fmt": SMALL, "n": 24, "groups": 2, "rows": (0,)},
+        *({"fmt": Format(64, 4), "n": 24, "rows": (m,), "values": "special"} for m in (6, 40)),
         {"fmt": SMALL, "n": 24, "groups": 2, "rows": (2, 0)},
         {"fmt": SMALL, "n": 24, "groups": 2, "rows": (1, 1, 5), "bias": True, "gradient": True},
         {"fmt": SMALL, "n": 16, "rows": (2, 5), "batch": (2,), "bias": True},

@@ -8,13 +8,10 @@ import urllib.error
 import urllib.request
 from functools import cache
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
-from hypothesis import strategies as st
-
 from tests.commands.test_serving import CHAT, COMPLETE, check_health, serving
-from tests.fuzz.documents import CUTS, EDITS, Cut, Edit, spoilt_bytes, spoilt_document, text_of
+from tests.fuzz.documents import Damage, damaged, spoilt_bytes, spoilt_document, text_of
 from tests.fuzz.target import fuzz
 from tests.tiny_model import save_tiny_model
 
@@ -60,11 +57,7 @@ def _address() -> str:
     atexit.register(stack.close)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     model = save_tiny_model(folder / "model")
-    address, process = stack.enter_context(serving(model, "--log-level", "CRITICAL"))
-    assert process.stderr is not None
-    # What it prints has to be read, or it waits.
-    Thread(target=process.stderr.read, daemon=True).start()
-    return address
+    return stack.enter_context(serving(model, "--log-level", "CRITICAL"))[0]
 
 
 def sent(address: str, path: str, data: bytes) -> tuple[int, bytes]:
@@ -77,19 +70,13 @@ def sent(address: str, path: str, data: bytes) -> tuple[int, bytes]:
         return answer.status, answer.read()
 
 
-@fuzz(
-    st.tuples(
-        st.sampled_from([CHAT, COMPLETE]),
-        st.one_of(st.tuples(EDITS, st.just(())), st.tuples(st.just(()), CUTS)),
-    )
-)
-def test_server_requests(case: tuple[str, tuple[tuple[Edit, ...], tuple[Cut, ...]]]) -> None:
-    path, (edits, cuts) = case
-    body = spoilt_document(_BODY, edits)
+@fuzz(damaged(CHAT, COMPLETE))
+def test_server_requests(case: Damage) -> None:
+    body = spoilt_document(_BODY, case.edits)
     if isinstance(body, dict):  # no longer texts
         body["max_tokens"] = 3
-    data = spoilt_bytes(text_of(body).encode(), cuts)
-    status, text = sent(_address(), path, data)
+    data = spoilt_bytes(text_of(body).encode(), case.cuts)
+    status, text = sent(_address(), case.name, data)
     assert status in _ANSWERS, (status, text)
     if text.startswith((b"data: ", b": keepalive")):  # a whole stream
         assert text.endswith(b"data: [DONE]\n\n"), text

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import KVCache, save_prompt_cache
 
 from mlx_qlayers import cli
 from tests.commands.test_arguments import OPTIONS, REQUIRED
-from tests.fuzz.documents import CUTS, EDITS, Cut, Edit, spoilt_bytes, spoilt_document
+from tests.fuzz.documents import Damage, damaged, spoilt_bytes
 from tests.fuzz.target import fuzz
 from tests.tiny_model import save_tiny_model
 
@@ -165,15 +165,6 @@ def test_option_values(case: list[tuple[tuple[str, str], str]]) -> None:
         check_line(*outcome((command, *needed, *given)))
 
 
-@dataclass(frozen=True)
-class Given:
-    """A file that an option names, damaged."""
-
-    name: str
-    edits: tuple[Edit, ...]
-    cuts: tuple[Cut, ...]
-
-
 _LORA = {
     "train": True,
     "iters": 5,
@@ -207,20 +198,13 @@ def _prompt_cache() -> bytes:
         return Path(folder, "c.safetensors").read_bytes()
 
 
-@fuzz(
-    st.one_of(
-        st.builds(Given, st.sampled_from(sorted(_FILES)), EDITS, st.just(())),
-        st.builds(Given, st.sampled_from(sorted(_FILES)), st.just(()), CUTS),
-    ),
-    examples=30,
-    seconds=3,
-)
-def test_files_of_options(case: Given) -> None:
+@fuzz(damaged(*sorted(_FILES)), examples=30, seconds=3)
+def test_files_of_options(case: Damage) -> None:
     if case.name == "cache.safetensors":
-        data = _prompt_cache()
+        data = spoilt_bytes(_prompt_cache(), case.cuts)
     else:
-        data = json.dumps(spoilt_document(_LORA, case.edits)).encode()
+        data = case.of_json(json.dumps(_LORA).encode())
     with before_work() as folder:
-        (folder / case.name).write_bytes(spoilt_bytes(data, case.cuts))
+        (folder / case.name).write_bytes(data)
         (folder / "train.jsonl").touch()
         check_line(*outcome((*_FILES[case.name], case.name, "--model", _model())))

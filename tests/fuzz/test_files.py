@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from mlx_qlayers.conversion.config import QuantizationConfig
 from mlx_qlayers.conversion.loading import load_stock
 from mlx_qlayers.measurements import entries, store
 from mlx_qlayers.measurements.entries import Entry
-from tests.fuzz.documents import CUTS, EDITS, Cut, Edit, spoilt_bytes, spoilt_document
+from tests.fuzz.documents import CUTS, EDITS, Cut, Damage, Edit, damaged, spoilt_document
 from tests.fuzz.target import fuzz
 from tests.tiny_model import save_tiny_model
 
@@ -51,31 +50,6 @@ def changed(name: str, change: Callable[[bytes], bytes]) -> Iterator[Path]:
         yield path
 
 
-@dataclass(frozen=True)
-class Document:
-    """A JSON file with edits of its values, then of its bytes."""
-
-    name: str
-    edits: tuple[Edit, ...]
-    cuts: tuple[Cut, ...]
-
-    def change(self, data: bytes) -> bytes:
-        """The file's new bytes."""
-        if self.edits:
-            data = json.dumps(spoilt_document(json.loads(data), self.edits)).encode()
-        return spoilt_bytes(data, self.cuts)
-
-
-def documents(*names: str) -> st.SearchStrategy[Document]:
-    """Edits of values most of the time, else of bytes."""
-    named = st.sampled_from(names)
-    return st.one_of(
-        st.builds(Document, named, EDITS, st.just(())),
-        st.builds(Document, named, EDITS, st.just(())),
-        st.builds(Document, named, st.just(()), CUTS),
-    )
-
-
 def _command(*arguments: str) -> tuple[int, str, str]:
     out, error = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
@@ -97,9 +71,9 @@ CONFIGS = (
 )
 
 
-@fuzz(documents("config.json", "config.json", *CONFIGS), examples=8, seconds=4)
-def test_model_documents(case: Document) -> None:
-    with changed(case.name, case.change) as path:
+@fuzz(damaged("config.json", "config.json", *CONFIGS), examples=8, seconds=4)
+def test_model_documents(case: Damage) -> None:
+    with changed(case.name, case.of_json) as path:
         code, out, error = _command("info", "--model", str(path))
         assert code in (0, 2)
         _check_terminal(out, "info")
@@ -112,52 +86,21 @@ def test_model_documents(case: Document) -> None:
             mx.eval(load_stock(path).model(mx.array([[1, 2, 3]])))
 
 
-@dataclass(frozen=True)
-class Weights:
-    """A safetensors file with edits of its header, then of its bytes."""
-
-    edits: tuple[Edit, ...]
-    cuts: tuple[Cut, ...]
-
-    def change(self, raw: bytes) -> bytes:
-        """The file's new bytes."""
-        if self.edits:
-            end = 8 + int.from_bytes(raw[:8], "little")
-            text = json.dumps(spoilt_document(json.loads(raw[8:end]), self.edits)).encode()
-            raw = len(text).to_bytes(8, "little") + text + raw[end:]
-        return spoilt_bytes(raw, self.cuts)
-
-
 # Most of the bytes are weights; what matters stands at the beginning.
 _HEAD = st.builds(
     Cut, st.floats(0, 0.03), st.sampled_from([0, 1, 8, 30]), st.binary(max_size=6)
 ).map(lambda cut: (cut,))
 
 
-@fuzz(
-    st.one_of(
-        st.builds(Weights, EDITS, st.just(())),
-        st.builds(Weights, st.just(()), st.one_of(_HEAD, CUTS)),
-    ),
-    examples=20,
-)
-def test_weights(case: Weights) -> None:
-    with changed(WEIGHTS, case.change) as path:
+@fuzz(damaged(WEIGHTS, cuts=_HEAD | CUTS), examples=20)
+def test_weights(case: Damage) -> None:
+    with changed(WEIGHTS, case.of_weights) as path:
         try:
             check_directory(path)
         except (ValueError, FileNotFoundError):
             return
         with contextlib.suppress(ValueError, FileNotFoundError):
             mx.eval(load_stock(path).model.parameters())
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """Adapters of LoRA, damaged."""
-
-    name: str
-    edits: tuple[Edit, ...]
-    cuts: tuple[Cut, ...]
 
 
 _ADAPTER = {
@@ -182,35 +125,18 @@ def _adapters() -> Path:
     return folder
 
 
-@fuzz(
-    st.one_of(
-        st.builds(Adapters, st.just("adapter_config.json"), EDITS, st.just(())),
-        st.builds(Adapters, st.just("adapter_config.json"), st.just(()), CUTS),
-        st.builds(Adapters, st.just("adapters.safetensors"), st.just(()), CUTS),
-        st.builds(Adapters, st.just("adapters.safetensors"), EDITS, st.just(())),
-    ),
-    examples=6,
-    seconds=3,
-)
-def test_adapters(case: Adapters) -> None:
-    weights = case.name != "adapter_config.json"
-    kind: Any = Weights(case.edits, case.cuts) if weights else Document("", case.edits, case.cuts)
+@fuzz(damaged("adapter_config.json", "adapters.safetensors"), examples=6, seconds=3)
+def test_adapters(case: Damage) -> None:
+    change = case.of_json if case.name == "adapter_config.json" else case.of_weights
     with tempfile.TemporaryDirectory(dir=_home()) as folder:
         path = Path(folder) / "adapters"
         shutil.copytree(_adapters(), path)
-        (path / case.name).write_bytes(kind.change((path / case.name).read_bytes()))
+        (path / case.name).write_bytes(change((path / case.name).read_bytes()))
         try:
             loaded = load_stock(_home() / "model", adapter_path=str(path))
         except (ValueError, FileNotFoundError):
             return
         mx.eval(loaded.model(mx.array([[1, 2, 3]])))
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """The quantization entry of a configuration, edited."""
-
-    edits: tuple[Edit, ...]
 
 
 _CONFIG = {
@@ -226,21 +152,13 @@ _CONFIG = {
 }
 
 
-@fuzz(st.builds(Quantization, EDITS), examples=100)
-def test_quantization_entries(case: Quantization) -> None:
-    document = spoilt_document(_CONFIG, case.edits)
+@fuzz(EDITS, examples=100)
+def test_quantization_entries(case: tuple[Edit, ...]) -> None:
+    document = spoilt_document(_CONFIG, case)
     with contextlib.suppress(ValueError):
         config = QuantizationConfig.read(document)
         for path in ("model.layers.0.mlp.up_proj", "lm_head", "x"):
             config.entry(path)
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """A file of tuning results, edited."""
-
-    edits: tuple[Edit, ...]
-    cuts: tuple[Cut, ...]
 
 
 def _entry(path: str) -> dict[str, Any]:
@@ -268,20 +186,13 @@ _RESULTS = {
 }
 
 
-@fuzz(
-    st.one_of(
-        st.builds(Tuned, EDITS, st.just(())),
-        st.builds(Tuned, st.just(()), CUTS),
-    ),
-    examples=60,
-)
-def test_tuning_results(case: Tuned) -> None:
-    document = spoilt_document(_RESULTS, case.edits)
-    data = spoilt_bytes(json.dumps(document).encode(), case.cuts)
+@fuzz(damaged("cpu.json"), examples=60)
+def test_tuning_results(case: Damage) -> None:
+    data = case.of_json(json.dumps(_RESULTS).encode())
     new = Entry({"a": 1}, "kernel", 1.0, 1.0, 1, "", "0.32.4")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        file = folder / "cpu.json"
+        file = folder / case.name
         file.write_bytes(data)
         found = entries.read(folder, "cpu")
         assert store.save("cpu", {"new": new}, folder)

@@ -3,29 +3,18 @@
 import contextlib
 import struct
 import tempfile
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from hypothesis import strategies as st
 
 from mlx_qlayers.conversion.gguf_file import read_header
 from mlx_qlayers.conversion.loading import load_stock
 from tests.conversion.test_gguf import FAMILIES, written
-from tests.fuzz.documents import CUTS, EDITS, Cut, Edit, spoilt_bytes, spoilt_document
+from tests.fuzz.documents import Damage, damaged, spoilt_bytes, spoilt_document
 from tests.fuzz.target import fuzz
 from tests.gguf_files import KINDS, write
-
-
-@dataclass(frozen=True)
-class File:
-    """A file with edits of its metadata and of what it says of tensors, then of its bytes."""
-
-    architecture: str
-    edits: tuple[Edit, ...]
-    cuts: tuple[Cut, ...]
 
 
 @cache
@@ -34,9 +23,9 @@ def _sound(architecture: str) -> dict[str, Any]:
         return written(Path(folder) / "model.gguf", architecture, "Q4_0")[1]
 
 
-def _write(path: Path, case: File) -> None:
+def _write(path: Path, case: Damage) -> None:
     """Write the file; its parts stay where the format can say what the edits made of them."""
-    sound = _sound(case.architecture)
+    sound = _sound(case.name)
     told = {
         "metadata": sound["metadata"],
         "tensors": {
@@ -58,17 +47,8 @@ def _write(path: Path, case: File) -> None:
     path.write_bytes(spoilt_bytes(data, case.cuts))
 
 
-_NAMES = st.sampled_from(sorted(FAMILIES))
-
-
-@fuzz(
-    st.one_of(
-        st.builds(File, _NAMES, EDITS, st.just(())),
-        st.builds(File, _NAMES, st.just(()), CUTS),
-    ),
-    examples=15,
-)
-def test_gguf(case: File) -> None:
+@fuzz(damaged(*sorted(FAMILIES)), examples=15)
+def test_gguf(case: Damage) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         _write(path, case)

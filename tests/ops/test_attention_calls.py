@@ -8,36 +8,12 @@ import pytest
 from mlx_qlayers import attention, explain, use_backend
 from mlx_qlayers.metal.attention import decode
 from mlx_qlayers.metal.attention.records import AttentionDecodeRecord
-from mlx_qlayers.ops import attention as ops
 from mlx_qlayers.options import AttentionCall, Scores
-from mlx_qlayers.runtime.backend import Mode, advance_epoch, mode
 from mlx_qlayers.runtime.spec import Spec
 
 Q, K = mx.ones((1, 4, 1, 64)), mx.ones((1, 2, 8, 64))
 PACKED = tuple(mx.quantize(K, 64, 8))
 SEEN = mx.ones((1, 1, 1, 8), mx.bool_)
-
-
-def test_a_call_is_checked_once_for_all_that_are_alike(monkeypatch):
-    made, checked = [], ops.checked
-    monkeypatch.setattr(ops, "checked", lambda *a: made.append(a) or checked(*a))
-    advance_epoch()
-    for scale in (1.0, 1.0, 2.0):
-        attention(Q, K, K, scale=scale)
-        attention(Q + 1, K + 1, K, scale=scale)
-        attention(Q, PACKED, PACKED, scale=scale, mask=SEEN)
-    assert len(made) == 4
-    attention(Q.astype(mx.float16), K, K, scale=1.0)  # twice: in one dtype then
-    attention(Q, K[:, :, 1:], K[:, :, 1:], scale=1.0)
-    attention(Q, K, K, scale=1.0, sinks=mx.zeros(4))
-    with mode(Mode.INFERENCE):
-        attention(Q, K, K, scale=1.0)
-    with use_backend("reference"):
-        attention(Q, K, K, scale=1.0)
-    assert len(made) == 9
-    advance_epoch()  # What was measured has changed.
-    attention(Q, K, K, scale=1.0)
-    assert len(made) == 10
 
 
 def test_numbers_of_other_types_are_checked_again():

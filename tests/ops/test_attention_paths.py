@@ -109,14 +109,6 @@ def test_gradients_on_cuda_where_stock_is_slower_or_has_none(options, kernel, on
         assert not ops.gradients_by_kernels(call)
 
 
-def test_what_runs_where_somebody_differentiates(monkeypatch):
-    either, asked = ops._unless_differentiated(lambda *_: "stock", lambda *_: "with gradients"), []
-    monkeypatch.setattr(ops, "is_differentiated", lambda: bool(asked))
-    assert either() == "stock"
-    asked.append(True)
-    assert either() == "with gradients"
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize(
     "length, kind, extra",

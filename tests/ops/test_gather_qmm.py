@@ -20,7 +20,6 @@ from tests.numerics import (
     assert_same_sums,
     random,
 )
-from tests.packed import FORMATS
 
 SMALL = Format(32, 4)
 NVFP4 = Format(16, 4, "nvfp4")
@@ -47,18 +46,6 @@ def test_sorted_or_not_is_a_matter_of_speed(path):
         for in_order in (True, False)
     ]
     assert mx.array_equal(*found)
-
-
-@pytest.mark.parametrize("fmt", [*FORMATS[::3], NVFP4], ids=str)
-def test_reference_in_half_precision(fmt):
-    rng = np.random.default_rng(3)
-    packed = random_experts(rng, (E,), N, 3 * max(fmt.group_size, 32), fmt, mx.float16)
-    x = random(rng, (6, 1, 1, 3 * max(fmt.group_size, 32)), mx.float16)
-    right = mx.array(rng.integers(0, E, (6, 2)))
-    with use_backend("reference"):
-        y = gather_qmm(x, *packed, None, right, **options(fmt))
-    assert y.dtype == mx.float16
-    check_gathered(y, x, packed, fmt, None, right)
 
 
 def test_reference_large_enough_for_every_core(monkeypatch):

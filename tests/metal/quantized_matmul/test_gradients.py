@@ -102,14 +102,6 @@ def test_is_what_autodiff_gives(transpose, device):
         assert_same_sums(a, b)
 
 
-def test_leading_dimensions_are_rows():
-    rng = np.random.default_rng(6)
-    left, right, packed = sample(rng, 12, 40, 3, SMALL, mx.float32)
-    flat = by_kernel(left, right, packed, SMALL)
-    deep = by_kernel(left.reshape(2, 3, 2, -1), right.reshape(2, 3, 2, -1), packed, SMALL)
-    assert all(mx.array_equal(a, b) for a, b in zip(flat, deep, strict=True))
-
-
 @pytest.mark.parametrize(
     ("device", "path"),
     [

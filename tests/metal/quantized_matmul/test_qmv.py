@@ -324,15 +324,6 @@ def test_one_launch_for_all():
     assert ["matrix_" in launch.kernel for launch in launches] == [False, False, True]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bias_is_added_before_rounding(dtype):
-    rng = np.random.default_rng(3)
-    for rows in (1, 6):
-        x, packed = sample(rng, rows, 41, 3, AFFINE, dtype)
-        bias = random(rng, (41,), dtype)
-        check_product(by_kernel(x, packed, AFFINE, bias), x, packed, AFFINE, bias=bias)
-
-
 @pytest.mark.parametrize(("device", "dtype"), [("host", mx.float32), ("cuda", mx.bfloat16)])
 def test_nan_and_infinity_stay_in_their_row(device, dtype):
     rng = np.random.default_rng(5)

@@ -61,11 +61,3 @@ def test_reads_the_matrix_once(rows):
         by_kernel(x, packed, AFFINE)
     of_matrix = packed[0].nbytes + 2 * (packed[1].nbytes + packed[2].nbytes)  # runs of 32 in 64
     assert report.total("bytes_read") == of_matrix + 512 // 32 * x.nbytes
-
-
-def test_bias():
-    rng = np.random.default_rng(3)
-    for dtype in DTYPES:
-        x, packed = sample(rng, 2, 200, 3, AFFINE, dtype)
-        bias = random(rng, (192,), dtype)
-        check_product(by_kernel(x, packed, AFFINE, bias), x, packed, AFFINE, False, bias)
