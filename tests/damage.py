@@ -178,6 +178,7 @@ CASES = [
     Case("config.json not JSON", write("config.json", "a: 1"), ValueError, ("config.json", "JSON")),
     Case("config.json not text", write("config.json", b"\xff\xfe\x00{"), ValueError,
      ("config.json", "UTF-8")),
+    Case("config nested deep", write("config.json", "[" * 100_000), ValueError, ("config.json",)),
     Case("config.json a list", write("config.json", "[1]"), ValueError, ("config.json", "a list")),
     Case("model_type missing", config(model_type=...), ValueError, ("config.json", "model_type")),
     Case("model_type a number", config(model_type=3), ValueError, ("model_type", "3")),

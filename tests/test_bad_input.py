@@ -12,10 +12,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import mlx.nn as nn
 import pytest
 from damage import CASES, UP, quantization
 from damage import config as configured
+from small_qwen import snapshot
 from tiny_model import save_tiny_model
 
 from mlx_qlayers import convert_model, load, revert_model
@@ -71,14 +71,6 @@ def test_the_pair_that_load_gives_is_one_line(tiny_model):
     with pytest.raises(ValueError) as damaged:
         convert_model([pair[0]])
     assert len(str(damaged.value)) < 120
-
-
-def snapshot(model: nn.Module) -> list[tuple[str, type, dict[str, int]]]:
-    """Each module's type, and which arrays it holds."""
-    return [
-        (path, type(module), {key: id(value) for key, value in module.items()})
-        for path, module in model.named_modules()
-    ]
 
 
 def test_keys_of_no_module_are_named_and_no_error(tiny_model, tmp_path):

@@ -152,7 +152,7 @@ TABLE: list[tuple[list[str], str]] = [
     (["lora", "--model", "m", "-c", "none"], "none: no such file"),
     (["fuse", "--model", "m", "--adapter-path", "none"], "none"),
     (["fuse", "--model", "m", "--save-path", "taken"], "not a directory"),
-    (["bench", "--only", "nonsense"], "nonsense"),
+    (["bench", "--only", "nonsense"], "no benchmark is called nonsense; there are"),
     (["bench", "--out", "taken"], "not a directory"),
     (["doctor", "--only", "nonsense"], "nonsense"),
 ]

@@ -68,11 +68,6 @@ def test_a_benchmark_that_fails_is_named_and_ends_nothing(suite, tmp_path, capsy
     assert (folder / "grid_sample.csv").exists()
 
 
-def test_unknown_names(suite, capsys):
-    assert main(["bench", "--only", "nonsense"]) == 2
-    assert "no benchmark is called nonsense; there are grid_sample" in capsys.readouterr().err
-
-
 def test_the_families_are_all_scripts_and_constants():
     suite = import_module("suite")
     for family in suite.FAMILIES:
