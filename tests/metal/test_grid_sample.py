@@ -19,6 +19,7 @@ from mlx_qlayers.runtime.backend import use_backend
 from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.spec import Spec
 from mlx_qlayers.runtime.tracing import trace
+from tests.examples.arrays import running
 from tests.gpus import GPUS, on_gpus
 
 CHECKED = ["checked", *GPUS]
@@ -27,9 +28,8 @@ CHECKED = ["checked", *GPUS]
 @pytest.fixture(params=CHECKED)
 def backend(request):
     """The host backend's build with checks, or for some tests the fast one too; and GPUs."""
-    name = "host" if request.param == "checked" else request.param
-    with use_backend(name), checks(request.param == "checked"):
-        yield name
+    with running(request.param):
+        yield "host" if request.param == "checked" else request.param
 
 
 def given(x, grid, options, config=None):

@@ -9,6 +9,8 @@ from mlx_qlayers import use_backend
 from mlx_qlayers.reference import attention as reference
 from mlx_qlayers.runtime import backend as backends
 from mlx_qlayers.runtime.proof import trial
+from tests.examples.arrays import running
+from tests.gpus import GPUS
 
 
 @pytest.fixture
@@ -25,3 +27,10 @@ def on(monkeypatch):
     with use_backend("auto"), trial():
         yield on
     reference._window_mask.cache_clear()
+
+
+@pytest.fixture(params=["reference", "checked", *GPUS])
+def backend(request):
+    """The reference, the checked build of the host backend, and GPUs."""
+    with running(request.param):
+        yield "host" if request.param == "checked" else request.param

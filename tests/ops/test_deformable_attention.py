@@ -5,8 +5,8 @@ import pytest
 from deformable import NAMES, golden, inputs
 from numerics import assert_accurate, assert_same_sums
 
-from mlx_qlayers import deformable_attention, use_backend
-from mlx_qlayers.runtime.host import checks
+from mlx_qlayers import deformable_attention
+from tests.examples.arrays import running
 from tests.gpus import GPUS
 
 SHAPES = ((5, 7), (3, 2))
@@ -14,9 +14,8 @@ SHAPES = ((5, 7), (3, 2))
 
 @pytest.fixture(autouse=True, params=["reference", "host", "checked", *GPUS])
 def backend(request):
-    name = "host" if request.param == "checked" else request.param
-    with use_backend(name), checks(request.param == "checked"):
-        yield name
+    with running(request.param):
+        yield "host" if request.param == "checked" else request.param
 
 
 def attend(values, locations, weights):

@@ -22,6 +22,31 @@ def test_awkward_calls_against_float64(name, number, path):
     RANDOM[name].check(RANDOM[name].case(path, number, **RANDOM[name].awkward[number]))
 
 
+DIFFERENTIATED = "exp", "rotary", "quantized_matmul", "gather_qmm", "attention", "grid_sample"
+WRONG = [(name, "results") for name in RANDOM] + [(name, "gradients") for name in DIFFERENTIATED]
+
+
+@pytest.mark.parametrize(("name", "of"), WRONG)
+def test_wrong_numbers_are_seen(name, of):
+    """One result, or one gradient, that is off by a hundredth."""
+    fields = RANDOM[name].fields
+    call = RANDOM[name].call("host", **{"gradient": True} if "gradient" in fields else {})
+
+    @mx.custom_function
+    def off(y):
+        return y if of == "gradients" else 1.01 * y
+
+    off.vjp(lambda y, up, _: 1.01 * up)
+
+    def wrong(**given):
+        found = call.function(**given)
+        return off(found) if isinstance(found, mx.array) else [off(found[0]), *found[1:]]
+
+    call.check("host")
+    with pytest.raises(AssertionError, match="error"):
+        call._replace(function=wrong).check("host")
+
+
 CHANGES = ("broadcast", "broadcast last")
 LAYOUTS = [layout for layout in LAID_OUT if layout != "dense"]
 # A matrix that a view changes is not positive definite any more.

@@ -6,18 +6,8 @@ import pytest
 
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.gptq import gptq, nearest, pack
-from mlx_qlayers.runtime.backend import use_backend
-from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.tracing import trace
-from tests.gpus import GPUS
 from tests.numerics import to64
-
-
-@pytest.fixture(params=["reference", "checked", *GPUS])
-def backend(request):
-    name = "host" if request.param == "checked" else request.param
-    with use_backend(name), checks(request.param == "checked"):
-        yield name
 
 
 def problem(n, k, batch=(), seed=0):

@@ -21,8 +21,8 @@ from sampling import (
 from mlx_qlayers.ops.grid_sample import MODES, affine_grid, grid_sample
 from mlx_qlayers.runtime.backend import use_backend
 from mlx_qlayers.runtime.explain import explain
-from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.tracing import trace
+from tests.examples.arrays import running
 from tests.gpus import GPUS
 
 PATHS = ["reference", "checked", *GPUS]
@@ -30,9 +30,8 @@ PATHS = ["reference", "checked", *GPUS]
 
 @pytest.fixture(autouse=True, params=["reference", "host", *GPUS])
 def backend(request):
-    name = "host" if request.param == "checked" else request.param
-    with use_backend(name), checks(request.param == "checked"):
-        yield name
+    with running(request.param):
+        yield "host" if request.param == "checked" else request.param
 
 
 def by_golden(group):

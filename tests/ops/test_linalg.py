@@ -11,17 +11,10 @@ from mlx_qlayers.runtime.backend import use_backend
 from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.spec import Spec
 from mlx_qlayers.runtime.tracing import trace
-from tests.gpus import GPUS, on_gpus
+from tests.gpus import on_gpus
 from tests.numerics import EPSILON, to64
 
 EPS = EPSILON[mx.float32]
-
-
-@pytest.fixture(params=["reference", "checked", *GPUS])
-def backend(request):
-    name = "host" if request.param == "checked" else request.param
-    with use_backend(name), checks(request.param == "checked"):
-        yield name
 
 
 def definite(n, condition=1e3, batch=(), seed=0):

@@ -6,7 +6,7 @@ import pytest
 
 from mlx_qlayers import explain, use_backend
 from mlx_qlayers.ops.rotary import rotary_embedding
-from mlx_qlayers.runtime.host import checks
+from tests.examples.arrays import running
 from tests.examples.heads import pairs_turned
 from tests.gpus import GPUS
 from tests.numerics import assert_accurate, random, to64
@@ -15,9 +15,8 @@ from tests.numerics import assert_accurate, random, to64
 @pytest.fixture(params=["reference", "host", "checked", *GPUS], autouse=True)
 def path(request):
     """The reference, the fast and the checked build of the host backend, and GPUs."""
-    name = "host" if request.param == "checked" else request.param
-    with use_backend(name), checks(request.param == "checked"):
-        yield name
+    with running(request.param):
+        yield "host" if request.param == "checked" else request.param
 
 
 FREQS = mx.array(np.random.default_rng(9).uniform(1, 100, 12).astype(np.float32))
