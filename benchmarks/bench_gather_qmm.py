@@ -43,7 +43,7 @@ TOKENS = (1, 4, 16, 64, 128, 512) if GPU else (1, 4, 16)
 SORTED_FROM = 64
 # Products of a chain, each with choices of its own.
 SETS = 6 if GPU else 2
-CHECKED = 12  # rows, from all over a result
+CHECKED = 12  # rows of a result
 Packed = list[mx.array | None]
 
 
@@ -166,7 +166,7 @@ def first_calls(shapes: list[Case]) -> dict[Case, dict[str, Any]]:
 
 
 def first(shape: Case) -> dict[str, Any]:
-    """What the process of a case prints."""
+    """Seconds of the first calls of a case, in a process of its own."""
     x, (indices, *_) = shape.inputs()
     mx.eval(shape.packed(), x)
     found: dict[str, Any] = {}
@@ -188,10 +188,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.first is not None:
         return print(json.dumps(first(all_formats()[args.first])))
-    names = ["stock", *paths()]
-    names = ["kernel" if name in ("host", "metal", "cuda") else name for name in names]
-    shapes = [Case(model, tokens) for model in list(MODELS)[:2] for tokens in TOKENS]
-    shapes = all_formats() if args.formats else shapes
+    names = ["stock", *(n if n == "reference" else "kernel" for n in paths())]
+    small = [Case(model, tokens) for model in list(MODELS)[:2] for tokens in TOKENS]
+    shapes = all_formats() if args.formats else small
     firsts = first_calls(shapes) if args.formats else {}
     lacking = {shape for shape, found in firsts.items() if "first stock" not in found}
     columns = {"model": 18, "product": 10, "tokens": 6, "mode": 6, "bits": 4, "dtype": 8}

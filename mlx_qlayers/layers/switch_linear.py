@@ -46,7 +46,7 @@ class QSwitchLinear(Counterpart, QuantizedSwitchLinear):
     stock = QuantizedSwitchLinear
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        if leaves_to_stock(current.get(), epoch.number, indices.size, sorted_indices):
+        if leaves_to_stock(current.get(), epoch.number, indices.size, self.bits, sorted_indices):
             return super().__call__(x, indices, sorted_indices)
         y = gather_qmm(
             x,

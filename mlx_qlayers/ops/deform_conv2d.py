@@ -9,7 +9,6 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import Operation, Plan, dispatch
-from ..runtime.devices import device_of
 from .deformable_attention import DEFORMABLE_ATTENTION
 from .matmul import matmul
 from .signature import Signature
@@ -89,8 +88,8 @@ def _plan(
         for n, k, s, p, d in zip((down, across), (kh, kw), steps, margin, gaps, strict=True)
     )
 
-    # A CPU's own product is exact, and takes any view.
-    on_cpu = not device_of().gpu
+    # A CPU's own product is exact, and takes any view; forced operators run where MLX runs.
+    on_cpu = mx.default_device().type == mx.cpu
     multiply = mx.matmul if on_cpu else partial(matmul, allow_tf32=allow_tf32)
 
     def run(x: mx.array, offset: mx.array, weight: mx.array, bias: Any, mask: Any) -> mx.array:

@@ -155,7 +155,7 @@ def _plan(
     else:
         choice = choose(
             "fused_products",
-            unless=stock_is_better(x.dtype),
+            unless=stock_is_better(x.dtype, fmt),
             host_gain=None if skinny else host_gain(rows, fmt),
             by=by,
             rests_on=("qmm_skinny_rows" if skinny else "qmv_gain",),

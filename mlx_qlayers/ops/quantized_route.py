@@ -149,16 +149,19 @@ def _by_rule(call: MatmulCall) -> tuple[str, str | None, tuple[str, ...]]:
         compiles = device.stock_compiles and call.shape[0] >= STOCK_COMPILES
         if compiles and call.x.dtype == mx.float32:
             return QMM, None, ()
-        return QMV, stock_is_better(call.x.dtype), ()
+        return QMV, stock_is_better(call.x.dtype, call.fmt), ()
     if device.tensor_cores:
         kernel = _many_rows(call)
         return kernel, None, ("qmm_skinny_rows" if kernel == SKINNY else "qmm_max_rows",)
     return QMM, UNMEASURED, ()
 
 
-def stock_is_better(dtype: mx.Dtype) -> str | None:
+def stock_is_better(dtype: mx.Dtype, fmt: Format) -> str | None:
     """Why ``auto`` leaves qmv for the stock operator on a GPU."""
-    if device_of().tensor_cores and dtype == mx.float32:
+    device = device_of()
+    if fmt.bits < device.stock_least_bits:
+        return None
+    if device.tensor_cores and dtype == mx.float32:
         return "the stock operator is faster in float32, which the matrix units do not take"
     return unmeasured()
 
@@ -166,7 +169,7 @@ def stock_is_better(dtype: mx.Dtype) -> str | None:
 def _call_is_too_long(call: MatmulCall) -> str | None:
     """Why ``auto`` leaves a single product to the stock operator: where that was measured."""
     rows, n, k = call.shape
-    most = threshold("qmv_call")
+    most = None if call.fmt.bits < device_of().stock_least_bits else threshold("qmv_call")
     if most is None or rows >= STOCK_COMPILES or threshold("qmv_stock")[rows - 1] * n * k > most:
         return None
     return "the stock operator takes less time than Python to call the kernel"

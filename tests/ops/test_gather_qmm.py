@@ -137,16 +137,17 @@ def test_explains_its_path():
 
 
 @pytest.mark.parametrize(
-    ("device", "rows", "reason"),
+    ("device", "rows", "bits", "reason"),
     [
-        ("metal", 512, "not measured on an Apple GPU"),
-        ("cuda", 7, "as fast with so few rows"),
-        ("cuda", 8, None),
+        ("metal", 512, 1, "not measured on an Apple GPU"),
+        ("cuda", 7, 2, "as fast with so few rows"),
+        ("cuda", 8, 2, None),
+        ("cuda", 7, 1, None),  # MLX has no such product there
     ],
 )
-def test_when_auto_leaves_a_gpu_to_stock(machine, device, rows, reason):
+def test_when_auto_leaves_a_gpu_to_stock(machine, device, rows, bits, reason):
     machine(device)
-    assert reason in (operation._stock_is_better(rows) or [None])
+    assert reason in (operation._stock_is_better(rows, bits) or [None])
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_sorted_rows_on_an_apple_gpu_go_by_what_was_measured(
     assert plan.choice.path == taken and plan.choice.reason.startswith(said)
     assert ("gather_qmm_tensor" in names) == (path == "tensor")
     for in_order in (True, False):  # a token's are stock's, without a question
-        given = current.get(), epoch.number, 64, in_order
+        given = current.get(), epoch.number, 64, 4, in_order
         assert operation.leaves_to_stock(*given) is not in_order
 
 

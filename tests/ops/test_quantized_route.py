@@ -24,6 +24,7 @@ from mlx_qlayers.ops.quantized_route import (
     is_dense,
     route,
     skinny_spread,
+    stock_is_better,
 )
 from mlx_qlayers.ops.tensor_choice import CODES, TENSOR
 from mlx_qlayers.options import MatmulCall, PackedMatrix
@@ -38,9 +39,9 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(backend.missing, "cuda", lambda: None)
 
 
-def planned(rows, n, k, dtype=mx.bfloat16, transpose=True, **options):
-    x, w = Spec((rows, k if transpose else n), dtype), Spec((n, k // 8), mx.uint32)
-    return route("test", MatmulCall(x, PackedMatrix(w, None), transpose, AFFINE), **options)
+def planned(rows, n, k, dtype=mx.bfloat16, transpose=True, fmt=AFFINE, **options):
+    x, w = Spec((rows, k if transpose else n), dtype), Spec((n, k * fmt.bits // 32), mx.uint32)
+    return route("test", MatmulCall(x, PackedMatrix(w, None), transpose, fmt), **options)
 
 
 def chosen(*arguments, **options):
@@ -84,6 +85,15 @@ def test_many_rows_of_float32_are_none_of_tf32(on_cuda):
         for transpose in (True, False):
             assert chosen(rows, 37888, 3584, mx.float32, transpose) == ("cuda", QMM)
         assert not is_dense(mx.zeros((rows, 64)))
+
+
+@pytest.mark.parametrize("single", [True, False], ids=["called", "in a graph"])
+def test_one_bit_is_never_left_to_stock_which_has_no_product_of_it(on_cuda, single):
+    for rows in (1, 7, 16, 17, 900):
+        for dtype in (mx.float32, mx.bfloat16):
+            options = {"fmt": Format(64, 1), "single": single}
+            assert chosen(rows, 64, 512, dtype, **options)[0] == "cuda"
+            assert stock_is_better(dtype, Format(64, 1)) is None
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)

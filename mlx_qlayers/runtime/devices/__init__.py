@@ -18,7 +18,10 @@ DEVICES: dict[str, Callable[[str], Device]] = {
     "cuda": nvidia.device,
     # Kernels run there as Apple's compiler would have them, a thread after the other.
     "host": lambda _: Device("host", "cpu", others=("cpu",), gpu=False),
-    "reference": lambda _: Device("reference", gpu=False),
+    # MLX's own operators, wherever they run.
+    "reference": lambda _: Device(
+        "reference", gpu=False, stock_needs_alignment=mx.cuda.is_available()
+    ),
 }
 
 

@@ -79,6 +79,7 @@ class Device:
         stock_is_cudnn: whether MLX's attention is cuDNN's.
         stock_needs_alignment: whether MLX's products misread views into the middle of a buffer.
         stock_compiles: whether MLX compiles its own kernels when they are first asked for.
+        stock_least_bits: of the packed matrices that MLX's products take.
         orders_threadgroups: whether a threadgroup sees what others wrote in the same launch.
         launches_views: whether launches take and give parts of larger arrays.
     """
@@ -102,6 +103,7 @@ class Device:
     stock_is_cudnn: bool = False
     stock_needs_alignment: bool = False
     stock_compiles: bool = False
+    stock_least_bits: int = 1
     orders_threadgroups: bool = False
     launches_views: bool = False
 
