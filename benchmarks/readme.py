@@ -132,6 +132,7 @@ MS, US = ("milliseconds", "stock", "kernel"), ("microseconds", "stock", "kernel"
 TOKENS = ("tokens a second", "stock mlx-lm", "converted")
 SAMPLING = ("milliseconds", "plain operators", "kernel")
 EXPERTS = {"experts of {model}, M = {tokens:.0f}": ""}
+FORMATS = {"{mode}, {bits:.0f} bits, {dtype}": ""}
 FORWARD = {"product": "forward"}
 WIDE = "32/32 D=64 L=4096 bfloat16"
 
@@ -162,6 +163,10 @@ TABLES = [
         "(3584 x 3584|(gradient )?37888 x 3584), M = (64|128|512|2,048)", ("stock", "ours")),
     Table("gather_qmm_cuda", "gather_qmm.py", US, EXPERTS,
         "experts of Qwen3.* M = (1|16|128|512)", where=FORWARD, scale=1e3),
+    Table("gather_qmm_formats_cuda", "gather_qmm.py --formats", US, FORMATS,
+        ".*(bfloat16|float32)", where=FORWARD | {"tokens": 64}, scale=1e3),
+    Table("gather_qmm_formats_cuda", "gather_qmm.py --formats", ("seconds", *MS[1:]), FORMATS,
+        ".*bfloat16", ("first stock", "first kernel"), where=FORWARD | {"tokens": 64}),
     Table("attention_tiles_cuda", "attention_tiles.py", MS, {"{task}": "ms"},
         f"({WIDE}|32/8 D=128 L=16384 bfloat16 window 1024),.*", by="path"),
     Table("attention_tiles_cuda", "attention_tiles.py", ("", "unfused", "kernel"),
@@ -241,19 +246,6 @@ def plots() -> str:
     shown += [""] * (len(shown) % 2)
     first, *rest = zip(shown[::2], shown[1::2], strict=True)
     return _table(first, rest, texts=2)
-
-
-def tuning() -> str:
-    """The gains of the tuner."""
-    tuned = read("tuning_cuda")
-    gains = [row["gain"] for row in tuned.rows if row["gain"]] if tuned else []
-    if not gains:
-        return "Not measured yet."
-    better = sum(gain >= 1.05 for gain in gains)
-    return (
-        f"Of {len(gains)} kernels, {better} became at least 5% faster; the smallest ratio is "
-        f"{min(gains):.2f}x."
-    )
 
 
 def checked() -> str:
@@ -348,7 +340,7 @@ def pages() -> dict[Path, dict[str, str]]:
     parts = {name: "\n\n".join(texts) for name, texts in tables.items()}
     return {
         README: {"summary": summary()},
-        BENCHMARKS: {"plots": plots(), "tuning": tuning(), "others": others(), **parts},
+        BENCHMARKS: {"plots": plots(), "others": others(), **parts},
         TESTING: {"checked": checked()},
         MODELS: {"quantization": quantization()},
     }
