@@ -134,9 +134,9 @@ def test_resuming_is_exact_only_with_the_whole_state(
     assert min(behind, forgetful, other_dropout) > 10 * TRAINING
 
 
-def test_checkpoint_of_other_settings_is_refused(smoke: Path) -> None:
-    done = subprocess.run(command(smoke, "--seed", "1"), capture_output=True, text=True)
-    assert done.returncode == 1 and "other settings" in done.stderr
+def test_checkpoint_of_other_settings_is_refused(whole: Path) -> None:
+    with pytest.raises(SystemExit, match="belongs to a run with other settings"):
+        Trainer(replace(SETTINGS, seed=SETTINGS.seed + 1), whole).resume()
 
 
 def test_directory_loads_in_mlx_lm_and_transformers(smoke: Path) -> None:
