@@ -114,7 +114,7 @@ def _plan(
     rows = prod(leading) * x.shape[-2]
     empty = None if 0 not in (*leading, *x.shape, *w.shape) else "the product is empty"
     best: dict[str, Any] = {}
-    unless = empty or _stock_is_better(rows, fmt.bits)
+    unless = empty or _stock_is_better(rows, fmt.bits, transpose)
     if sorted_indices and not empty and not device_of().measured:
         best = measured_beside(_measured(call, rows), _TILES)
     choice = choose(
@@ -147,7 +147,7 @@ def leaves_to_stock(context: Context, epoch: int, rows: int, bits: int, in_order
     """
     if requested() != "auto" or (in_order and not device_of().measured):  # which may be measured
         return False
-    return _stock_is_better(rows, bits) is not None
+    return _stock_is_better(rows, bits, True) is not None
 
 
 def _measured(call: MatmulCall, rows: int) -> Found | None:
@@ -159,12 +159,12 @@ def _measured(call: MatmulCall, rows: int) -> Found | None:
     return found("gather_qmm", sizes, x.dtype, (mode, group, bits))
 
 
-def _stock_is_better(rows: int, bits: int) -> str | None:
+def _stock_is_better(rows: int, bits: int, transpose: bool) -> str | None:
     """Why ``auto`` leaves the kernel for the stock operator on a GPU."""
     device = device_of()
     if bits < device.stock_least_bits:
         return None
-    if device.stock_compiles and rows < STOCK_COMPILES:
+    if device.stock_compiles and transpose and rows < STOCK_COMPILES:
         return "the stock operator and its call are as fast with so few rows"
     return unmeasured()
 

@@ -5,6 +5,7 @@ import re
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
 from mlx_qlayers import (
     deform_conv2d,
@@ -14,6 +15,7 @@ from mlx_qlayers import (
     quantized_matmul,
     use_backend,
 )
+from mlx_qlayers.ops.matmul import matmul
 from tests import default_gpu
 
 
@@ -61,3 +63,19 @@ def print_dense():
 def test_float32_that_must_stay_so(tmp_path):
     code = "from tests.ops.test_tf32 import print_dense\nprint_dense()"
     assert default_gpu.run(code, tmp_path).splitlines() == ["deform_conv2d, allowed"]
+
+
+@pytest.mark.parametrize("allow_tf32", [False, True])
+def test_forced_to_mlx_a_product_is_still_exact(allow_tf32, monkeypatch):
+    """In float32 it is a CPU's, unless TF32 is allowed."""
+    monkeypatch.delenv("MLX_ENABLE_TF32", raising=False)
+    streams, multiply = [], mx.matmul
+
+    def watched(a, b, stream=None):
+        streams.append(stream)
+        return multiply(a, b, stream=stream)
+
+    monkeypatch.setattr(mx, "matmul", watched)
+    with use_backend("reference"):
+        y = matmul(mx.ones((2, 3)), mx.eye(3), allow_tf32=allow_tf32)
+    assert streams == [mx.cpu] * (not allow_tf32) and (y == 1).all().item()
