@@ -4,7 +4,8 @@
 converts one; ``register_counterpart`` adds what modules of other classes become. The layers are
 ``QLinear``, ``GridSample``, ``DeformableAttention``, ``DeformConv2d`` and ``FusedAttention``; they
 call the differentiable functions ``quantized_matmul``, ``grid_sample``, ``deformable_attention``,
-``deform_conv2d`` and ``attention``. ``backend`` names what runs kernels, ``use_backend`` and
+``deform_conv2d`` and ``attention``. ``linear_cross_entropy`` and ``log_probabilities`` take the
+logits of an output layer in blocks. ``backend`` names what runs kernels, ``use_backend`` and
 ``set_backend`` force it; ``explain`` tells which path each operation took, and why.
 """
 
@@ -22,6 +23,7 @@ from .ops.attention import attention
 from .ops.deform_conv2d import deform_conv2d
 from .ops.deformable_attention import deformable_attention
 from .ops.grid_sample import affine_grid, grid_sample
+from .ops.linear_cross_entropy import linear_cross_entropy, log_probabilities
 from .ops.quantized_matmul import quantized_matmul
 from .runtime.backend import backend, set_backend, use_backend
 from .runtime.explain import explain
@@ -41,7 +43,9 @@ __all__ = [
     "deformable_attention",
     "explain",
     "grid_sample",
+    "linear_cross_entropy",
     "load",
+    "log_probabilities",
     "quantize_model",
     "quantized_matmul",
     "register_counterpart",

@@ -28,6 +28,7 @@ from mlx_qlayers.ops.rotary import rotary_embedding
 from mlx_qlayers.options import PackedMatrix, Rotation, Router
 from tests.examples.calls import Calls
 from tests.examples.images import IMAGES
+from tests.examples.losses import LOSSES
 
 _ones, _zeros = mx.ones, mx.zeros
 
@@ -346,7 +347,7 @@ _DECODE = Calls(
     ],
 )
 _HERE = [calls for calls in globals().values() if isinstance(calls, Calls)]
-OPERATIONS = {calls.function.__name__: calls for calls in [*_HERE, *IMAGES]}
+OPERATIONS = {calls.function.__name__: calls for calls in [*_HERE, *IMAGES, *LOSSES]}
 INVALID = [
     (name, change, message)
     for name, calls in OPERATIONS.items()

@@ -1,0 +1,407 @@
+"""The cross entropy of a linear layer's outputs, which are never in memory as a whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ...dispatch import Choice, Gradient, Operation, Plan, dispatch
+from ...formats import Format
+from ...runtime.backend import Mode, mode
+from ...runtime.spec import Spec
+from ...runtime.transformed import without_derivative
+from ..matmul import matmul
+from ..quantized_matmul import QUANTIZED_MATMUL
+from ..quantized_route import by_reference
+from ..signature import Signature
+
+# Logits that are in memory at once: 32 MB of float32 where there are so many rows.
+ROWS, WORDS = 4096, 2048
+
+
+def linear_cross_entropy(
+    x: mx.array,
+    targets: mx.array,
+    weight: mx.array,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    *,
+    bias: mx.array | None = None,
+    group_size: int | None = 64,
+    bits: int | None = 4,
+    mode: str = "affine",
+    mask: mx.array | None = None,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+) -> mx.array:
+    """Cross entropy of the logits ``x weight^T + bias``, as of a language model's output layer.
+
+    Logits are computed in blocks of rows and words, and again for gradients, so that memory is
+    independent of the number of words. Logarithms of sums are float32. On a GPU each logit is
+    rounded to the dtype of ``x`` and the weights first, as the layer itself rounds it.
+
+    A target that is no word, such as the -100 of PyTorch, takes its row out: its loss is 0, and a
+    mean does not count it.
+
+    Args:
+        x: (..., K), what the layer is given, in float32, float16 or bfloat16.
+        targets: (...) integers, the words that are right.
+        weight: (V, K) in float32, float16 or bfloat16; or, with ``scales``,
+            (V, K * bits / 32) packed in uint32. An embedding, where that is the output layer too.
+        scales: (V, K / group_size), if the matrix is quantized.
+        biases: like ``scales`` in mode ``"affine"``, else None.
+        bias: (V,) floating point, added to the logits.
+        group_size: elements that share a scale; None stands for the mode's default.
+        bits: bits an element; None stands for the mode's default.
+        mode: one of ``mx.quantize``, as ``"affine"`` or ``"mxfp4"``.
+        mask: (...) booleans or floating point: what each row weighs.
+        label_smoothing: the share, below 1, of the target that all words have equally.
+        softcap: the c of ``c tanh(logits / c)``, in the place of the logits.
+        reduction: ``"none"``, ``"sum"``, or ``"mean"``, the sum divided by that of the weights.
+
+    Returns:
+        float32: (...) or, reduced, (). The mean of no rows is NaN. It can be differentiated once,
+        by ``x``, ``weight``, ``scales``, ``biases``, ``bias`` and ``mask``. Of more than one block
+        ``mx.vmap`` and ``mx.jvp`` raise.
+
+    Raises:
+        ValueError: an argument has a shape, dtype or value that does not fit; it is named.
+
+    Example:
+        >>> x, targets = mx.random.normal((2, 5, 64)), mx.zeros((2, 5), mx.int32)
+        >>> packed = mx.quantize(mx.random.normal((1000, 64)))
+        >>> loss, dx = mx.value_and_grad(linear_cross_entropy)(x, targets, *packed)
+        >>> dx.shape
+        (2, 5, 64)
+
+    Source: Cut Your Losses in Large-Vocabulary Language Models, arXiv 2411.09009.
+    """
+    arrays = x, targets, weight, scales, biases, bias, mask
+    static = group_size, bits, mode, label_smoothing, softcap, reduction
+    loss: mx.array = dispatch(_LOSS, arrays, static)
+    return loss
+
+
+def log_probabilities(
+    x: mx.array,
+    targets: mx.array,
+    weight: mx.array,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    **options: Any,
+) -> mx.array:
+    """The logarithms of the probabilities that a layer gives to words, as preference losses need.
+
+    Args:
+        x, targets, weight, scales, biases: as :func:`linear_cross_entropy` takes them.
+        options: its ``bias``, ``group_size``, ``bits``, ``mode`` and ``softcap``.
+
+    Returns:
+        (...) in float32; 0 where a target is no word.
+
+    Raises:
+        ValueError: an argument has a shape, dtype or value that does not fit; it is named.
+
+    Example:
+        >>> found = log_probabilities(mx.zeros((3, 8)), mx.array([0, 1, 1]), mx.ones((2, 8)))
+        >>> mx.exp(found).tolist()
+        [0.5, 0.5, 0.5]
+
+    Source: :func:`linear_cross_entropy`.
+    """
+    loss = linear_cross_entropy(x, targets, weight, scales, biases, reduction="none", **options)
+    return -loss
+
+
+_TAKES = Signature("""
+    weight: float (V, K); V > 0 and K > 0
+    x: float (*R, K)
+    targets: integer (*R)
+    bias: float (V,) or None
+    mask: bool|float (*R) or None
+    label_smoothing: number >= 0
+    softcap: number > 0 or None
+    reduction: 'none', 'sum', 'mean'
+""")
+_PACKED = Signature("weight: uint32 (V, W); V > 0 and W > 0")
+
+
+def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
+    group_size, bits, kind, smoothing, softcap, reduction = static
+    x, targets, weight, scales, biases, bias, mask = arrays
+    fmt, dense = None, weight
+    if scales is not None:
+        fmt = Format.checked(group_size, bits, kind)
+        words = _PACKED.check(weight)["V"]
+        if problem := fmt.mismatch(weight, scales, biases):
+            raise ValueError(re.sub(r"\bw\b", "weight", problem))
+        dense = Spec((words, fmt.dims(weight)), mx.float32)
+    elif biases is not None:
+        raise ValueError("biases must be None where scales is None")
+    _TAKES.check(dense, x, targets, bias, mask, smoothing, softcap, reduction)
+    if smoothing >= 1:
+        raise ValueError(f"label_smoothing must be below 1, not {smoothing!r}")
+    words, width = dense.shape
+    options = fmt, float(smoothing), None if softcap is None else float(softcap)
+
+    def run(x: mx.array, targets: mx.array, *given: Any) -> mx.array:
+        *head, mask = given
+        # Other dtypes hold fewer numbers than there may be words.
+        numbers = targets.astype(mx.int64 if targets.dtype.size == 8 else mx.int32)
+        inside = (numbers >= 0) & (numbers < words)
+        numbers = mx.where(inside, numbers, -1).astype(mx.int32)
+        weights = inside.astype(mx.float32) if mask is None else inside * mask.astype(mx.float32)
+        rows = x.reshape(-1, width), numbers.reshape(-1), *head
+        losses = dispatch(_OF_ROWS, rows, options)[0].reshape(targets.shape)
+        losses = mx.where(weights == 0, 0, losses * weights)
+        if reduction == "none":
+            return losses
+        return losses.sum() / weights.sum() if reduction == "mean" else losses.sum()
+
+    return Plan(None, run)
+
+
+class _Head(NamedTuple):
+    """An output layer, or some of its words.
+
+    Attributes:
+        weight, scales, biases, bias: as the operation takes them.
+        fmt: that of a quantized matrix, else None.
+        softcap: of the logits, or None.
+        dtype: of products.
+    """
+
+    weight: mx.array
+    scales: Any
+    biases: Any
+    bias: Any
+    fmt: Any
+    softcap: float | None
+    dtype: mx.Dtype
+
+    def holding(self, *arrays: Any) -> _Head:
+        """The same with other arrays."""
+        return self._replace(**dict(zip(self._fields, arrays, strict=False)))
+
+    def part(self, words: slice) -> _Head:
+        """Some of the words."""
+        return self.holding(*(None if a is None else a[words] for a in self[:4]))
+
+    def times(self, rows: mx.array, transpose: bool) -> mx.array:
+        """The product of rows with the matrix, or its transpose, in float32."""
+        packed = self.weight, self.scales, self.biases
+        rows = rows.astype(self.dtype)
+        if self.fmt is None:
+            dense = self.weight.astype(self.dtype)
+            y = _product(rows, dense.T if transpose else dense)
+        elif _on_cpu():
+            # Launches compute at once, where these wait for their turn.
+            y = by_reference(transpose, self.fmt)(rows, *packed)
+        else:
+            given = rows, *packed, None, None
+            y = dispatch(QUANTIZED_MATMUL, given, (transpose, *self.fmt))
+        return y.astype(mx.float32)
+
+    def logits(self, rows: mx.array) -> mx.array:
+        """Those of rows, in float32."""
+        z = self.times(rows, True)
+        if self.bias is not None:
+            z = z + self.bias.astype(mx.float32)
+        return z if self.softcap is None else self.softcap * mx.tanh(z / self.softcap)
+
+
+def _on_cpu() -> bool:
+    return bool(mx.default_device().type == mx.cpu)
+
+
+def _product(a: mx.array, b: mx.array) -> mx.array:
+    return a @ b if _on_cpu() else matmul(a, b)
+
+
+def _blocks(length: int, most: int) -> list[slice]:
+    return [slice(i, min(i + most, length)) for i in range(0, length, most)]
+
+
+class _Blocks(NamedTuple):
+    """The logits of all rows, block by block.
+
+    Attributes:
+        x: (R, K), in the dtype of products.
+        targets: (R,) int32, -1 for no word.
+        head: the layer.
+        smoothing: of the targets.
+    """
+
+    x: mx.array
+    targets: mx.array
+    head: _Head
+    smoothing: float
+
+    @property
+    def words(self) -> list[slice]:
+        """Blocks of words."""
+        return _blocks(self.head.weight.shape[0], WORDS)
+
+    @property
+    def rows(self) -> list[slice]:
+        """Blocks of rows."""
+        return _blocks(self.x.shape[0], ROWS)
+
+    def after(self, before: Sequence[mx.array]) -> _Blocks:
+        """The same, of which nothing is read before some arrays are there.
+
+        Else MLX begins blocks side by side, and ``mx.compile`` keeps what the gradients have in
+        common with the losses, such as all unpacked blocks of the matrix.
+        """
+        if not before:
+            return self
+        arrays: tuple[Any, ...] = self.x, self.targets, *self.head[:4]
+        held = iter(mx.depends([a for a in arrays if a is not None], list(before)))
+        x, targets, *head = (a if a is None else next(held) for a in arrays)
+        return self._replace(x=x, targets=targets, head=self.head.holding(*head))
+
+    def losses(self) -> list[mx.array]:
+        """Of each row the loss, and the logarithm of the sum of all exponentials."""
+        found, state = [], list[mx.array]()
+        share = self.smoothing / self.head.weight.shape[0]
+        for rows in self.rows:
+            lse, score = mx.array(-mx.inf), mx.array(0.0)
+            for words in self.words:
+                now = self.after(state)
+                z = now.head.part(words).logits(now.x[rows])
+                at = now.targets[rows, None] - words.start
+                inside = (at >= 0) & (at < z.shape[1])
+                picked = mx.take_along_axis(z, mx.where(inside, at, 0), axis=1)
+                score = score + (1 - self.smoothing) * mx.where(inside, picked, 0)[:, 0]
+                if share:
+                    score = score + share * z.sum(axis=1)
+                lse = mx.logaddexp(lse, mx.logsumexp(z, axis=1))
+                state = [lse, score]
+            found.append([lse - score, lse])
+        return [mx.concatenate(list(each)) for each in zip(*found, strict=True)]
+
+    def slopes(self, rows: slice, words: slice, lse: mx.array) -> mx.array:
+        """The derivatives of rows' losses by some logits without a bias or a cap, in float32."""
+        z = self.head.part(words).logits(self.x[rows])
+        at = mx.arange(words.start, words.stop) == self.targets[rows, None]
+        g = mx.exp(z - lse[rows, None]) - mx.where(at, 1 - self.smoothing, 0.0)
+        if self.smoothing:
+            g = g - self.smoothing / self.head.weight.shape[0]
+        if (cap := self.head.softcap) is not None:
+            g = g * (1 - mx.square(z / cap))
+        return g
+
+
+Arrays = Sequence[Any]
+
+
+def _plan_rows(arrays: Arrays, fmt: Format | None, smoothing: float, softcap: float | None) -> Plan:
+    x, _, weight, scales, biases, bias = arrays
+    if not x.size:
+        return Plan(None, lambda *_: [mx.zeros((0,)), mx.zeros((0,))])
+    given = [a for a in (x, scales if fmt else weight, biases) if a is not None]
+    floats = [a.dtype for a in given if a.dtype != mx.uint8]
+    dtype = mx.float32 if _on_cpu() else mx.result_type(*(mx.array(0, d) for d in floats))
+
+    def blocks(x: mx.array, targets: mx.array, *head: Any) -> _Blocks:
+        weight, scales, biases, bias = head
+        made = _Head(weight, scales, biases, bias, fmt, softcap, dtype)
+        return _Blocks(x.astype(dtype), targets, made, smoothing)
+
+    def run(*given: Any) -> list[mx.array]:
+        with mode(Mode.GRADIENT):
+            return blocks(*given).losses()
+
+    def once(compute: Callable[..., list[mx.array]]) -> Callable[..., list[mx.array]]:
+        """The logarithms are a result, whose own cotangent is nowhere: no second derivative."""
+
+        def gradient(given: Arrays, cotangents: Arrays, outputs: Arrays) -> list[mx.array]:
+            there = [a for a in (*given, *cotangents, *outputs) if a is not None]
+            call = partial(compute, blocks(*given), cotangents[0][:, None], outputs[1], given)
+            return without_derivative(call, there)
+
+        return gradient
+
+    gradients = [Gradient((0,), once(_of_x))]
+    if fmt is None:
+        gradients.append(Gradient((2,), once(partial(_of_words, _of_weight, (2,)))))
+    elif biases is not None:
+        gradients.append(Gradient((3, 4), once(partial(_of_words, _of_groups, (3, 4)))))
+    if bias is not None:
+        gradients.append(Gradient((5,), once(partial(_of_words, _of_bias, (5,)))))
+    why = "on a CPU, MLX's products of unpacked blocks wait for their turn"
+    choice = Choice("linear_cross_entropy", "reference", why) if _on_cpu() else None
+    return Plan(choice, run, gradients)
+
+
+def _of_x(blocks: _Blocks, dy: mx.array, lse: mx.array, given: Arrays) -> list[mx.array]:
+    found, state = [], list[mx.array]()
+    for rows in blocks.rows:
+        dx = mx.array(0.0)
+        for words in blocks.words:
+            now = blocks.after(state)
+            g = now.slopes(rows, words, lse)
+            dx = dx + now.head.part(words).times(g, False)
+            state = [dx]
+        # Times what may be tiny behind the product: half precision holds more of it.
+        found.append((dx * dy[rows]).astype(given[0].dtype))
+    return [mx.concatenate(found)]
+
+
+# From some words, the slopes and the rows times their cotangents to gradients in float32.
+Parts = Callable[[_Head, mx.array, mx.array, mx.array], list[mx.array]]
+
+
+def _of_words(
+    parts: Parts, of: Sequence[int], blocks: _Blocks, dy: mx.array, lse: mx.array, given: Arrays
+) -> list[mx.array]:
+    """The gradients of what belongs to words."""
+    found, state = [], list[mx.array]()
+    for words in blocks.words:
+        sums = [mx.array(0.0)] * len(of)
+        for rows in blocks.rows:
+            now = blocks.after(state)
+            g = now.slopes(rows, words, lse)
+            made = parts(now.head.part(words), g, now.x[rows], dy[rows])
+            sums = state = [a + b for a, b in zip(sums, made, strict=True)]
+        state = [some.astype(given[i].dtype) for i, some in zip(of, sums, strict=True)]
+        found.append(state)
+    return [mx.concatenate(list(each)) for each in zip(*found, strict=True)]
+
+
+def _of_weight(head: _Head, g: mx.array, x: mx.array, dy: mx.array) -> list[mx.array]:
+    scaled = (x.astype(mx.float32) * dy).astype(head.dtype)
+    return [_product(g.T.astype(head.dtype), scaled).astype(mx.float32)]
+
+
+def _of_groups(head: _Head, g: mx.array, x: mx.array, dy: mx.array) -> list[mx.array]:
+    (dense,), groups = _of_weight(head, g, x, dy), (*head.scales.shape, head.fmt.group_size)
+    ones = mx.ones(head.scales.shape)
+    codes = head.fmt.dequantize(head.weight, ones, mx.zeros_like(ones))
+    return [a.reshape(groups).sum(-1) for a in (dense * codes, dense)]
+
+
+def _of_bias(head: _Head, g: mx.array, x: mx.array, dy: mx.array) -> list[mx.array]:
+    return [(g * dy).sum(0)]
+
+
+_LOSS = Operation("linear_cross_entropy", _plan)
+_OF_ROWS = Operation("linear_cross_entropy, of rows", _plan_rows)
+
+
+def examples() -> Iterator[tuple[str, dict[str, Any], Sequence[str]]]:
+    """Calls: what each is of, the arguments by name, and those that are differentiated."""
+    targets = mx.array([[0, 40, 3, 17, -100], [7, 7, 22, 39, 1]])
+    x = mx.random.normal((2, 5, 64)).astype(mx.bfloat16)
+    dense = {"weight": mx.random.normal((41, 64)).astype(mx.bfloat16) / 8}
+    packed = dict(
+        zip(("weight", "scales", "biases"), mx.quantize(dense["weight"], 32, 4), strict=True)
+    )
+    yield "dense", {"x": x, "targets": targets} | dense, ("x", "weight")
+    more = {"group_size": 32, "mask": mx.arange(10).reshape(2, 5) % 3 != 1, "softcap": 5.0}
+    yield "4 bits", {"x": x, "targets": targets} | packed | more, ("x", "scales", "biases")

@@ -1,0 +1,154 @@
+"""The cross entropy of a layer's outputs beside that of MLX, its memory and its transformations."""
+
+from functools import partial
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from mlx_qlayers import linear_cross_entropy, log_probabilities, use_backend
+from mlx_qlayers.ops.linear_cross_entropy import ROWS, WORDS
+from tests.numerics import assert_accurate, assert_same_sums, to64
+
+NAMES = "x", "weight", "bias"
+
+
+def of_logits(targets, mask, smoothing, softcap, reduction, x, weight, bias):
+    """What MLX's operators make of it, all logits at once."""
+    z = x @ weight.T + bias
+    z = z if softcap is None else softcap * mx.tanh(z / softcap)
+    inside = (targets >= 0) & (targets < len(weight))
+    weights = inside * (1 if mask is None else mask)
+    safe = mx.where(inside, targets, 0)
+    losses = nn.losses.cross_entropy(z, safe, label_smoothing=smoothing) * weights
+    if reduction == "none":
+        return losses
+    return losses.sum() / (weights.sum() if reduction == "mean" else 1)
+
+
+# Several blocks of words, and of rows; the first block has neither the largest logit nor a target.
+SHAPES = {"words": ((3, 5), 2 * WORDS + 7, 24), "rows": ((ROWS + 3,), 41, 16)}
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize(
+    ("shape", "smoothing", "softcap"), [("words", 0.2, 2.0), ("rows", 0, None)]
+)
+def test_beside_the_losses_of_mlx(shape, smoothing, softcap, reduction):
+    rows, words, width = SHAPES[shape]
+    mx.random.seed(0)
+    targets = mx.random.randint(-1, words + 1, rows)
+    mask = mx.random.uniform(0, 2, rows)
+    arrays = [mx.random.normal((*rows, width)), mx.random.normal((words, width)) / 4]
+    arrays.append(mx.random.normal((words,)))
+    options = {"label_smoothing": smoothing, "softcap": softcap, "reduction": reduction}
+
+    def ours(x, weight, bias, mask=mask):
+        return linear_cross_entropy(x, targets, weight, bias=bias, mask=mask, **options)
+
+    stock = partial(of_logits, targets, mask, *options.values())
+    up = mx.random.normal(rows if reduction == "none" else ())
+    truth = given_gradients(
+        stock, *([a.astype(mx.float64) for a in each] for each in (arrays, [up]))
+    )
+    # An error of a logit, which is a sum of such terms, is a relative one of what comes of it.
+    x, weight, bias = map(to64, arrays)
+    sums = 1 + (np.abs(x) @ np.abs(weight).T + np.abs(bias)).max()
+    found, rounded = (given_gradients(f, arrays, [up]) for f in (ours, stock))
+    for one, other, exact in zip(found, rounded, map(to64, truth), strict=True):
+        assert_accurate(one, exact, other, terms=sums * np.abs(exact).max())
+
+
+def given_gradients(function, arrays, up):
+    """Its result and gradients, in float64 on a CPU."""
+    with mx.stream(mx.cpu if up[0].dtype == mx.float64 else mx.default_device()):
+        (y,), gradients = mx.vjp(lambda *a: [function(*a)], arrays, up)
+        mx.eval(y, gradients)
+    return [y, *gradients]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_logits_are_never_in_memory_as_a_whole(packed, compiled):
+    rows, words, width = 512, 40 * WORDS + 3, 32
+    x, targets = mx.random.normal((rows, width)), mx.random.randint(0, words, (rows,))
+    weight = mx.random.normal((words, width))
+    head = mx.quantize(weight, 32, 4) if packed else (weight,)
+
+    def loss(x, *head):
+        return linear_cross_entropy(x, targets, *head, group_size=32)
+
+    # Of the matrix too, where it has gradients of its own.
+    function = mx.grad(loss, argnums=(0, 2, 3) if packed else (0, 1))
+    function = mx.compile(function) if compiled else function
+    mx.eval(x, targets, head)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(function(x, *head))
+    peak = mx.get_peak_memory() - before
+    # Some arrays of the blocks that MLX's queue holds, and the gradient of the matrix.
+    assert peak < 12 * rows * WORDS * 4 + 2 * weight.nbytes < rows * words * 4
+
+
+def test_transformations():
+    """One block, so that MLX's vmap takes it, or several."""
+    for words in (41, WORDS + 9):
+        x, targets = mx.random.normal((3, 7, 64)), mx.random.randint(0, words, (3, 7))
+        weight = mx.random.normal((words, 64))
+        loss = partial(linear_cross_entropy, targets=targets, weight=weight)
+        gradient = mx.grad(loss)
+        assert_same_sums(mx.compile(loss)(x), loss(x))
+        for changed in (mx.compile(gradient), mx.grad(mx.checkpoint(loss))):
+            assert_same_sums(changed(x), gradient(x))
+        with pytest.raises(ValueError, match="derivative"):
+            mx.eval(mx.grad(lambda x, of=gradient: (of(x) ** 2).sum())(x))
+        mapped = mx.vmap(lambda x, t, w=weight: linear_cross_entropy(x, t, w, reduction="none"))
+        if words < WORDS:
+            assert_same_sums(mapped(x, targets), loss(x, reduction="none"))
+            continue
+        with pytest.raises(ValueError, match="vmap"):
+            mapped(x, targets)
+        with pytest.raises(ValueError, match="jvp"):
+            mx.jvp(loss, [x], [x])
+
+
+@pytest.mark.parametrize("backend", ["host", "reference"])
+def test_a_step_of_training_is_that_of_stock_operators(backend):
+    """A tied embedding, of which both uses have gradients."""
+    mx.random.seed(1)
+    layer, tokens = nn.Embedding(50, 32), mx.random.randint(0, 50, (2, 9))
+
+    def ours(layer):
+        return linear_cross_entropy(layer(tokens[:, :-1]), tokens[:, 1:], layer.weight)
+
+    def stock(layer):
+        logits = layer.as_linear(layer(tokens[:, :-1]))
+        return nn.losses.cross_entropy(logits, tokens[:, 1:], reduction="mean")
+
+    with use_backend(backend):
+        for one, other in zip(
+            *(nn.value_and_grad(layer, f)(layer) for f in (ours, stock)), strict=True
+        ):
+            one, other = (a["weight"] if isinstance(a, dict) else a for a in (one, other))
+            assert_same_sums(one, other)
+
+
+def test_rows_that_do_not_count():
+    """Not even where their losses are infinite."""
+    weight, bias = mx.eye(4), mx.array([0.0, -mx.inf, 0, 0])
+    x, targets = mx.ones((3, 4)), mx.array([0, 1, -100])
+    loss = partial(linear_cross_entropy, x, targets, weight, bias=bias)
+    assert loss(reduction="none")[1].item() == np.inf
+    seen = loss(mask=mx.array([True, False, True]))
+    assert_same_sums(seen, mx.log(mx.array(3.0)))
+    assert np.isnan(loss(mask=mx.zeros(3)).item())
+    assert loss(mask=mx.zeros(3), reduction="sum").item() == 0
+
+
+def test_log_probabilities_are_of_a_distribution():
+    weight = mx.random.normal((7, 32))
+    x = mx.broadcast_to(mx.random.normal((1, 32)), (7, 32))
+    found = mx.exp(log_probabilities(x, mx.arange(7), weight, softcap=5.0))
+    assert_same_sums(found.sum(), mx.array(1.0))
