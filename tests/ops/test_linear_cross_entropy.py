@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_qlayers import linear_cross_entropy, log_probabilities, use_backend
-from mlx_qlayers.ops.linear_cross_entropy import ROWS, WORDS
+from mlx_qlayers.ops.linear_cross_entropy.blocks import ROWS, WORDS
 from tests.numerics import assert_accurate, assert_same_sums, to64
 
 NAMES = "x", "weight", "bias"

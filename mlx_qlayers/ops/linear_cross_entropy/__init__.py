@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
@@ -14,13 +14,8 @@ from ...formats import Format
 from ...runtime.backend import Mode, mode
 from ...runtime.spec import Spec
 from ...runtime.transformed import without_derivative
-from ..matmul import matmul
-from ..quantized_matmul import QUANTIZED_MATMUL
-from ..quantized_route import by_reference
 from ..signature import Signature
-
-# Logits that are in memory at once: 32 MB of float32 where there are so many rows.
-ROWS, WORDS = 4096, 2048
+from .blocks import Blocks, Head, on_cpu, product
 
 
 def linear_cross_entropy(
@@ -166,137 +161,6 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
     return Plan(None, run)
 
 
-class _Head(NamedTuple):
-    """An output layer, or some of its words.
-
-    Attributes:
-        weight, scales, biases, bias: as the operation takes them.
-        fmt: that of a quantized matrix, else None.
-        softcap: of the logits, or None.
-        dtype: of products.
-    """
-
-    weight: mx.array
-    scales: Any
-    biases: Any
-    bias: Any
-    fmt: Any
-    softcap: float | None
-    dtype: mx.Dtype
-
-    def holding(self, *arrays: Any) -> _Head:
-        """The same with other arrays."""
-        return self._replace(**dict(zip(self._fields, arrays, strict=False)))
-
-    def part(self, words: slice) -> _Head:
-        """Some of the words."""
-        return self.holding(*(None if a is None else a[words] for a in self[:4]))
-
-    def times(self, rows: mx.array, transpose: bool) -> mx.array:
-        """The product of rows with the matrix, or its transpose, in float32."""
-        packed = self.weight, self.scales, self.biases
-        rows = rows.astype(self.dtype)
-        if self.fmt is None:
-            dense = self.weight.astype(self.dtype)
-            y = _product(rows, dense.T if transpose else dense)
-        elif _on_cpu():
-            # Launches compute at once, where these wait for their turn.
-            y = by_reference(transpose, self.fmt)(rows, *packed)
-        else:
-            given = rows, *packed, None, None
-            y = dispatch(QUANTIZED_MATMUL, given, (transpose, *self.fmt))
-        return y.astype(mx.float32)
-
-    def logits(self, rows: mx.array) -> mx.array:
-        """Those of rows, in float32."""
-        z = self.times(rows, True)
-        if self.bias is not None:
-            z = z + self.bias.astype(mx.float32)
-        return z if self.softcap is None else self.softcap * mx.tanh(z / self.softcap)
-
-
-def _on_cpu() -> bool:
-    return bool(mx.default_device().type == mx.cpu)
-
-
-def _product(a: mx.array, b: mx.array) -> mx.array:
-    return a @ b if _on_cpu() else matmul(a, b)
-
-
-def _blocks(length: int, most: int) -> list[slice]:
-    return [slice(i, min(i + most, length)) for i in range(0, length, most)]
-
-
-class _Blocks(NamedTuple):
-    """The logits of all rows, block by block.
-
-    Attributes:
-        x: (R, K), in the dtype of products.
-        targets: (R,) int32, -1 for no word.
-        head: the layer.
-        smoothing: of the targets.
-    """
-
-    x: mx.array
-    targets: mx.array
-    head: _Head
-    smoothing: float
-
-    @property
-    def words(self) -> list[slice]:
-        """Blocks of words."""
-        return _blocks(self.head.weight.shape[0], WORDS)
-
-    @property
-    def rows(self) -> list[slice]:
-        """Blocks of rows."""
-        return _blocks(self.x.shape[0], ROWS)
-
-    def after(self, before: Sequence[mx.array]) -> _Blocks:
-        """The same, of which nothing is read before some arrays are there.
-
-        Else MLX begins blocks side by side, and ``mx.compile`` keeps what the gradients have in
-        common with the losses, such as all unpacked blocks of the matrix.
-        """
-        if not before:
-            return self
-        arrays: tuple[Any, ...] = self.x, self.targets, *self.head[:4]
-        held = iter(mx.depends([a for a in arrays if a is not None], list(before)))
-        x, targets, *head = (a if a is None else next(held) for a in arrays)
-        return self._replace(x=x, targets=targets, head=self.head.holding(*head))
-
-    def losses(self) -> list[mx.array]:
-        """Of each row the loss, and the logarithm of the sum of all exponentials."""
-        found, state = [], list[mx.array]()
-        share = self.smoothing / self.head.weight.shape[0]
-        for rows in self.rows:
-            lse, score = mx.array(-mx.inf), mx.array(0.0)
-            for words in self.words:
-                now = self.after(state)
-                z = now.head.part(words).logits(now.x[rows])
-                at = now.targets[rows, None] - words.start
-                inside = (at >= 0) & (at < z.shape[1])
-                picked = mx.take_along_axis(z, mx.where(inside, at, 0), axis=1)
-                score = score + (1 - self.smoothing) * mx.where(inside, picked, 0)[:, 0]
-                if share:
-                    score = score + share * z.sum(axis=1)
-                lse = mx.logaddexp(lse, mx.logsumexp(z, axis=1))
-                state = [lse, score]
-            found.append([lse - score, lse])
-        return [mx.concatenate(list(each)) for each in zip(*found, strict=True)]
-
-    def slopes(self, rows: slice, words: slice, lse: mx.array) -> mx.array:
-        """The derivatives of rows' losses by some logits without a bias or a cap, in float32."""
-        z = self.head.part(words).logits(self.x[rows])
-        at = mx.arange(words.start, words.stop) == self.targets[rows, None]
-        g = mx.exp(z - lse[rows, None]) - mx.where(at, 1 - self.smoothing, 0.0)
-        if self.smoothing:
-            g = g - self.smoothing / self.head.weight.shape[0]
-        if (cap := self.head.softcap) is not None:
-            g = g * (1 - mx.square(z / cap))
-        return g
-
-
 Arrays = Sequence[Any]
 
 
@@ -306,12 +170,12 @@ def _plan_rows(arrays: Arrays, fmt: Format | None, smoothing: float, softcap: fl
         return Plan(None, lambda *_: [mx.zeros((0,)), mx.zeros((0,))])
     given = [a for a in (x, scales if fmt else weight, biases) if a is not None]
     floats = [a.dtype for a in given if a.dtype != mx.uint8]
-    dtype = mx.float32 if _on_cpu() else mx.result_type(*(mx.array(0, d) for d in floats))
+    dtype = mx.float32 if on_cpu() else mx.result_type(*(mx.array(0, d) for d in floats))
 
-    def blocks(x: mx.array, targets: mx.array, *head: Any) -> _Blocks:
+    def blocks(x: mx.array, targets: mx.array, *head: Any) -> Blocks:
         weight, scales, biases, bias = head
-        made = _Head(weight, scales, biases, bias, fmt, softcap, dtype)
-        return _Blocks(x.astype(dtype), targets, made, smoothing)
+        made = Head(weight, scales, biases, bias, fmt, softcap, dtype)
+        return Blocks(x.astype(dtype), targets, made, smoothing)
 
     def run(*given: Any) -> list[mx.array]:
         with mode(Mode.GRADIENT):
@@ -335,11 +199,11 @@ def _plan_rows(arrays: Arrays, fmt: Format | None, smoothing: float, softcap: fl
     if bias is not None:
         gradients.append(Gradient((5,), once(partial(_of_words, _of_bias, (5,)))))
     why = "on a CPU, MLX's products of unpacked blocks wait for their turn"
-    choice = Choice("linear_cross_entropy", "reference", why) if _on_cpu() else None
+    choice = Choice("linear_cross_entropy", "reference", why) if on_cpu() else None
     return Plan(choice, run, gradients)
 
 
-def _of_x(blocks: _Blocks, dy: mx.array, lse: mx.array, given: Arrays) -> list[mx.array]:
+def _of_x(blocks: Blocks, dy: mx.array, lse: mx.array, given: Arrays) -> list[mx.array]:
     found, state = [], list[mx.array]()
     for rows in blocks.rows:
         dx = mx.array(0.0)
@@ -354,11 +218,11 @@ def _of_x(blocks: _Blocks, dy: mx.array, lse: mx.array, given: Arrays) -> list[m
 
 
 # From some words, the slopes and the rows times their cotangents to gradients in float32.
-Parts = Callable[[_Head, mx.array, mx.array, mx.array], list[mx.array]]
+Parts = Callable[[Head, mx.array, mx.array, mx.array], list[mx.array]]
 
 
 def _of_words(
-    parts: Parts, of: Sequence[int], blocks: _Blocks, dy: mx.array, lse: mx.array, given: Arrays
+    parts: Parts, of: Sequence[int], blocks: Blocks, dy: mx.array, lse: mx.array, given: Arrays
 ) -> list[mx.array]:
     """The gradients of what belongs to words."""
     found, state = [], list[mx.array]()
@@ -374,19 +238,19 @@ def _of_words(
     return [mx.concatenate(list(each)) for each in zip(*found, strict=True)]
 
 
-def _of_weight(head: _Head, g: mx.array, x: mx.array, dy: mx.array) -> list[mx.array]:
+def _of_weight(head: Head, g: mx.array, x: mx.array, dy: mx.array) -> list[mx.array]:
     scaled = (x.astype(mx.float32) * dy).astype(head.dtype)
-    return [_product(g.T.astype(head.dtype), scaled).astype(mx.float32)]
+    return [product(g.T.astype(head.dtype), scaled).astype(mx.float32)]
 
 
-def _of_groups(head: _Head, g: mx.array, x: mx.array, dy: mx.array) -> list[mx.array]:
+def _of_groups(head: Head, g: mx.array, x: mx.array, dy: mx.array) -> list[mx.array]:
     (dense,), groups = _of_weight(head, g, x, dy), (*head.scales.shape, head.fmt.group_size)
     ones = mx.ones(head.scales.shape)
     codes = head.fmt.dequantize(head.weight, ones, mx.zeros_like(ones))
     return [a.reshape(groups).sum(-1) for a in (dense * codes, dense)]
 
 
-def _of_bias(head: _Head, g: mx.array, x: mx.array, dy: mx.array) -> list[mx.array]:
+def _of_bias(head: Head, g: mx.array, x: mx.array, dy: mx.array) -> list[mx.array]:
     return [(g * dy).sum(0)]
 
 

@@ -1,0 +1,151 @@
+"""The logits of an output layer in blocks of rows and words, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ...dispatch import dispatch
+from ...runtime.backend import backend
+from ..matmul import matmul
+from ..quantized_matmul import QUANTIZED_MATMUL
+from ..quantized_route import by_reference
+
+# Logits that are in memory at once: 32 MB of float32 where there are so many rows.
+ROWS, WORDS = 4096, 2048
+
+
+class Head(NamedTuple):
+    """An output layer, or some of its words.
+
+    Attributes:
+        weight, scales, biases, bias: as the operation takes them.
+        fmt: that of a quantized matrix, else None.
+        softcap: of the logits, or None.
+        dtype: of products.
+    """
+
+    weight: mx.array
+    scales: Any
+    biases: Any
+    bias: Any
+    fmt: Any
+    softcap: float | None
+    dtype: mx.Dtype
+
+    def holding(self, *arrays: Any) -> Head:
+        """The same with other arrays."""
+        return self._replace(**dict(zip(self._fields, arrays, strict=False)))
+
+    def part(self, words: slice) -> Head:
+        """Some of the words."""
+        return self.holding(*(None if a is None else a[words] for a in self[:4]))
+
+    def times(self, rows: mx.array, transpose: bool) -> mx.array:
+        """The product of rows with the matrix, or its transpose, in float32."""
+        packed = self.weight, self.scales, self.biases
+        rows = rows.astype(self.dtype)
+        if self.fmt is None:
+            dense = self.weight.astype(self.dtype)
+            y = product(rows, dense.T if transpose else dense)
+        elif on_cpu():
+            # Launches compute at once, where these wait for their turn.
+            y = by_reference(transpose, self.fmt)(rows, *packed)
+        else:
+            given = rows, *packed, None, None
+            y = dispatch(QUANTIZED_MATMUL, given, (transpose, *self.fmt))
+        return y.astype(mx.float32)
+
+    def logits(self, rows: mx.array) -> mx.array:
+        """Those of rows, in float32."""
+        z = self.times(rows, True)
+        if self.bias is not None:
+            z = z + self.bias.astype(mx.float32)
+        return z if self.softcap is None else self.softcap * mx.tanh(z / self.softcap)
+
+
+def on_cpu() -> bool:
+    """Whether MLX's products are those of a CPU, which computes in float32."""
+    return backend() in ("host", "reference") and mx.default_device().type == mx.cpu
+
+
+def product(a: mx.array, b: mx.array) -> mx.array:
+    """A B, in float32 never rounded to TF32."""
+    return a @ b if on_cpu() else matmul(a, b)
+
+
+def _blocks(length: int, most: int) -> list[slice]:
+    return [slice(i, min(i + most, length)) for i in range(0, length, most)]
+
+
+class Blocks(NamedTuple):
+    """The logits of all rows, block by block.
+
+    Attributes:
+        x: (R, K), in the dtype of products.
+        targets: (R,) int32, -1 for no word.
+        head: the layer.
+        smoothing: of the targets.
+    """
+
+    x: mx.array
+    targets: mx.array
+    head: Head
+    smoothing: float
+
+    @property
+    def words(self) -> list[slice]:
+        """Blocks of words."""
+        return _blocks(self.head.weight.shape[0], WORDS)
+
+    @property
+    def rows(self) -> list[slice]:
+        """Blocks of rows."""
+        return _blocks(self.x.shape[0], ROWS)
+
+    def after(self, before: Sequence[mx.array]) -> Blocks:
+        """The same, of which nothing is read before some arrays are there.
+
+        Else MLX begins blocks side by side, and ``mx.compile`` keeps what the gradients have in
+        common with the losses, such as all unpacked blocks of the matrix.
+        """
+        if not before:
+            return self
+        arrays: tuple[Any, ...] = self.x, self.targets, *self.head[:4]
+        held: Iterator[Any] = iter(mx.depends([a for a in arrays if a is not None], list(before)))
+        made: list[Any] = [a if a is None else next(held) for a in arrays]
+        x, targets, *head = made
+        return self._replace(x=x, targets=targets, head=self.head.holding(*head))
+
+    def losses(self) -> list[mx.array]:
+        """Of each row the loss, and the logarithm of the sum of all exponentials."""
+        found, state = [], list[mx.array]()
+        share = self.smoothing / self.head.weight.shape[0]
+        for rows in self.rows:
+            lse, score = mx.array(-mx.inf), mx.array(0.0)
+            for words in self.words:
+                now = self.after(state)
+                z = now.head.part(words).logits(now.x[rows])
+                at = now.targets[rows, None] - words.start
+                inside = (at >= 0) & (at < z.shape[1])
+                picked = mx.take_along_axis(z, mx.where(inside, at, 0), axis=1)
+                score = score + (1 - self.smoothing) * mx.where(inside, picked, 0)[:, 0]
+                if share:
+                    score = score + share * z.sum(axis=1)
+                lse = mx.logaddexp(lse, mx.logsumexp(z, axis=1))
+                state = [lse, score]
+            found.append([lse - score, lse])
+        return [mx.concatenate(list(each)) for each in zip(*found, strict=True)]
+
+    def slopes(self, rows: slice, words: slice, lse: mx.array) -> mx.array:
+        """The derivatives of rows' losses by some logits without a bias or a cap, in float32."""
+        z = self.head.part(words).logits(self.x[rows])
+        at = mx.arange(words.start, words.stop) == self.targets[rows, None]
+        g = mx.exp(z - lse[rows, None]) - mx.where(at, 1 - self.smoothing, 0.0)
+        if self.smoothing:
+            g = g - self.smoothing / self.head.weight.shape[0]
+        if (cap := self.head.softcap) is not None:
+            g = g * (1 - mx.square(z / cap))
+        return g
