@@ -12,6 +12,7 @@ from tests.examples import arrays
 from tests.examples.arrays import DTYPES, dtype_of
 from tests.examples.calls import Call, Calls, Numbers, Random
 from tests.numerics import IN_FLOAT32, random, round_to, to64
+from tests.oracles import sums
 from tests.packed import FORMATS, codes, dequantize64, terms64
 
 _NAMES = "x", "targets", "weight", "scales", "biases", "bias", "mask"
@@ -77,8 +78,10 @@ def _linear_cross_entropy(case: SimpleNamespace, rng: np.random.Generator) -> Ca
         total = weights.sum() if case.reduction == "mean" else kind.type(1)
         y = np.where(inside, losses, 0) * weights / total
         found = {"0": y.reshape(case.rows) if case.reduction == "none" else y.sum()}
-        # An error of a logit is a relative one of its share.
-        off = unit * (1 + (np.abs(x) @ large.T + np.abs(bias)).max(initial=0))
+        # An error of a logit, or of a logarithm of a sum, is a relative one of a share.
+        lse = losses + (aims * z).sum(-1)
+        logits = np.abs(x) @ large.T + np.abs(bias) + np.abs(lse)[:, None]
+        off = unit * (1 + logits.max(initial=0))
         sizes = np.abs(weights / total) * (off + np.abs(losses))
         terms = {"0": sizes.sum() if case.reduction != "none" else sizes.max(initial=0)}
         if not up:
@@ -87,9 +90,11 @@ def _linear_cross_entropy(case: SimpleNamespace, rng: np.random.Generator) -> Ca
         g, size = shares - aims, off * shares + aims
         if case.softcap is not None:
             slope = 1 - (z / case.softcap) ** 2
-            g, size = g * slope, size + off * shares
+            g, size = g * slope, size + off * (shares + aims)
         found |= _gradients(case, g * dy, x, matrix, packed[0])
         of = _gradients(case, size * np.abs(dy), np.abs(x), large, packed[0])
+        # A target's term is much larger than those that are added behind it.
+        of["x"] = np.maximum(of["x"], sums(g * dy, matrix, large))
         terms |= {name: unit * a.max(initial=0) for name, a in of.items()}
         for name in ("x", "bias"):  # those of other shapes than the matrix's
             if (array := given[name]) is not None:
