@@ -19,7 +19,7 @@ MODES = {
 DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
 # What mode nvfp4 divides a global scale by: the largest numbers that E4M3 and E2M1 hold.
 GLOBAL_UNIT = 448.0 * 6.0
-_MLX: Any = mx  # whose types take no format as arguments in turn
+_MLX: Any = mx  # its type stubs refuse `*self` in the place of group_size, bits and mode
 
 
 class Format(NamedTuple):
@@ -68,7 +68,7 @@ class Format(NamedTuple):
         """Elements of one row of the packed matrix ``w``, an array or its spec."""
         return w.shape[-1] * 32 // self.bits
 
-    # MLX's operators of packed matrices: all that asks for one asks here.
+    # MLX's operators of packed matrices; the package calls them here only.
 
     def quantize(self, x: mx.array) -> Any:
         """``mx.quantize``: w, scales and, in mode affine, biases."""
