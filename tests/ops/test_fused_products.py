@@ -10,7 +10,7 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.fused_products import fused_products
 from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime import BackendError, host, metal, tensor_ops, trace
-from tests.examples.products import fused64
+from tests.examples.fused import fused64
 from tests.numerics import (
     assert_accurate,
     assert_gradient,

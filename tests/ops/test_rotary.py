@@ -7,7 +7,7 @@ import pytest
 from mlx_qlayers import explain, use_backend
 from mlx_qlayers.ops.rotary import rotary_embedding
 from tests.examples.arrays import running
-from tests.examples.heads import pairs_turned
+from tests.examples.elements import pairs_turned
 from tests.gpus import GPUS
 from tests.numerics import assert_accurate, random, to64
 

@@ -9,7 +9,7 @@ import pytest
 from mlx_qlayers.metal.quantized_matmul.qmv_config import qmv_config
 from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.host import checks
-from tests.examples.products import fused64
+from tests.examples.fused import fused64
 from tests.gpus import on_gpus
 from tests.launchers import matrix, persistent, qmv
 from tests.metal.quantized_matmul.test_qmv import AFFINE, packed_matrices

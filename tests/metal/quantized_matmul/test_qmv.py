@@ -13,7 +13,7 @@ from mlx_qlayers.metal.quantized_matmul import qmv_config as configs
 from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
-from tests.examples.products import fused64
+from tests.examples.fused import fused64
 from tests.gpus import on_gpus
 from tests.launchers import matrix, persistent, qmv
 from tests.numerics import assert_accurate, random, round_to, to64

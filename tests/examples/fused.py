@@ -1,0 +1,145 @@
+"""Random calls of products that share an input, with their norm, activation and residual."""
+
+from math import erf, pi, sqrt
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+from hypothesis import strategies as st
+
+from mlx_qlayers.formats import Format
+from mlx_qlayers.ops.fused_products import fused_products
+from mlx_qlayers.options import PackedMatrix
+from tests.examples import arrays
+from tests.examples.arrays import DTYPES, dtype_of
+from tests.examples.calls import Call, Numbers, Random
+from tests.examples.products import FP4, ROWS, packed
+from tests.numerics import IN_FLOAT32, ROUNDINGS, random, round_to, to64
+from tests.oracles import product, sums
+from tests.packed import FORMATS, dequantize64, terms64
+
+ACTIVATIONS = {
+    "silu": lambda x: x * np.exp(-np.logaddexp(x.dtype.type(0), -x)),
+    "gelu": lambda x: x * (1 + np.vectorize(erf)(x / sqrt(2)).astype(x.dtype)) / 2,
+    "gelu_approx": lambda x: x * (1 + np.tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2,
+}
+
+
+def fused64(
+    x: np.ndarray,
+    matrices: list[PackedMatrix],
+    fmt: Format,
+    dtype: mx.Dtype | None = None,
+    norm: tuple[mx.array | None, float] | None = None,
+    gate: str | None = None,
+    residual: mx.array | None = None,
+    loose: float = 1.0,
+    unit: float = 0.0,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Products of one input in its precision, and the sums of their absolute terms.
+
+    With a dtype all that single operations give is rounded to it. Terms of products are ``loose``
+    times as many, and ``unit`` is that of a product's rounding, in float32's, where one is gated.
+    """
+    kind, k = x.dtype.type, x.shape[-1]
+
+    def rounded(y: np.ndarray) -> np.ndarray:
+        return y if dtype is None else to64(round_to(y, dtype)).astype(kind)
+
+    if norm is not None:
+        weight, epsilon = norm
+        size = np.sqrt(product(x**2, np.ones((k, 1), kind)) / kind(k) + kind(epsilon))
+        x = rounded(x / size * (kind(1) if weight is None else to64(weight).astype(kind)))
+    products, terms = [], []
+    for *parts, bias in matrices:
+        dense, added = dequantize64(*parts, fmt), 0 if bias is None else to64(bias)
+        products.append(rounded(product(x, dense.T.astype(kind)) + kind(1) * added))
+        terms.append(loose * (sums(x, dense.T, terms64(*parts, fmt).T) + np.abs(added)))
+    if gate is not None:
+        activation = rounded(ACTIVATIONS[gate](products[0]))
+        # No activation is steeper than 1.13.
+        behind = 1.13 * terms[0] * np.abs(products[1]) + np.abs(activation) * terms[1]
+        # Both products are rounded, the activation, and what is given; none is larger than this.
+        behind = behind + 4 * unit * np.abs(products[0] * products[1])
+        products, terms = [activation * products[1]], [behind]
+    if residual is not None:
+        added = to64(residual).astype(kind).reshape(len(x), -1)
+        products, terms = [rounded(products[0]) + added], [terms[0] + np.abs(added)]
+    return products, terms
+
+
+def _fused_products(case: SimpleNamespace, rng: np.random.Generator) -> Call:
+    fmt, dtype = case.fmt, dtype_of(case.dtype)
+    k = case.groups * fmt.group_size
+    widths = case.widths[:1] * 2 if case.gate else case.widths
+    alone = len(widths) == 1
+    x, weight, residual, following = (
+        random(rng, shape, dtype)
+        for shape in ((*case.rows, k), (k,), (*case.rows, widths[0]), widths[:1])
+    )
+    x, weight, residual = (
+        arrays.laid_out(a, to) for a, to in zip((x, weight, residual), case.layouts, strict=False)
+    )
+    matrices = []
+    for n, biased in zip(widths, (*case.bias, False), strict=False):
+        operands = *packed(rng, (n, k), fmt, dtype), random(rng, (n,), dtype) if biased else None
+        matrices.append(PackedMatrix(*(arrays.laid_out(a, case.layouts[3]) for a in operands)))
+    norm = (weight if case.norm == "weighted" else None, 1e-5) if case.norm else None
+    added = residual if case.residual and alone else None
+
+    def expected(n: Numbers, up: list[np.ndarray], _: bool) -> tuple[Numbers, Numbers]:
+        rows, exact = n["x"].reshape(-1, k), n["x"].dtype == np.float64
+        # The norm is MLX's, and the matrix is rounded of which many rows are a dense product.
+        unit = IN_FLOAT32[dtype]
+        loose = 1 + unit * len(widths) * (ROUNDINGS[dtype] * bool(norm) + (len(rows) > 16))
+        around = {"norm": norm, "gate": case.gate, "residual": added, "loose": loose, "unit": unit}
+        both = fused64(rows, matrices, fmt, None if exact else dtype, **around)
+        found, terms = (
+            {str(i): a.reshape(*case.rows, -1) for i, a in enumerate(each)} for each in both
+        )
+        return found, terms
+
+    return Call(
+        fused_products,
+        {"x": x, "residual": added, "next_weight": following if case.next and alone else None},
+        {"matrices": matrices, "norm": norm, "gate": case.gate, **fmt._asdict()},
+        (*case.rows, widths[0]),
+        expected,
+        by_kernel=len(widths) <= 3 and x.size > 0,
+        dtypes=[dtype, dtype, mx.float32] if case.next and alone else [dtype],
+    )
+
+
+_THREE = {"widths": (41, 8, 9), "bias": (True, False, True), "norm": "weighted"}
+FUSED_PRODUCTS = Random(
+    {
+        "fmt": FORMATS,
+        "rows": ROWS,
+        "widths": (
+            (41,),
+            st.lists(st.sampled_from([1, 8, 9, 41, 64]), min_size=1, max_size=4).map(tuple),
+        ),
+        "groups": [3, 1, 2, 4, 5],
+        "dtype": ("float32", DTYPES),
+        "norm": ["", "plain", "weighted"],
+        "gate": [None, None, "silu", "gelu", "gelu_approx"],
+        "residual": [False, True],
+        "next": [False, True],
+        "bias": ((False,) * 3, st.tuples(*[st.booleans()] * 3)),
+    },
+    _fused_products,
+    [
+        *(
+            {"fmt": fmt, "rows": (1, rows)} | change
+            for fmt, rows in ((Format(64, 4), 1), (Format(32, 3), 7), (FP4, 1))
+            for change in (
+                _THREE,
+                {"gate": "gelu", "norm": "plain"},
+                {"residual": True, "next": True},
+            )
+        ),
+        {"fmt": Format(64, 4), "gate": "gelu_approx", "bias": (True,) * 3},
+        {"fmt": Format(64, 4), "gate": "silu", "rows": (9,), "norm": "weighted"},
+        {"widths": (8,) * 4},
+    ],
+)
