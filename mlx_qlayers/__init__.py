@@ -5,8 +5,9 @@ converts one; ``register_counterpart`` adds what modules of other classes become
 ``QLinear``, ``GridSample``, ``DeformableAttention``, ``DeformConv2d`` and ``FusedAttention``; they
 call the differentiable functions ``quantized_matmul``, ``grid_sample``, ``deformable_attention``,
 ``deform_conv2d`` and ``attention``. ``linear_cross_entropy`` and ``log_probabilities`` take the
-logits of an output layer in blocks. ``backend`` names what runs kernels, ``use_backend`` and
-``set_backend`` force it; ``explain`` tells which path each operation took, and why.
+logits of an output layer in blocks, ``fused_loss`` those of a model that mlx-lm trains.
+``backend`` names what runs kernels, ``use_backend`` and ``set_backend`` force it; ``explain`` tells
+which path each operation took, and why.
 """
 
 from . import _interrupts  # noqa: F401, first: what follows takes a while
@@ -27,6 +28,7 @@ from .ops.linear_cross_entropy import linear_cross_entropy, log_probabilities
 from .ops.quantized_matmul import quantized_matmul
 from .runtime.backend import backend, set_backend, use_backend
 from .runtime.explain import explain
+from .training.fused_loss import fused_loss
 
 __all__ = [
     "ConversionReport",
@@ -42,6 +44,7 @@ __all__ = [
     "deform_conv2d",
     "deformable_attention",
     "explain",
+    "fused_loss",
     "grid_sample",
     "linear_cross_entropy",
     "load",

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this package's arguments. All others are mlx-lm's, and so is the rest of the help."""
     parser.add_argument("-h", "--help", action=_Help, help="print this, and mlx-lm's help")
     add_layers(parser)
+    if parser.prog.endswith(" lora"):
+        text = "compute all logits for the loss, as mlx-lm does"
+        parser.add_argument("--stock-loss", action="store_true", help=text)
     parser.set_defaults(rest=())
 
 
@@ -60,7 +64,9 @@ def run_main(args: argparse.Namespace, command_line: Sequence[str], **replaced: 
         replaced["sharded_load"] = _loading_shares(args)
     # mlx-lm's server generates in a thread of its own.
     backend = default_backend(args.backend) if args.backend else nullcontext()
-    surroundings = _SURROUNDINGS.get(args.command, nullcontext)
+    surroundings = _SURROUNDINGS.get(args.command, lambda module: nullcontext())
+    if args.command == "lora":
+        surroundings = partial(_lora, stock_loss=args.stock or args.stock_loss)
     argv = [f"mlx-qlayers {args.command}", *command_line]
     with (
         together(group),
@@ -145,9 +151,10 @@ def _generate(module: Any) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _lora(module: Any) -> Iterator[None]:
+def _lora(module: Any, stock_loss: bool) -> Iterator[None]:
     from ..runtime.backend import backend
     from ..runtime.transformed import uncompiled
+    from ..training.fused_loss import fused_loss
     from .lora_arguments import check_lora, read_yaml
 
     theirs = module.run
@@ -156,10 +163,19 @@ def _lora(module: Any) -> Iterator[None]:
         check_lora(module, args)
         theirs(args)
 
-    yaml = SimpleNamespace(load=read_yaml)
+    def fusing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(model: Any, **options: Any) -> Any:
+            loss = fused_loss(model)
+            print(loss, file=sys.stderr)
+            return function(model=model, loss=loss, **options)
 
+        return call
+
+    replaced: dict[str, Any] = {"run": run, "yaml": SimpleNamespace(load=read_yaml)}
+    if not stock_loss:
+        replaced |= {name: fusing(getattr(module, name)) for name in ("train", "evaluate")}
     # A compiled step traces its operations, and traced ones run no kernels on a CPU.
-    with _holding(module, run=run, yaml=yaml), uncompiled(backend() == "host"):
+    with _holding(module, **replaced), uncompiled(backend() == "host"):
         yield
 
 
@@ -181,7 +197,6 @@ def _server(module: Any) -> AbstractContextManager[None]:
 _SURROUNDINGS: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
     "generate": _generate,
     "chat": lambda module: suppress(EOFError),  # Ctrl-D leaves a chat as its command q does
-    "lora": _lora,
     "server": _server,
 }
 

@@ -129,7 +129,7 @@ def calibrate(
     if (group and any(gathered(group, "off" if off else ""))) or off or name is None:
         return Calibration()
     notes: list[tuple[str, str]] = []
-    with recording(), _same_random_state():  # what is measured is no call of the user's
+    with recording(), same_random_state():  # what is measured is no call of the user's
         counts = _counted(model)
         longest = _SHARE * budget_s
         missing = _missing(counts, name, longest)
@@ -265,7 +265,7 @@ def _shape(module: Any) -> tuple[int, int] | None:
 
 
 @contextmanager
-def _same_random_state() -> Iterator[None]:
+def same_random_state() -> Iterator[None]:
     """The caller's random numbers stay what they would have been."""
     state: Any = mx.random.state
     before = [mx.array(each) for each in state]
