@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from ..layers.qlinear import QEmbedding, QLinear
 from ..ops.linear_cross_entropy import linear_cross_entropy
@@ -175,9 +174,9 @@ _SMALL, _LARGE = 2.0**-10, 2.0**60
 
 
 def _numbers(words: int) -> mx.array:
-    z = np.random.default_rng(0).uniform(-90, 90, (1, 2, words)).astype(np.float32)
-    z[0, 0, :2] = _SMALL, _LARGE
-    return mx.array(z)
+    z = mx.random.uniform(-90, 90, (1, 2, words), key=mx.random.key(0))
+    z[0, 0, :2] = mx.array([_SMALL, _LARGE])
+    return z
 
 
 def _form(z: mx.array, y: Any) -> tuple[float, float | None] | None:
