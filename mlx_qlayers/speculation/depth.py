@@ -1,0 +1,127 @@
+"""How many guesses a round has: by what rounds cost here, and by how many guesses were right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+# The lengths of steps, of which each is captured by itself.
+LENGTHS = (2, 3, 5, 9, 16)
+# What guesses behind a wrong and a right one are taken to be worth before there were some, and for
+# how many trials that counts.
+_PRIOR, _WEIGHT = (0.5, 0.8), 2.0
+_MEMORY = 0.9  # of trials and costs, a round
+# The share of the time that rounds may lose against steps without guesses.
+_LOSS = 0.01
+
+
+class Depths:
+    """The choice of a depth, in one text.
+
+    A guess is right with one probability, b, behind one that was wrong, and with another, a, behind
+    one that was right: what is looked up is right for long, or not at all. So a round of d guesses
+    gives 1 + b * (1 + a + ... + a^(d - 1)) tokens, or with a in the place of b behind a round whose
+    guesses were all right. It costs what rounds of its length did.
+    Lengths that were not tried are taken to cost what
+    lies between the others, and the next longer one what the line through the last two says. What
+    rounds lose against steps without guesses is counted, and past a hundredth of the time there
+    are none for a while.
+
+    Args:
+        most: guesses in a round at most.
+        measured: whether the depth is chosen; else it is ``most`` wherever there is room.
+    """
+
+    def __init__(self, most: int, measured: bool = True) -> None:
+        self.most, self.measured = most, measured
+        self.costs: dict[Hashable, dict[int, float]] = {}
+        # Right guesses and all, by their source and whether the one before was right.
+        self.trials: dict[tuple[Hashable, bool], tuple[float, float]] = {}
+        self.was_right: dict[Hashable, bool] = {}
+        self.seconds = self.lost = 0.0
+
+    @property
+    def plain(self) -> float | None:
+        """The seconds of a step of one token without guesses."""
+        return self.costs.get(None, {}).get(1)
+
+    def acceptance(self, source: Hashable, was_right: bool) -> float:
+        """The probability that a guess is right, behind one that was or was not."""
+        right, count = self.trials.get((source, was_right), (0.0, 0.0))
+        return (right + _PRIOR[was_right] * _WEIGHT) / (count + _WEIGHT)
+
+    def depth(self, source: Hashable, pending: int, most: int) -> int:
+        """The best number of guesses of a source.
+
+        Args:
+            source: whose acceptance and costs count.
+            pending: tokens that the step takes beside the guesses.
+            most: guesses that there is room for.
+        """
+        plain, most = self.plain, max(min(most, self.most), 0)
+        if not self.measured:
+            return most
+        if plain is None or self.lost > _LOSS * self.seconds + plain or most < 1:
+            return 0
+        first = self.acceptance(source, self.was_right.get(source, False))
+        later, cost = self.acceptance(source, True), self._cost(source, plain)
+        tried = max(self.costs.get(source, {}), default=1)
+        nearest = next((n for n in LENGTHS if n > max(tried, pending)), LENGTHS[-1])
+        depths = {min(n - pending, most) for n in LENGTHS if pending < n <= nearest}
+        tokens = {d: 1 + first * sum(later**i for i in range(d)) for d in depths}
+        rates = {d: tokens[d] / cost(pending + d) for d in depths}
+        best = max(rates, key=rates.__getitem__, default=0)
+        return best if best and rates[best] * plain > 1.0 else 0
+
+    def record(
+        self, source: Hashable, length: int, guesses: int, accepted: int, seconds: float
+    ) -> None:
+        """Take note of a round.
+
+        Args:
+            source: whose guesses; None where there were none.
+            length: of the step.
+            guesses: how many.
+            accepted: how many were right.
+            seconds: from the round before to the end of this one.
+        """
+        costs = self.costs.setdefault(source if guesses else None, {})
+        if length not in costs:  # it was captured, and compiled
+            costs[length] = 0.0
+            return
+        before = costs[length]
+        costs[length] = before + (1 - _MEMORY) * (seconds - before) if before else seconds
+        self.seconds += seconds
+        if guesses:
+            tried = min(accepted + 1, guesses)
+            self._count(source, self.was_right.get(source, False), min(accepted, 1), 1)
+            self._count(source, True, max(accepted - 1, 0), tried - 1)
+            self.was_right[source] = accepted == guesses
+            if self.plain:
+                self.lost = max(self.lost + seconds - (accepted + 1) * self.plain, 0.0)
+
+    def forget(self, source: Hashable) -> None:
+        """Without guesses, trials count less with each token."""
+        for was_right in (False, True):
+            self._count(source, was_right, 0, 0, 0.99)
+
+    def _count(
+        self, source: Hashable, was_right: bool, right: int, all_: int, memory: float = _MEMORY
+    ) -> None:
+        before = self.trials.get((source, was_right), (0.0, 0.0))
+        self.trials[source, was_right] = memory * before[0] + right, memory * before[1] + all_
+
+    def _cost(self, source: Hashable, plain: float) -> Callable[[int], float]:
+        """What a round of some length costs."""
+        known = {1: plain} | {n: c for n, c in self.costs.get(source, {}).items() if c}
+        points = sorted(known.items())
+
+        def cost(length: int) -> float:
+            if length in known:
+                return known[length]
+            above = next((i for i, (n, _) in enumerate(points) if n > length), len(points))
+            low, high = max(min(above, len(points) - 1) - 1, 0), min(above, len(points) - 1)
+            (n, c), (m, e) = points[low], points[high]
+            slope = max((e - c) / (m - n), 0.0) if m > n else 0.0
+            return c + slope * (length - n)
+
+        return cost

@@ -1,0 +1,103 @@
+"""The tokens of a step as the model draws them one by one, and how many guesses were these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import mlx.core as mx
+
+Sampler = Callable[[mx.array], mx.array]
+Processor = Callable[[mx.array, mx.array], mx.array]
+
+
+class Drawn(NamedTuple):
+    """The tokens that a model draws behind each of some tokens.
+
+    Attributes:
+        tokens: (L,).
+        logprobs: (L, vocabulary).
+        keys: the state of random numbers behind each token; none where tokens need no such.
+    """
+
+    tokens: mx.array
+    logprobs: mx.array
+    keys: list[mx.array]
+
+
+class Drawer:
+    """Draws tokens from logits as ``mlx_lm.generate_step`` does.
+
+    The i-th token of a text is drawn with the i-th random numbers behind the seed, however many
+    tokens a step has: :meth:`keep` puts the state back behind those that count. So the same seed
+    gives the same text with guesses as without.
+
+    Args:
+        sampler: from log-probabilities (1, vocabulary) to a token (1,); the likeliest by default.
+        processors: from all tokens so far and logits (1, vocabulary) to logits.
+    """
+
+    def __init__(self, sampler: Sampler | None, processors: Sequence[Processor] | None) -> None:
+        from mlx_lm.sample_utils import greedy_sampler
+
+        self.sampler, self.processors = sampler or greedy_sampler, [*(processors or ())]
+        self.at_once = self.sampler is greedy_sampler and not self.processors
+
+    @property
+    def state(self) -> mx.array:
+        """The state of random numbers: MLX's, unless a sampler has its own."""
+        own: mx.array | None = getattr(self.sampler, "key", None)
+        return cast(Any, mx.random.state)[0] if own is None else own
+
+    def __call__(self, logits: mx.array, before: mx.array | None, fed: mx.array) -> Drawn:
+        """The tokens behind the last of some tokens that a step was given.
+
+        Args:
+            logits: (L, vocabulary), of the last L tokens.
+            before: all tokens before these, where there are processors.
+            fed: those of the step, at least L.
+        """
+        if self.at_once:
+            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            return Drawn(self.sampler(logprobs), logprobs, [])
+        tokens, rows, keys = list[mx.array](), list[mx.array](), list[mx.array]()
+        for i in range(count := len(logits)):
+            row, end = logits[i : i + 1], len(fed) - count + i + 1
+            if self.processors:
+                text = fed[:end] if before is None else mx.concatenate([before, fed[:end]])
+            for processor in self.processors:
+                row = processor(text, row)
+            rows.append(row - mx.logsumexp(row, axis=-1, keepdims=True))
+            tokens.append(self.sampler(rows[-1]))
+            keys.append(mx.array(self.state))
+        return Drawn(mx.concatenate(tokens), mx.concatenate(rows), keys)
+
+    def key(self) -> mx.array | None:
+        """The state of random numbers, to be put back."""
+        return None if self.at_once else mx.array(self.state)
+
+    def keep(self, key: mx.array | None) -> None:
+        """Put a state back."""
+        if key is not None:
+            self.state[:] = key
+
+
+def accepted(tokens: mx.array, guesses: mx.array) -> mx.array:
+    """How many guesses are what the model draws, up to the first that is not.
+
+    A guess x, whatever it comes from, is accepted with the probability p(x) that the model gives
+    it, as :func:`Drawer` draws from p. A token in the place of one that was not accepted has the
+    distribution p without x. So all tokens have those of the model: rejection sampling (Leviathan
+    et al., 2023, https://arxiv.org/abs/2211.17192) where guesses have no probabilities.
+
+    Args:
+        tokens: (..., L + 1), those of the model.
+        guesses: (..., L).
+
+    Returns:
+        (...) int32.
+    """
+    same = (tokens[..., :-1] == guesses).astype(mx.int32)
+    if not same.shape[-1]:
+        return mx.zeros(same.shape[:-1], mx.int32)
+    return mx.cumprod(same, axis=-1).sum(axis=-1)

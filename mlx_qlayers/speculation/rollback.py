@@ -1,0 +1,94 @@
+"""Caches go back to where they were: whatever they hold, after tokens that were not accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ..decode.append_buffers import kind_of, released
+from ..decode.twin import leaves
+
+_RINGS = ("RotatingKVCache", "BatchRotatingKVCache")
+# Models whose masks of several tokens have another window than their rings.
+_OTHERWISE = ("plamo3",)
+
+
+class Checkpoint:
+    """Caches before they take some tokens.
+
+    Rows of keys and values are dropped from the end. A ring that took several tokens at once is
+    longer than its window and in the order of its tokens, so that it can be cut, too. States of
+    recurrent layers have no rows: they are kept as they were, and with them all other caches go
+    back to before the first of the tokens.
+
+    Args:
+        caches: as mlx-lm makes them.
+        length: how many tokens they take.
+        singly: whether these come one at a time, as those of a draft.
+    """
+
+    def __init__(self, caches: Sequence[Any], length: int, singly: bool = False) -> None:
+        self.own, self.length = leaves(caches), length
+        self.singly = singly or length == 1
+        kinds = [kind_of(c).__name__ for c in self.own]
+        kept = [not self._is_cut(c, kind) for c, kind in zip(self.own, kinds, strict=True)]
+        # What a state goes back with is kept, too, unless it has counts alone.
+        self.kept: list[Any] = [None] * len(kept)
+        if any(kept):
+            kept = [k or kind in _RINGS for k, kind in zip(kept, kinds, strict=True)]
+            released([c for c, k in zip(self.own, kept, strict=True) if k])
+            pairs = zip(self.own, kept, strict=True)
+            self.kept = [_copied(vars(c)) if k else None for c, k in pairs]
+        self.whole = any(kept)
+
+    def back(self, rejected: int) -> int:
+        """Drop so many of the tokens; how many were dropped, which are all where states are."""
+        if not rejected:
+            return 0
+        dropped = self.length if self.whole else rejected
+        for c, before in zip(self.own, self.kept, strict=True):
+            if before is not None:
+                vars(c).update(_copied(before))
+            elif kind_of(c).__name__ in _RINGS and not self.singly:
+                _cut(c, dropped)
+            else:
+                c.trim(dropped)
+        return dropped
+
+    def _is_cut(self, c: Any, kind: str) -> bool:
+        """Whether tokens can be dropped from the end of a cache."""
+        if kind not in _RINGS:
+            return bool(c.is_trimmable())
+        offset: int = vars(c).get("_offset", c.offset)
+        return not self.singly or offset + self.length < c.max_size
+
+
+def longest(model: Any, caches: Sequence[Any]) -> int | None:
+    """The most tokens that a step can verify; None if caches set no limit.
+
+    A full ring that keeps its first rows takes several tokens otherwise than one by one.
+    """
+    alike = getattr(model, "model_type", None) not in _OTHERWISE
+    rings = [c for c in leaves(caches) if kind_of(c).__name__ == "RotatingKVCache"]
+    rings = [c for c in rings if c.keep or not alike]
+    return min((max(c.max_size - c.offset, 1) for c in rings), default=None)
+
+
+def _cut(c: Any, rows: int) -> None:
+    """Drop rows of a ring that has just taken more tokens than one."""
+    c.keys, c.values = (each[..., :-rows, :] for each in (c.keys, c.values))
+    c._idx -= rows
+    c.offset = c.offset - rows
+    if "_offset" in vars(c):
+        c._offset -= rows
+
+
+def _copied(value: Any) -> Any:
+    """Attributes whose arrays nobody else changes."""
+    if isinstance(value, mx.array):
+        return mx.array(value)
+    if isinstance(value, dict):
+        return {name: _copied(each) for name, each in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value

@@ -1,0 +1,113 @@
+"""Text by guesses: the public function, and mlx-lm's own stream around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import mlx.nn as nn
+
+if TYPE_CHECKING:
+    from .loop import SpeculationReport
+    from .sources import Source
+
+
+class SpeculativeText(Iterator[Any]):
+    """The responses of a text as ``mlx_lm.stream_generate`` gives them.
+
+    Attributes:
+        report: what guesses were worth so far.
+    """
+
+    def __init__(self, responses: Iterator[Any], report: SpeculationReport) -> None:
+        self._responses, self.report = responses, report
+
+    def __next__(self) -> Any:
+        return next(self._responses)
+
+
+def speculate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: Any,
+    *,
+    draft_model: nn.Module | None = None,
+    prompt_lookup: bool = True,
+    sources: Sequence[Source] = (),
+    num_draft_tokens: int | None = None,
+    measured: bool = True,
+    max_tokens: int = 256,
+    **options: Any,
+) -> SpeculativeText:
+    """Write text with guesses, which the model verifies several at a time.
+
+    The text is what the model writes without guesses: the likeliest tokens are the same, and what
+    is sampled is drawn by the model with the same random numbers, so the same seed gives the same
+    text. Only rounding differs, as a step of several tokens is another product. Where guesses are
+    not worth it there are none.
+
+    Args:
+        model: of mlx-lm, converted or not, with any caches.
+        tokenizer: its tokenizer.
+        prompt: text, or tokens (L,) as a list or an array.
+        draft_model: a smaller model with the same tokens.
+        prompt_lookup: whether guesses are what followed the last tokens where they stood before.
+            Where they did not, the draft model guesses.
+        sources: more sources of guesses, asked after both.
+        num_draft_tokens: guesses in a round at most, up to 15, which is the default.
+        measured: whether their number is chosen by what rounds cost and how many guesses were
+            right; else there are as many in every round.
+        max_tokens: of the text.
+        options: ``sampler``, ``logits_processors``, ``max_kv_size``, ``prompt_cache``,
+            ``prefill_step_size``, ``kv_bits``, ``kv_group_size`` and ``quantized_kv_start`` of
+            ``mlx_lm.generate_step``.
+
+    Returns:
+        An iterator of ``mlx_lm``'s ``GenerationResponse``, whose ``report`` says how many guesses
+        were accepted, and how many tokens a second there were with and without.
+
+    Raises:
+        ValueError: ``num_draft_tokens`` is negative, or ``max_tokens`` is 0.
+        TypeError: an option is none of these.
+
+    Example:
+        >>> from mlx_qlayers import load, speculate
+        >>> model, tokenizer = load("models/tales-qwen2")
+        >>> text = speculate(model, tokenizer, "Once upon a time", max_tokens=8)
+        >>> print("".join(response.text for response in text))
+        , and the cook said: 'I
+        >>> print(text.report)
+        guesses: ...
+
+    Source:
+        Leviathan et al., 2023, https://arxiv.org/abs/2211.17192; prompt look-up: Saxena, 2023,
+        https://github.com/apoorvumang/prompt-lookup-decoding.
+    """
+    if num_draft_tokens is not None and num_draft_tokens < 0:
+        raise ValueError(f"num_draft_tokens must be at least 0, not {num_draft_tokens}")
+    from .loop import Speculation
+
+    speculation = Speculation(draft_model, prompt_lookup, sources, measured)
+    responses = _stream()(
+        model,
+        tokenizer,
+        prompt,
+        max_tokens=max_tokens,
+        draft_model=speculation,
+        num_draft_tokens=num_draft_tokens,
+        **options,
+    )
+    return SpeculativeText(responses, speculation.report)
+
+
+def _stream() -> Any:
+    """``mlx_lm.stream_generate`` with this package's rounds in the place of its own."""
+    from mlx_lm.generate import stream_generate as theirs
+
+    from .loop import speculative_generate_step
+
+    names = {**theirs.__globals__, "speculative_generate_step": speculative_generate_step}
+    made = FunctionType(theirs.__code__, names, theirs.__name__, theirs.__defaults__)
+    made.__kwdefaults__ = theirs.__kwdefaults__
+    return made

@@ -1,0 +1,82 @@
+"""Texts with guesses are what mlx-lm writes without: every architecture, cache and sampler."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from architecture_table import ARCHITECTURES
+from architectures import VOCABULARY, build
+from mlx_lm.generate import generate_step
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+from mlx_qlayers import convert_model
+from mlx_qlayers.speculation.loop import Speculation, speculative_generate_step
+from mlx_qlayers.speculation.sources import Draw
+
+LENGTH = 40
+PROMPT = mx.random.randint(0, VOCABULARY, (13,), key=mx.random.key(5)).astype(mx.uint32)
+SAMPLED = {
+    "sampler": make_sampler(temp=0.8, top_p=0.9),
+    "logits_processors": make_logits_processors(repetition_penalty=1.3),
+}
+# Caches by rows, rings, chunks, latent rows, states of all kinds, and lists of both.
+SOME = [
+    "qwen2", "gemma3_text", "gpt_oss", "llama4", "deepseek_v3", "longcat_flash_ngram", "mamba2",
+    "qwen3_next", "lfm2", "jamba", "recurrent_gemma", "rwkv7", "falcon_h1", "plamo3",
+]  # fmt: skip
+
+
+class Known:
+    """Guesses from 0 to 7 tokens of a text that is known, one in five of them wrong."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self.text, self.random = text, random.Random(3)
+
+    def ready(self, tokens: Sequence[int]) -> bool:
+        return True
+
+    def propose(self, tokens: Sequence[int], depth: int, draw: Draw) -> mx.array:
+        text = self.text[len(tokens) :][: self.random.randint(0, depth)]
+        wrong = [self.random.random() < 0.2 for _ in text]
+        return mx.array([(t + w) % VOCABULARY for t, w in zip(text, wrong, strict=True)], mx.uint32)
+
+    def finish(self, tokens: Sequence[int]) -> None:
+        pass
+
+
+def texts(model: Any, **options: Any) -> tuple[list[int], list[int], Speculation]:
+    """The text without guesses, that with guesses, and what these were worth."""
+    mx.random.seed(7)
+    plain = [int(token) for token, _ in generate_step(PROMPT, model, max_tokens=LENGTH, **options)]
+    speculation = Speculation(others=[Known([*PROMPT.tolist(), *plain])], measured=False)
+    mx.random.seed(7)
+    rounds = speculative_generate_step(
+        PROMPT, model, speculation, num_draft_tokens=7, max_tokens=LENGTH, **options
+    )
+    return plain, [token for token, *_ in rounds], speculation
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*SOME, *(pytest.param(n, marks=pytest.mark.caches) for n in ARCHITECTURES if n not in SOME)],
+)
+def test_the_text_is_that_without_guesses(name):
+    """Greedy and sampled, with states and rings that go round behind the eighth token."""
+    model = build(name, ARCHITECTURES[name])
+    for options in ({}, SAMPLED):
+        plain, found, speculation = texts(model, **options)
+        assert found == plain
+        report = speculation.report
+        assert report.tokens == LENGTH and sum(report.lengths) == report.rounds
+        if name != "plamo3":  # whose rings take one token at a time
+            assert 0 < report.accepted < report.guesses and report.steps < 30, report
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "qwen3_next"])
+def test_steps_by_graphs(name):
+    model = build(name, ARCHITECTURES[name])
+    convert_model(model, verify=False)
+    plain, found, speculation = texts(model)
+    assert found == plain and speculation.report.accepted
