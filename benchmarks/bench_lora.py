@@ -1,0 +1,234 @@
+"""Training with adapters and the loss of an output layer: time and memory beside stock.
+
+    python benchmarks/bench_lora.py loss            # 4,096 rows x 3,584 to 152,064 words, 4 bits
+    python benchmarks/bench_lora.py step            # 7B shape, 14 layers, 4 x 1,024 tokens
+    python benchmarks/bench_lora.py checkpoints     # the same with gradient checkpointing
+    python benchmarks/bench_lora.py long            # 28 layers, 1 x 16,384 tokens, checkpointing
+    python benchmarks/bench_lora.py shipped         # the shipped model, 1 x 128 tokens: for a CPU
+    python benchmarks/bench_lora.py step --only fused --repeats 3 --csv
+
+A step is that of mlx-lm's trainer: loss, gradients of adapters of rank 8 beside all linear layers,
+Adam; compiled, but where kernels run on a CPU. Its peak is the model, adapters, moments and all
+else at the worst moment: by MLX's allocator on a GPU, by the process's resident memory on a CPU,
+where kernels allocate their own. That of a loss is above its inputs and results. Losses and
+gradients are held against stock's before anything is timed.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from common import Table, arguments, output
+from decoding_model import QWEN2_7B, build
+from harness import GPU, Run, arrays, measure, peak
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm import load
+from mlx_lm.tuner.trainer import default_loss, grad_checkpoint
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from mlx_qlayers import convert_model, fused_loss, linear_cross_entropy
+from mlx_qlayers.commands.demo import shipped_model
+from mlx_qlayers.runtime.backend import backend
+
+# Rows, columns and words of the output layer.
+HEAD = 4096, 3584, 152064
+# Layers of the 7B shape, None for the shipped model; batch and length; whether checkpointed.
+STEPS = {
+    "step": (14, (4, 1024), False),
+    "checkpoints": (14, (4, 1024), True),
+    "long": (28, (1, 16384), True),
+    "shipped": (None, (1, 128), False),
+}
+# Whether the model is converted, and whether its loss is fused.
+CONTENDERS = {"stock": (False, False), "converted": (True, False), "fused": (True, True)}
+COLUMNS = {"task": 12, "path": 20, "ms": 12, "peak MB": 12, "loss": 9, "error": 9}
+# How far from stock's a loss may be, and all gradients by their norm: stock's logits are bfloat16.
+LOSS, GRADIENTS = 0.01, 0.5
+Result = dict[str, mx.array]
+
+
+def losses() -> dict[str, Run]:
+    """The loss of an output layer and the gradient of what it is given."""
+    rows, width, words = HEAD
+    mx.random.seed(0)
+    head = mx.quantize((mx.random.normal((words, width)) / 20).astype(mx.bfloat16))
+    x = mx.random.normal((rows, width)).astype(mx.bfloat16)
+    targets = mx.random.randint(0, words, (rows,))
+    mx.eval(head, x, targets)
+
+    def stock(loss: Callable[..., mx.array], x: mx.array) -> mx.array:
+        return loss(mx.quantized_matmul(x, *head), targets).astype(mx.float32).mean()
+
+    ways = {
+        "stock": partial(stock, nn.losses.cross_entropy),
+        "stock, mx.fast": partial(stock, mx.fast.cross_entropy),
+        "fused": lambda x: linear_cross_entropy(x, targets, *head),
+    }
+
+    def run(way: Any) -> Result:
+        return dict(zip(("loss", "x"), way(x), strict=True))
+
+    return {name: partial(run, mx.value_and_grad(way)) for name, way in ways.items()}
+
+
+class Training:
+    """A model with adapters, its optimizer and one batch."""
+
+    def __init__(self, layers: int | None, shape: tuple[int, int], converted: bool, fused: bool):
+        if layers is None:
+            model = load(str(shipped_model()))[0]
+        else:
+            model = build(QWEN2_7B | {"num_hidden_layers": layers}, 64, 4)
+        if converted:
+            convert_model(model)
+        model.freeze()
+        mx.random.seed(7)
+        config = {"rank": 8, "scale": 20.0, "dropout": 0.0}
+        linear_to_lora_layers(model, len(model.layers), config)
+        # Adapters start with zeros, before which half of the gradients are none.
+        names = dict(tree_flatten(model.trainable_parameters()))
+        moved = {k: mx.random.normal(a.shape) / 100 for k, a in names.items() if "lora_b" in k}
+        model.load_weights([*moved.items()], strict=False)
+        model.train()
+        self.model, self.optimizer = model, optim.Adam(learning_rate=1e-5)
+        self.optimizer.init(model.trainable_parameters())
+        words = model.model.embed_tokens.weight.shape[0]
+        batch, length = shape
+        self.batch = mx.random.randint(0, words, (batch, length + 1), key=mx.random.key(1))
+        self.lengths = mx.array([[1, length]] * batch)
+        self.loss = fused_loss(model) if fused else default_loss
+        self.gradients = nn.value_and_grad(model, self.loss)
+        state = [model.state, self.optimizer.state, mx.random.state]
+        on_cpu = converted and backend() == "host"
+        traced = (lambda f: f) if on_cpu else partial(mx.compile, inputs=state, outputs=state)
+        self.step = traced(self._step)
+        mx.eval(state, self.batch, self.lengths)
+
+    def _step(self) -> mx.array:
+        (value, _), gradients = self.gradients(self.model, self.batch, self.lengths)
+        self.optimizer.update(self.model, gradients)
+        return value
+
+    def run(self) -> list[Any]:
+        """A step, with all that it changes."""
+        return [self.step(), self.model.trainable_parameters(), self.optimizer.state]
+
+    def first(self) -> Result:
+        """The loss and the gradients."""
+        (value, _), gradients = self.gradients(self.model, self.batch, self.lengths)
+        return {"loss": value, **dict(tree_flatten(gradients))}
+
+    @property
+    def bytes(self) -> int:
+        """Of the model and the optimizer."""
+        return sum(a.nbytes for a in arrays([self.model.parameters(), self.optimizer.state]))
+
+
+@contextmanager
+def checkpoints(layer: nn.Module, asked: bool) -> Iterator[None]:
+    """Have layers of a class compute their activations again for gradients, if asked for."""
+    cls: Any = type(layer)
+    before = cls.__call__
+    if asked:
+        grad_checkpoint(layer)
+    try:
+        yield
+    finally:
+        cls.__call__ = before
+
+
+def difference(found: Result, stock: Result | None) -> float:
+    """Of gradients, relative to stock's, by norms; 0 where there are none to compare with."""
+    if stock is None:
+        return 0.0
+    loss, right = found["loss"].item(), stock["loss"].item()
+    assert abs(loss - right) <= LOSS * right, f"a loss of {loss}, where stock's is {right}"
+    names = found.keys() - {"loss"}
+    wrong, norm = (
+        sum(mx.square(a.astype(mx.float32)).sum() for a in each)
+        for each in ((found[k] - stock[k] for k in names), (stock[k] for k in names))
+    )
+    error = mx.sqrt(wrong / norm).item()
+    assert error <= GRADIENTS, f"gradients differ from stock's by {error:.1%}"
+    return error
+
+
+def above(run: Run) -> float:
+    """Megabytes at the worst moment of a call besides what was there, and its results."""
+    if GPU or not (status := Path("/proc/self/status")).exists():
+        return peak(run, results=False)
+
+    def read(name: str) -> float:
+        return int(status.read_text().split(f"{name}:")[1].split()[0]) / 1e3
+
+    gc.collect()
+    mx.clear_cache()
+    status.with_name("clear_refs").write_text("5")  # the maximum begins anew
+    before = read("VmRSS")
+    mx.eval(run())
+    return read("VmHWM") - before
+
+
+def bench_loss(table: Table, only: list[str], repeats: int) -> None:
+    """Time and memory of all contenders."""
+    ways, stock = {n: way for n, way in losses().items() if not only or n in only}, None
+    for name, way in ways.items():
+        found = way()
+        stock = stock or (found if name == "stock" else None)
+        row = {"loss": found["loss"].item(), "error": difference(found, stock)}
+        del found
+        memory = above(way)
+        time = measure({name: way}, repeats=repeats)[name].scaled(1e3)
+        table.add(task="loss", path=name, ms=time, **{"peak MB": memory}, **row)
+
+
+def bench_step(part: str, table: Table, only: list[str], repeats: int) -> None:
+    """One contender after the other: they do not fit together."""
+    layers, shape, checkpointed = STEPS[part]
+    stock: Result | None = None
+    for name, (converted, fused) in CONTENDERS.items():
+        if only and name not in only:
+            continue
+        training = Training(layers, shape, converted, fused)
+        row: dict[str, Any] = {"task": part, "path": name}
+        try:
+            with checkpoints(training.model.layers[0], checkpointed):
+                found = tree_map(lambda a: a.astype(mx.float32), training.first())
+                mx.eval(found)
+                stock = stock or (found if name == "stock" else None)
+                row |= {"loss": found["loss"].item(), "error": difference(found, stock)}
+                training.run()
+                most = above(training.run) + training.bytes / 1e6
+                time = measure({name: training.run}, repeats=repeats)[name].scaled(1e3)
+                row |= {"peak MB": most, "ms": time}
+        except RuntimeError as error:  # no memory is left
+            row["ms"] = f"fails: {str(error)[:40]}"
+        table.add(**row)
+        del training
+        gc.collect()
+        mx.clear_cache()
+
+
+def main() -> None:
+    parser = arguments(__doc__, repeats=5)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"loss, {', '.join(STEPS)}; all")
+    parser.add_argument("--only", nargs="+", default=[], help="contenders")
+    args = parser.parse_args()
+    with output(args, "lora"):
+        for part in args.parts or ["loss", *STEPS]:
+            if part == "loss":
+                bench_loss(Table(COLUMNS), args.only, args.repeats)
+            else:
+                bench_step(part, Table(COLUMNS), args.only, args.repeats)
+
+
+if __name__ == "__main__":
+    main()
