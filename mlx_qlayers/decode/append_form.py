@@ -134,6 +134,9 @@ class AppendForm(Form):
         later = [each + one_token(each.size) for each in at]
         return [made["logits"], later, new, [made[name] for name in self.states]]
 
+    def before(self, state: AppendState, count: int) -> None:
+        """A step has one token, of which none is dropped."""
+
     def begun(self, own: Sequence[Any], at: dict[str, int]) -> AppendState:
         beside = [append_buffer_of([own[i] for i in numbers]) for numbers in self.groups]
         pairs = zip(beside, self.groups, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from operator import is_
 from typing import Any
@@ -14,9 +15,9 @@ from ..runtime.backend import Mode, backend, current, epoch
 from ..runtime.explain import note
 from ..runtime.threads import here
 from ..runtime.transformed import is_transformed
-from .append_buffers import released
+from .append_buffers import kind_of, released
 from .append_form import AppendForm
-from .caches import REACH, Facts, arrays_of, facts, more_steps
+from .caches import REACH, Facts, arrays_of, facts, more_steps, put
 from .capture import Differs, Unsupported, stopping_line
 from .captured import MAX_BATCH, Step, captured, check, step_of
 from .effects import Effects
@@ -59,6 +60,29 @@ def step(model: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None
             return None
         steps = _steps[id(model)] = Steps(model, steps)
     return steps.run(tokens, caches)
+
+
+def rewound(model: Any, caches: Sequence[Any], count: int) -> bool:
+    """Whether the last tokens of caches were dropped so that the next step goes on as it would.
+
+    Args:
+        model: whose last step with these caches was by a graph, else they stay as they are.
+        caches: as mlx-lm makes them; those whose tokens are dropped by their count alone.
+        count: tokens, no more than the last step had.
+    """
+    steps, own = _steps.get(id(model)), leaves(caches)
+    last = steps.progress.get(own[0]) if steps else None
+    if not steps or last is None or not last.holds(own):
+        return False
+    if any(kind_of(c).__name__ not in ("KVCache", "QuantizedKVCache") for c in own):
+        return False
+    if (state := last.step.before(last.state, count)) is None:
+        return False
+    items = [{"offset": vars(c)["offset"] - count} for c in own]
+    put(own, items)
+    deque(map(dict.update, last.held.items, items), maxlen=0)
+    steps.progress[own[0]] = last._replace(state=state)
+    return True
 
 
 def stopped(model: Any) -> str | None:

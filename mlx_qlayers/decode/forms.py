@@ -73,6 +73,12 @@ class Form:
         """
         return at, None
 
+    def before(self, state: Any, count: int) -> Any:
+        """The state so many tokens before; None if it cannot be told."""
+        at, array = state
+        names = {*self.counters}
+        return {name: v - count * (name in names) for name, v in at.items()}, array
+
     def run(self, tokens: mx.array, own: Sequence[Any], state: Any) -> tuple[mx.array, Progress]:
         """The logits, and what the next step with the same caches goes on with."""
         (at, array), held = state, [*map(vars, own)]
@@ -133,6 +139,7 @@ class PaddedForm(Form):
         super().__init__(captured, graph.graph, batch)
         counts = dict(zip(self.counters, captured.counts.values(), strict=True))
         self.more = mx.array([_more(name, counts.get(name)) for name in self.positions], mx.int32)
+        self.moving = (self.more > 0).astype(mx.int32)
         self.compiled = mx.compile(self._run)
 
     def _run(self, at: mx.array, arrays: list[mx.array]) -> list[Any]:
@@ -149,6 +156,10 @@ class PaddedForm(Form):
         with traced(arrays, self.weights):
             made = self.program.run({POSITIONS: at, **given}, rows)
         return [at + self.more, *(made[name] for name in ("logits", *self.states))]
+
+    def before(self, state: Any, count: int) -> Any:
+        at, array = super().before(state, count)
+        return at, None if array is None else array - count * self.moving
 
     def computed(self, arrays: dict[str, mx.array], at: dict[str, int], array: Any) -> Any:
         if array is None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable
+from typing import Any
 
 # The lengths of steps, of which each is captured by itself.
 LENGTHS = (2, 3, 5, 9, 16)
 # What guesses behind a wrong and a right one are taken to be worth before there were some, and for
 # how many trials that counts.
-_PRIOR, _WEIGHT = (0.5, 0.8), 2.0
+_PRIOR, _WEIGHT = (0.35, 0.8), 2.0
 _MEMORY = 0.9  # of trials and costs, a round
 # The share of the time that rounds may lose against steps without guesses.
 _LOSS = 0.01
@@ -27,13 +29,17 @@ class Depths:
     are none for a while.
 
     Args:
+        model: what rounds cost is known from one text to the next.
         most: guesses in a round at most.
         measured: whether the depth is chosen; else it is ``most`` wherever there is room.
     """
 
-    def __init__(self, most: int, measured: bool = True) -> None:
+    def __init__(self, model: Any, most: int, measured: bool = True) -> None:
         self.most, self.measured = most, measured
-        self.costs: dict[Hashable, dict[int, float]] = {}
+        if id(model) not in _costs:
+            weakref.finalize(model, _costs.pop, id(model), None).atexit = False
+        # Seconds by the source of guesses, or None, and by the length of a step.
+        self.costs = _costs.setdefault(id(model), {})
         # Right guesses and all, by their source and whether the one before was right.
         self.trials: dict[tuple[Hashable, bool], tuple[float, float]] = {}
         self.was_right: dict[Hashable, bool] = {}
@@ -42,7 +48,7 @@ class Depths:
     @property
     def plain(self) -> float | None:
         """The seconds of a step of one token without guesses."""
-        return self.costs.get(None, {}).get(1)
+        return self.costs.get(None, {}).get(1) or None
 
     def acceptance(self, source: Hashable, was_right: bool) -> float:
         """The probability that a guess is right, behind one that was or was not."""
@@ -125,3 +131,7 @@ class Depths:
             return c + slope * (length - n)
 
         return cost
+
+
+# The keys are identities, because models are dicts, which have no hash.
+_costs: dict[int, dict[Hashable, dict[int, float]]] = {}

@@ -60,16 +60,17 @@ class Flight(NamedTuple):
     Attributes:
         fed: (L,) its tokens; ``guesses`` of them are at the end, and ``source`` made them.
         before: all tokens before these, where there are processors.
-        checkpoint: what caches were before.
+        checkpoint: what caches were before, where there are guesses.
         drawn: its tokens and log-probabilities, of the last token that is no guess and behind.
-        found: (1 + guesses + 1,) int32: how many guesses were accepted, and all tokens drawn.
+        found: (1 + guesses + 1,) int32: how many guesses were accepted, and all tokens drawn;
+            without guesses the token.
     """
 
     fed: mx.array
     before: mx.array | None
     guesses: int
     source: int | None
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | None
     drawn: Drawn
     found: mx.array
 
@@ -134,11 +135,10 @@ class Rounds:
 
     def asked(self) -> tuple[int | None, int]:
         """Which source is to guess, and how many tokens; without one, steps go ahead."""
-        room = longest(self.model, self.caches) or MAX_LENGTH
-        room = min(MAX_LENGTH, room, self._unquantized())
-        self.goes_ahead = True
+        self.goes_ahead, room = True, None
         for number, source in enumerate(self.sources):
             if source.ready(self.tokens):
+                room = self._room() if room is None else room
                 depth = self.depths.depth(number, len(self.pending), room - len(self.pending))
                 if depth:
                     self.goes_ahead = False
@@ -146,29 +146,33 @@ class Rounds:
                 self.depths.forget(number)
         return None, 0
 
-    def _unquantized(self) -> int:
-        """How many more tokens are seen before caches are quantized."""
+    def _room(self) -> int:
+        """How many tokens a step can have, as caches treat all of them like the first."""
+        room = min(longest(self.model, self.caches) or MAX_LENGTH, MAX_LENGTH)
+        if self.quantize["kv_bits"] is None:
+            return room
         start = self.quantize["quantized_kv_start"]
         left = [start - c.offset for c in self.caches if hasattr(c, "to_quantized")]
-        if self.quantize["kv_bits"] is None:
-            return MAX_LENGTH
-        return min((n for n in left if n > 0), default=MAX_LENGTH)
+        return min([room, *(n for n in left if n > 0)])
 
     def _launched(
         self, fed: mx.array, before: mx.array | None, guesses: int, source: int | None
     ) -> Flight:
         maybe_quantize_kv_cache(self.caches, **self.quantize)
-        checkpoint = Checkpoint(self.caches, fed.size)
+        checkpoint = Checkpoint(self.model, self.caches, fed.size) if guesses else None
         logits = self.model(fed[None], cache=self.caches)[0, fed.size - guesses - 1 :]
         drawn = self.drawer(logits, before, fed)
-        count = accepted(drawn.tokens, fed[fed.size - guesses :])
-        found = mx.concatenate([count[None], drawn.tokens.astype(mx.int32)])
+        found = drawn.tokens.astype(mx.int32)
+        if guesses:
+            count = accepted(found, fed[fed.size - guesses :])
+            found = mx.concatenate([count[None], found])
         mx.async_eval(found)
         return Flight(fed, before, guesses, source, checkpoint, drawn, found)
 
     def read(self, flight: Flight) -> list[int]:
         """The new tokens of a step; random numbers go on behind the last of them."""
-        count, *drawn = cast(list[int], flight.found.tolist())
+        found = cast(list[int], flight.found.tolist())
+        count, drawn = (found[0], found[1:]) if flight.guesses else (0, found)
         if flight.drawn.keys and count < flight.guesses:
             self.drawer.keep(flight.drawn.keys[count])
         report = self.report
@@ -189,7 +193,7 @@ class Rounds:
     def settle(self, flight: Flight, new: list[int], taken: int) -> None:
         """Caches go back to what was taken of a step's new tokens; what they lack is pending."""
         right = min(taken, len(new) - 1)
-        dropped = flight.checkpoint.back(flight.guesses - right)
+        dropped = flight.checkpoint.back(flight.guesses - right) if flight.checkpoint else 0
         held = self.pending + new[:right]
         self.pending = held[flight.fed.size - dropped :] + new[right:taken]
         self.tokens += new[:taken]
@@ -248,15 +252,15 @@ def speculative_generate_step(
         _prefill(model, caches, prompt[:-1], prefill_step_size, quantize)
         drawer = Drawer(sampler, logits_processors)
         sources = speculation.sources(given or None, prefill_step_size)
-        depths, tokens = Depths(most, speculation.measured), cast(list[int], prompt.tolist())
+        depths, tokens = Depths(model, most, speculation.measured), cast(list[int], prompt.tolist())
         run = Rounds(model, caches, sources, tokens, drawer, depths, quantize)
         run.report = speculation.report
-        yield from _texts(run, max_tokens, prompt_cache is not None)
+        yield from texts(run, max_tokens, prompt_cache is not None)
         if prompt_cache is not None:  # caches may have been quantized
             prompt_cache[: len(caches)] = caches
 
 
-def _texts(run: Rounds, max_tokens: int, is_kept: bool) -> Generator[tuple[int, mx.array, bool]]:
+def texts(run: Rounds, max_tokens: int, is_kept: bool) -> Generator[tuple[int, mx.array, bool]]:
     """The tokens of all rounds; behind them caches that somebody has hold what was taken."""
     tic, flight, count = perf_counter(), run.next(), 0
     while count != max_tokens:

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..decode.append_buffers import kind_of, released
+from ..decode.engine import rewound
 from ..decode.twin import leaves
 
 _RINGS = ("RotatingKVCache", "BatchRotatingKVCache")
@@ -24,13 +25,16 @@ class Checkpoint:
     back to before the first of the tokens.
 
     Args:
+        model: takes them.
         caches: as mlx-lm makes them.
         length: how many tokens they take.
         singly: whether these come one at a time, as those of a draft.
     """
 
-    def __init__(self, caches: Sequence[Any], length: int, singly: bool = False) -> None:
-        self.own, self.length = leaves(caches), length
+    def __init__(
+        self, model: Any, caches: Sequence[Any], length: int, singly: bool = False
+    ) -> None:
+        self.model, self.own, self.length = model, leaves(caches), length
         self.singly = singly or length == 1
         kinds = [kind_of(c).__name__ for c in self.own]
         kept = [not self._is_cut(c, kind) for c, kind in zip(self.own, kinds, strict=True)]
@@ -48,6 +52,8 @@ class Checkpoint:
         if not rejected:
             return 0
         dropped = self.length if self.whole else rejected
+        if rewound(self.model, self.own, dropped):
+            return dropped
         for c, before in zip(self.own, self.kept, strict=True):
             if before is not None:
                 vars(c).update(_copied(before))

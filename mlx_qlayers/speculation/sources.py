@@ -107,7 +107,7 @@ class DraftModel:
         self._follow(tokens, len(tokens) - MAX_LENGTH)
         rest, guesses = [*tokens[self._held :]], list[mx.array]()
         token = mx.array(rest, mx.uint32)
-        checkpoint = Checkpoint(self.caches, len(rest) + depth - 1, singly=True)
+        checkpoint = Checkpoint(self.model, self.caches, len(rest) + depth - 1, singly=True)
         while len(guesses) < depth:
             logits = self._step(token)
             token = draw(logits[:, -1], guesses).astype(mx.uint32)
