@@ -39,13 +39,13 @@ def qmv(
     norm=None,
     gate=None,
     residual=None,
-    tile_squares=None,
-    next_weight=None,
+    partial_squares=None,
+    deferred_weight=None,
 ):
     """A list of products; ``norm`` is a weight, which may be None, and epsilon."""
     weight, epsilon = norm or (None, None)
     packed = [PackedMatrix(*matrix) for matrix in matrices]
-    flat = QmvArrays(x, weight, tile_squares, residual, next_weight, packed).flat
+    flat = QmvArrays(x, weight, partial_squares, residual, deferred_weight, packed).flat
     given = QmvArrays.of([None if a is None else Spec.of(a) for a in flat])
     return _qmv.qmv(given, fmt, config, epsilon=epsilon, gate=gate)(*flat)
 

@@ -36,4 +36,4 @@ def keep(family="qmv", question=QUESTION, config=None, device="some_gpu", **chan
     return config
 
 
-OTHER = replace(heuristic(), shares=4)
+OTHER = replace(heuristic(), simds_k=4)

@@ -47,9 +47,9 @@ def experts_products(
         fmt: the format of the matrices.
         gate: with two matrices: give ``activation(first) * second`` alone; the activation is
             ``"silu"``, ``"gelu"`` or ``"gelu_approx"``. Or what is made of both, ``Clipped``.
-        norm: the ``tile_squares`` of rows ``x`` that were multiplied by the weight of an RMS norm,
-            as :func:`~mlx_qlayers.ops.fused_products.fused_products` takes them, and its epsilon;
-            None where ``x`` is as it is to be.
+        norm: the ``partial_squares`` of rows ``x`` that were multiplied by the weight of an RMS
+            norm, as :func:`~mlx_qlayers.ops.fused_products.fused_products` takes them, and its
+            epsilon; None where ``x`` has no deferred norm.
 
     Returns:
         (..., J, N) for each matrix, or one gated product; float32 sums rounded once.
@@ -190,7 +190,7 @@ def _plan_products(
         raise ValueError("matrices must be one or two of one shape")
     tiles = Spec((prod(x.shape[:-1]), -(-x.shape[-1] // 16)), mx.float32)
     if squares is not None and (squares != tiles or x.ndim > experts.ndim):
-        raise ValueError(f"norm must have tile_squares {tiles}, of rows {x.shape}, not {squares}")
+        raise ValueError(f"norm must have partial_squares {tiles}, not {squares}, of {x.shape}")
 
     def composed(*arrays: Any) -> list[mx.array]:
         x, experts, squares, *flat = arrays

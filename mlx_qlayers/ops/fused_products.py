@@ -62,8 +62,8 @@ def fused_products(
     norm: Norm | None = None,
     gate: Gate | None = None,
     residual: mx.array | None = None,
-    tile_squares: mx.array | None = None,
-    next_weight: mx.array | None = None,
+    partial_squares: mx.array | None = None,
+    deferred_weight: mx.array | None = None,
 ) -> list[mx.array]:
     """Multiply one input with quantized matrices of one format: ``x @ w.T + bias`` for each.
 
@@ -81,14 +81,14 @@ def fused_products(
         gate: with two matrices: give ``activation(first) * second`` alone; the activation is
             ``"silu"``, ``"gelu"`` or ``"gelu_approx"``.
         residual: added to the product with a single matrix; not together with ``gate``.
-        tile_squares: (M, ceil(K / 16)) float32, with a norm without weight for an ``x`` that was
+        partial_squares: (M, ceil(K / 16)) float32, with a norm without weight for an ``x`` that was
             multiplied by the weight already: sums of squares of 16 columns of what it was before.
-        next_weight: (N,) with a single matrix and no gate: the weight of an RMS norm that the
-            result goes through next. Its inputs are given too, so that it takes no launch.
+        deferred_weight: (N,) with a single matrix and no gate: the weight of an RMS norm that
+            the result goes through next. The norm's factor is left to the product that follows.
 
     Returns:
-        (..., N) for each matrix, or one gated product. With ``next_weight`` also the result times
-        it, and ``tile_squares`` of the result.
+        (..., N) for each matrix, or one gated product. With ``deferred_weight`` also
+        the result times it, and ``partial_squares`` of the result.
 
     Raises:
         ValueError: there is no matrix, ``gate`` does not have two of one shape, ``residual`` does
@@ -106,14 +106,14 @@ def fused_products(
     flat = [*chain.from_iterable(matrices)]
     if len(flat) != 4 * len(matrices):
         flat = [array for matrix in matrices for array in PackedMatrix(*matrix)]
-    arrays = (x, weight, tile_squares, residual, next_weight, *flat)
+    arrays = (x, weight, partial_squares, residual, deferred_weight, *flat)
     return dispatch(FUSED_PRODUCTS, arrays, (group_size, bits, mode, epsilon, gate))
 
 
 def defers_norm(x: mx.array | Spec) -> bool:
-    """Whether the norms between products of such rows should take no launch, by ``next_weight``.
+    """Whether the norms between products of such rows should be deferred, to save their launches.
 
-    Where they take one otherwise. In float16 a number times a weight may be out of range.
+    In float16 a number times a weight may be out of range.
     """
     defers = bool(threshold("defers_norm", device=backend()))
     return defers and in_one_launch(x) and x.dtype == mx.bfloat16
@@ -128,18 +128,18 @@ def _plan(
     gate: Gate | None,
 ) -> Plan:
     fmt = Format.checked(group_size, bits, mode)
-    x, weight, tile_squares, residual, next_weight, *flat = arrays
+    x, weight, partial_squares, residual, deferred_weight, *flat = arrays
     matrices = [PackedMatrix(*flat[i : i + 4]) for i in range(0, len(flat), 4)]
     _check(arrays[:5], matrices, fmt, epsilon, gate)
     composed = _composed(_one_by_one(fmt), epsilon, gate)
     rows, n, k = prod(x.shape[:-1]), sum(m.w.shape[0] for m in matrices), x.shape[-1]
-    lacking = _lacking(x, rows, matrices, [weight, residual, next_weight])
+    lacking = _lacking(x, rows, matrices, [weight, residual, deferred_weight])
     made = None if lacking else _by_tensors(x, matrices, residual, fmt, gate)
     if made is not None:
         choice, multiply = made
         run = _composed(multiply, epsilon, None)
         return Plan(choice, run, gradient_of(composed, arrays), composed)
-    kind = _kind(matrices, epsilon is not None and tile_squares is None, gate, residual)
+    kind = _kind(matrices, epsilon is not None and partial_squares is None, gate, residual)
     best = None
     if rows <= MAX_QMV_ROWS and not lacking:
         best = found("qmv", rows, n, k, x.dtype, fmt, kind)
@@ -183,9 +183,10 @@ def with_squares(arrays: list[Any], *static: Any) -> list[Any]:
 _TAKES = Signature("""
     x: float (*R, K)
     the weight of norm: any (K,) or None
-    tile_squares: float32 (M, T) or None
+    partial_squares: float32 (M, T) or None
 """)
-_BIAS, _NEXT = Signature("bias: any (N,) or None"), Signature("next_weight: any (N,) or None")
+_BIAS = Signature("bias: any (N,) or None")
+_DEFERRED = Signature("deferred_weight: any (N,) or None")
 FUSED_PRODUCTS = Operation("fused_products", _plan, compiled=True, sample=with_squares)
 
 
@@ -206,12 +207,12 @@ def _composed(multiply: _Multiply, epsilon: float | None, gate: Gate | None) -> 
     """The norm, the products and what follows them, one after the other."""
 
     def run(*arrays: Any) -> list[mx.array]:
-        x, weight, tile_squares, residual, next_weight, *flat = arrays
-        rows = x if epsilon is None else normed(x, weight, epsilon, tile_squares)
+        x, weight, partial_squares, residual, deferred_weight, *flat = arrays
+        rows = x if epsilon is None else normed(x, weight, epsilon, partial_squares)
         products = multiply(rows, residual, flat)
         if gate is not None:
             products = [ACTIVATIONS[gate](products[0]) * products[1]]
-        return products if next_weight is None else _with_deferred_norm(products[0], next_weight)
+        return _with_deferred_norm(products, deferred_weight)
 
     return run
 
@@ -259,20 +260,20 @@ def _vector(
     specs: QmvArrays, fmt: Format, config: Any, epsilon: float | None, gate: Gate | None, path: str
 ) -> _Run:
     """All in one launch, or with one for the norm where that was measured to be faster."""
-    deferred, first = specs.tile_squares is not None, _norm_first(path, gate)
-    if takes_deferred_norm(config, specs.matrices) or not (deferred or specs.next_weight):
+    deferred, first = specs.partial_squares is not None, _norm_first(path, gate)
+    if takes_deferred_norm(config, specs.matrices) or not (deferred or specs.deferred_weight):
         return qmv(specs, fmt, config, epsilon=epsilon, gate=gate, norm_first=first)
     # This configuration takes no deferred norm: what comes of one is computed around the launch.
-    plain = specs._replace(tile_squares=None, next_weight=None)
+    plain = specs._replace(partial_squares=None, deferred_weight=None)
     inside = None if deferred else epsilon
     launch = qmv(plain, fmt, config, epsilon=inside, gate=gate, norm_first=first)
 
     def run(*arrays: Any) -> list[mx.array]:
-        x, weight, tile_squares, residual, next_weight, *flat = arrays
+        x, weight, partial_squares, residual, deferred_weight, *flat = arrays
         if deferred:
-            x = normed(x, None, epsilon or 0.0, tile_squares)
+            x = normed(x, None, epsilon or 0.0, partial_squares)
         products = launch(x, weight, None, residual, None, *flat)
-        return products if next_weight is None else _with_deferred_norm(products[0], next_weight)
+        return _with_deferred_norm(products, deferred_weight)
 
     return run
 
@@ -308,20 +309,23 @@ def _dense(x: Spec, matrices: list[PackedMatrix], fmt: Format, gate: Gate | None
     return multiply
 
 
-def _with_deferred_norm(y: mx.array, weight: mx.array) -> list[mx.array]:
-    """A result, that times the weight of the norm that follows, and its ``tile_squares``."""
+def _with_deferred_norm(products: list[mx.array], weight: mx.array | None) -> list[mx.array]:
+    """With a weight: a product, that times the weight, and its ``partial_squares``."""
+    if weight is None:
+        return products
+    (y,) = products
     rows, n = y.astype(mx.float32), y.shape[-1]
     tiles = mx.pad(rows.reshape(-1, n) ** 2, [(0, 0), (0, -n % 16)]).reshape(-1, -(-n // 16), 16)
     return [y, (rows * weight.astype(mx.float32)).astype(y.dtype), tiles.sum(-1)]
 
 
 def normed(
-    x: mx.array, weight: mx.array | None, eps: float, tile_squares: mx.array | None
+    x: mx.array, weight: mx.array | None, eps: float, partial_squares: mx.array | None
 ) -> mx.array:
     """Rows behind an RMS norm, by their own squares, or by those of what they were before."""
-    if tile_squares is None:
+    if partial_squares is None:
         return mx.fast.rms_norm(x, weight, eps)
-    scale = mx.rsqrt(tile_squares.sum(-1) / x.shape[-1] + eps).reshape(*x.shape[:-1], 1)
+    scale = mx.rsqrt(partial_squares.sum(-1) / x.shape[-1] + eps).reshape(*x.shape[:-1], 1)
     return (x.astype(mx.float32) * scale).astype(x.dtype)
 
 
@@ -353,11 +357,11 @@ def _check(
     gate: str | None,
 ) -> None:
     """Raise for what is wrong with arguments that :func:`quantized_matmul` does not know."""
-    x, weight, tile_squares, residual, next_weight = rows
+    x, weight, partial_squares, residual, deferred_weight = rows
     if not matrices:
         raise ValueError("matrices must have at least one element")
     tiles = {"M": prod(x.shape[:-1]), "T": -(-x.shape[-1] // 16)} if x.ndim else {}
-    _TAKES.check(x, weight, tile_squares, **tiles)
+    _TAKES.check(x, weight, partial_squares, **tiles)
     for w, scales, biases, bias in matrices:
         if problem := fmt.mismatch(w, scales, biases):
             raise ValueError(f"matrices: {problem}")
@@ -377,8 +381,8 @@ def _check(
             f"residual must have the shape {(*x.shape[:-1], n)} of the product with a single "
             f"matrix, not {residual.shape} with gate {gate!r} and {len(shapes)} matrices"
         )
-    if tile_squares is not None and (epsilon is None or weight is not None):
-        raise ValueError("tile_squares needs a norm without weight")
-    if next_weight is not None and not single:
-        raise ValueError("next_weight needs a single matrix and no gate")
-    _NEXT.check(next_weight, N=n)
+    if partial_squares is not None and (epsilon is None or weight is not None):
+        raise ValueError("partial_squares needs a norm without weight")
+    if deferred_weight is not None and not single:
+        raise ValueError("deferred_weight needs a single matrix and no gate")
+    _DEFERRED.check(deferred_weight, N=n)

@@ -39,7 +39,7 @@ _SHIMMED = tuple(
 )
 # The template parameters that say how many threadgroups a multiprocessor should hold, and whether
 # SIMD groups run tensor operations together; and what holds without them.
-_TOLD = ("RESIDENT", 1), ("TOGETHER", False)
+_TOLD = ("RESIDENT", 1), ("LOCKSTEP", False)
 # And the one that says how many bytes of dynamic shared memory the kernel takes.
 _SHARED = "SHARED"
 # The input that tells threads beyond the grid that they are surplus.
@@ -187,7 +187,7 @@ def cuda_source(
     """
     helpers = translate(_without_shimmed(program.header))
     header = f"#define MSL_GROUP_SIZE {prod(threadgroup)}\n#define MSL_RESIDENT {resident}\n"
-    header += f'#define MSL_TOGETHER {int(together)}\n#include "{SHIM}"\n'
+    header += f'#define MSL_LOCKSTEP {int(together)}\n#include "{SHIM}"\n'
     if helpers:
         # MLX puts the kernel into this namespace too; the shim's names hide CUDA's there.
         header += f"namespace mlx::core::cu {{\n{helpers}\n}}\n"

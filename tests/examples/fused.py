@@ -73,7 +73,7 @@ def _fused_products(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     k = case.groups * fmt.group_size
     widths = case.widths[:1] * 2 if case.gate else case.widths
     alone = len(widths) == 1
-    x, weight, residual, following = (
+    x, weight, residual, after = (
         random(rng, shape, dtype)
         for shape in ((*case.rows, k), (k,), (*case.rows, widths[0]), widths[:1])
     )
@@ -101,7 +101,7 @@ def _fused_products(case: SimpleNamespace, rng: np.random.Generator) -> Call:
 
     return Call(
         fused_products,
-        {"x": x, "residual": added, "next_weight": following if case.next and alone else None},
+        {"x": x, "residual": added, "deferred_weight": after if case.next and alone else None},
         {"matrices": matrices, "norm": norm, "gate": case.gate, **fmt._asdict()},
         (*case.rows, widths[0]),
         expected,

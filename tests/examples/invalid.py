@@ -116,7 +116,7 @@ _P = PackedMatrix(*_matrix(8, 64).values())
 _FUSED = Calls(
     fused_products,
     [
-        {"x": _zeros((2, 64)), "matrices": [_P], "next_weight": _ones(8)},
+        {"x": _zeros((2, 64)), "matrices": [_P], "deferred_weight": _ones(8)},
         {"x": _zeros((2, 64)), "matrices": [_P, _P], "gate": "silu", "norm": (_ones(64), 1e-5)},
     ],
     [
@@ -129,8 +129,8 @@ _FUSED = Calls(
         ({"norm": (_zeros(8), 0.1)}, r"the weight of norm must be \(64,\), but its shape is \(8,"),
         ({"residual": _zeros(8)}, r"residual must have the shape \(2, 8\) .* not \(8,\)"),
         ({"matrices": [_P._replace(bias=_zeros(9))]}, r"bias must be \(8,\), but its shape is \(9"),
-        ({"next_weight": _zeros(9)}, r"next_weight must be \(8,\), but its shape is \(9,\)"),
-        ({"tile_squares": _zeros((4, 2))}, r"tile_squares must be \(2, 4\), .* is \(4, 2\)"),
+        ({"deferred_weight": _zeros(9)}, r"deferred_weight must be \(8,\), .* is \(9,\)"),
+        ({"partial_squares": _zeros((4, 2))}, r"partial_squares must be \(2, 4\), .* is \(4, 2\)"),
     ],
 )
 _E = PackedMatrix(*_matrix(4, 8, 64).values())
@@ -143,7 +143,7 @@ _EXPERTS = Calls(
         ({"experts": mx.array([[0.5]])}, "experts must be integers"),
         ({"x": _ones((2, 64))}, r"x must be \(1, K\) or \(1, 2, K\), but its shape is \(2, 64\)"),
         ({"x": _ones((1, 32))}, "columns"),
-        ({"norm": (_ones((1, 2)), 0.1)}, "norm must have tile_squares"),
+        ({"norm": (_ones((1, 2)), 0.1)}, "norm must have partial_squares"),
     ],
 )
 _SUMMED = _PICKED | {"x": _ones((1, 2, 64)), "scores": _ones((1, 2)), "matrix": _E}

@@ -73,7 +73,7 @@ def test_few_points_of_large_images_in_half_precision(backend, dtype, channels):
         mx.eval(found)
     check(found, x, grid, cotangent, Sampling())
     assert [launch.kernel for launch in launches][1:5] == [
-        "grid_sample_list_shares",
+        "grid_sample_list_terms",
         "grid_sample_find_rows",
         "grid_sample_gradient_x_rows",
         "grid_sample_gradient_x_spread",
@@ -236,7 +236,7 @@ def test_launches(backend):
         mx.eval(run(x, grid, cotangent, Sampling()))
     names = ["grid_sample_forward", "grid_sample_gradient_x", "grid_sample_gradient_grid"]
     if backend == "host":
-        names[1:2] = ["grid_sample_list_shares", "grid_sample_gradient_x_bands"]
+        names[1:2] = ["grid_sample_list_terms", "grid_sample_gradient_x_bands"]
     assert [(run.kernel, run.backend) for run in launches] == [(name, backend) for name in names]
 
 

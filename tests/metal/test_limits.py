@@ -354,7 +354,7 @@ def test_registers_of_every_launch_are_checked(machine, monkeypatch):
     machine("metal")
     monkeypatch.setattr(mx.fast, "metal_kernel", lambda **made: lambda **launch: [])
     fmt, x = Format(64, 4), Spec((16, 512), mx.bfloat16)
-    large = Tile("qmv_matrix", 16, fragments=2, tiles=4, shares=4, ahead=4)
+    large = Tile("qmv_matrix", 16, fragments=2, tiles=4, simds_k=4, ahead=4)
     specs = QmvArrays(x, matrices=[packed(fmt, 512, 512, mx.bfloat16)])
     with use_backend("metal"):
         with pytest.raises(KernelError, match="128 threads with 188 words of arrays each"):

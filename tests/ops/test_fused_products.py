@@ -106,9 +106,9 @@ def test_deferred_norm_of_the_next_product(path):
         first = matrices(rng, (n,), 64, fmt, mx.float32, (True,))
         pair = matrices(rng, (41, 41), n, fmt, mx.float32, (True, False))
         with use_backend(path):
-            y, scaled, squares = fused_products(x, first, residual=residual, next_weight=weight)
+            y, scaled, squares = fused_products(x, first, residual=residual, deferred_weight=weight)
             check([y], x, first, fmt, residual=residual)
-            given = {"norm": (None, EPS), "tile_squares": squares}
+            given = {"norm": (None, EPS), "partial_squares": squares}
             for options in ({}, {"gate": "silu"}):
                 found = fused_products(scaled, pair, **given, **options)
                 check(found, y, pair, fmt, norm=(weight, EPS), **options)
@@ -120,8 +120,8 @@ def test_gradient_through_a_deferred_norm():
     second = matrices(rng, (8,), 64, fmt, mx.float32, (True,))
 
     def handed(x, residual, weight):
-        _, z, squares = fused_products(x, first, residual=residual, next_weight=weight)
-        return fused_products(z, second, norm=(None, EPS), tile_squares=squares)[0]
+        _, z, squares = fused_products(x, first, residual=residual, deferred_weight=weight)
+        return fused_products(z, second, norm=(None, EPS), partial_squares=squares)[0]
 
     given = random(rng, (3, 64)), random(rng, (3, 64)), random(rng, (64,))
     for path in ("reference", "host"):

@@ -5,6 +5,7 @@ take. Which problems there are, their order, texts, repeats and deadlines are th
 """
 
 import random
+import re
 import sys
 import time
 from dataclasses import fields, replace
@@ -35,7 +36,7 @@ from recorded_gpu import without_numbers
 
 
 class Chip(NamedTuple):
-    """A device: what it does a second, and seconds a character of a kernel's text."""
+    """A device: what it does a second, and seconds a token of a kernel's text."""
 
     name: str
     architecture: str
@@ -46,9 +47,9 @@ class Chip(NamedTuple):
 
 # Matrices at three quarters of the peak, and memory at 85%; the M5 multiplies by matrix units.
 CHIPS = (
-    Chip("Apple M1", "applegpu_g13g", 2.0e12, 58e9, 5e-6),
-    Chip("Apple M4 Max", "applegpu_g16s", 12e12, 464e9, 3.5e-6),
-    Chip("Apple M5", "applegpu_g17g", 10e12, 130e9, 3e-6),
+    Chip("Apple M1", "applegpu_g13g", 2.0e12, 58e9, 1.46e-5),
+    Chip("Apple M4 Max", "applegpu_g16s", 12e12, 464e9, 1.02e-5),
+    Chip("Apple M5", "applegpu_g17g", 10e12, 130e9, 8.7e-6),
 )
 # Seconds of a launch behind another, of the call that starts some and waits, of Python for one, of
 # a compilation besides its text, and of the trace of a model.
@@ -73,7 +74,8 @@ class Mac:
         """In the place of the Metal backend's: kernels give zeros."""
         if launch.text not in self.texts:
             self.texts.add(launch.text)
-            self.uncompiled += COMPILER + self.chip.compilation * len(launch.text)
+            tokens = len(re.findall(r"\w+|[^\w\s]", launch.text))
+            self.uncompiled += COMPILER + self.chip.compilation * tokens
         outputs = [*zip(launch.output_shapes, launch.output_dtypes, strict=True)]
         return lambda arrays: [mx.zeros(*each) for each in outputs]
 

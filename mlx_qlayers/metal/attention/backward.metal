@@ -72,11 +72,11 @@ METAL_FUNC void query_gradients(
   constexpr int WIDTH = rounded_up(D, 16 * SLICES), WIDTH_V = rounded_up(DV, 16 * SLICES);
   constexpr int STEPS = WIDTH / SLICES / 16, STEPS_V = WIDTH_V / SLICES / 16;
   constexpr int COLUMNS = 2 * STEPS, COUNT = TILE / 8;
-  constexpr bool TOGETHER = products_together<T>(SIMDS / SLICES, SLICES, D, DV);
-  constexpr bool DIRECT = TOGETHER && !ALTERNATE, TWICE = DIRECT && AHEAD;
+  constexpr bool WARPGROUP = uses_warpgroup<T>(SIMDS / SLICES, SLICES, D, DV);
+  constexpr bool DIRECT = WARPGROUP && !ALTERNATE, TWICE = DIRECT && AHEAD;
   constexpr bool EARLY = AHEAD && !DIRECT, LATE = !AHEAD && !DIRECT;
-  constexpr int SIZE = tile_elements<T, TOGETHER>(TILE, WIDTH);
-  constexpr int SIZE_V = tile_elements<T, TOGETHER>(TILE, WIDTH_V);
+  constexpr int SIZE = tile_elements<T, WARPGROUP>(TILE, WIDTH);
+  constexpr int SIZE_V = tile_elements<T, WARPGROUP>(TILE, WIDTH_V);
   threadgroup T* values = keys + (ALTERNATE ? 0 : SIZE);
   int turn = 0;
   int slice = SLICES == 1 ? 0 : int(simd_group) / OWNERS;
@@ -116,8 +116,8 @@ METAL_FUNC void query_gradients(
   }
   int last = min(rule.keys, min(row + ROWS, rule.queries) + rule.reach);
   int first = max(0, row + rule.reach - rule.window + 1) / TILE * TILE;
-  tile_reader<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT> key_reader;
-  tile_reader<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, DIRECT> value_reader;
+  tile_reader<T, TILE, D, WIDTH, THREADS, WARPGROUP, DIRECT> key_reader;
+  tile_reader<T, TILE, DV, WIDTH_V, THREADS, WARPGROUP, DIRECT> value_reader;
   key_reader.rows = k_rows;
   value_reader.rows = v_rows;
   // Keys after the last one that a query of the tile sees are not read.
@@ -158,7 +158,7 @@ METAL_FUNC void query_gradients(
     sum_fragment scores[2][BLOCKS][COUNT];
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
-      multiply_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(
+      multiply_by_rows<T, STEPS, COUNT, WIDTH, WARPGROUP>(
           scores[0][b], left[b], keys_now, slice * STEPS * 16, lane);
     }
     if (ALTERNATE) {
@@ -169,7 +169,7 @@ METAL_FUNC void query_gradients(
     }
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
-      multiply_by_rows<T, STEPS_V, COUNT, WIDTH_V, TOGETHER>(
+      multiply_by_rows<T, STEPS_V, COUNT, WIDTH_V, WARPGROUP>(
           scores[1][b], d_left[b], values_now, slice * STEPS_V * 16, lane);
     }
     if (DIRECT && !TWICE) {
@@ -227,7 +227,7 @@ METAL_FUNC void query_gradients(
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
       if (!OF_MASK) {
-        add_weighted_rows<T, TILE, COLUMNS, WIDTH, TOGETHER>(
+        add_weighted_rows<T, TILE, COLUMNS, WIDTH, WARPGROUP>(
             sums[b], scores[0][b], keys_now, slice * COLUMNS * 8, lane);
       } else if (slice == 0) {
         store_scores<COUNT>(scores[0][b], d_scores, own + 16 * b, key, rule, lane);
@@ -293,11 +293,11 @@ template <
     uint simd_group [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   constexpr int ROWS = 16 * BLOCKS * SIMDS / SLICES;
-  constexpr bool TOGETHER = products_together<T>(SIMDS / SLICES, SLICES, D, DV);
-  constexpr int SIZE = tile_elements<T, TOGETHER>(TILE, rounded_up(D, 16 * SLICES));
-  constexpr int SIZE_V = tile_elements<T, TOGETHER>(TILE, rounded_up(DV, 16 * SLICES));
+  constexpr bool WARPGROUP = uses_warpgroup<T>(SIMDS / SLICES, SLICES, D, DV);
+  constexpr int SIZE = tile_elements<T, WARPGROUP>(TILE, rounded_up(D, 16 * SLICES));
+  constexpr int SIZE_V = tile_elements<T, WARPGROUP>(TILE, rounded_up(DV, 16 * SLICES));
   constexpr int ELEMENTS =
-      ALTERNATE ? larger(SIZE, SIZE_V) : (TOGETHER && AHEAD ? 2 : 1) * (SIZE + SIZE_V);
+      ALTERNATE ? larger(SIZE, SIZE_V) : (WARPGROUP && AHEAD ? 2 : 1) * (SIZE + SIZE_V);
   constexpr int PARTS = SLICES == 1 ? 1 : SIMDS * BLOCKS * TILE * 16;
   threadgroup tile_packs<ELEMENTS * sizeof(T) / 16> tiles;
   threadgroup float2 exchange[PARTS];
@@ -307,8 +307,8 @@ template <
   query_gradients<
       T, M, D, DV, MASK, SOFTCAP, false, BLOCKS, SIMDS, SLICES, TILE, ALTERNATE, AHEAD>(
       rows_of(q, q_strides, batch, head, rule.queries),
-      rows_of(k, k_strides, batch, head / sizes[SHARE], rule.keys),
-      rows_of(v, v_strides, batch, head / sizes[SHARE], rule.keys),
+      rows_of(k, k_strides, batch, head / sizes[GQA_FACTOR], rule.keys),
+      rows_of(v, v_strides, batch, head / sizes[GQA_FACTOR], rule.keys),
       rows_of(out, out_strides, batch, head, rule.queries),
       rows_of(d_out, d_out_strides, batch, head, rule.queries),
       rule,
@@ -363,11 +363,11 @@ template <
     uint simd_group [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   constexpr int ROWS = 16 * BLOCKS * SIMDS / SLICES;
-  constexpr bool TOGETHER = products_together<T>(SIMDS / SLICES, SLICES, D, DV);
-  constexpr int SIZE = tile_elements<T, TOGETHER>(TILE, rounded_up(D, 16 * SLICES));
-  constexpr int SIZE_V = tile_elements<T, TOGETHER>(TILE, rounded_up(DV, 16 * SLICES));
+  constexpr bool WARPGROUP = uses_warpgroup<T>(SIMDS / SLICES, SLICES, D, DV);
+  constexpr int SIZE = tile_elements<T, WARPGROUP>(TILE, rounded_up(D, 16 * SLICES));
+  constexpr int SIZE_V = tile_elements<T, WARPGROUP>(TILE, rounded_up(DV, 16 * SLICES));
   constexpr int ELEMENTS =
-      ALTERNATE ? larger(SIZE, SIZE_V) : (TOGETHER && AHEAD ? 2 : 1) * (SIZE + SIZE_V);
+      ALTERNATE ? larger(SIZE, SIZE_V) : (WARPGROUP && AHEAD ? 2 : 1) * (SIZE + SIZE_V);
   constexpr int PARTS = SLICES == 1 ? 1 : SIMDS * BLOCKS * TILE * 16;
   threadgroup tile_packs<ELEMENTS * sizeof(T) / 16> tiles;
   threadgroup float2 exchange[PARTS];
@@ -377,8 +377,8 @@ template <
   query_gradients<
       T, M, D, DV, MASK, SOFTCAP, true, BLOCKS, SIMDS, SLICES, TILE, ALTERNATE, AHEAD>(
       rows_of(q, q_strides, batch, head, rule.queries),
-      rows_of(k, k_strides, batch, head / sizes[SHARE], rule.keys),
-      rows_of(v, v_strides, batch, head / sizes[SHARE], rule.keys),
+      rows_of(k, k_strides, batch, head / sizes[GQA_FACTOR], rule.keys),
+      rows_of(v, v_strides, batch, head / sizes[GQA_FACTOR], rule.keys),
       rows_of(out, out_strides, batch, head, rule.queries),
       rows_of(d_out, d_out_strides, batch, head, rule.queries),
       rule,

@@ -72,17 +72,17 @@ template <
     uint thread_index [[thread_index_in_threadgroup]],
     uint simd_group [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  constexpr int THREADS = 32 * SIMDS, SIDES = 2 / ROLES, COUNT = TILE / 8;
+  constexpr int THREADS = 32 * SIMDS, PRODUCTS = 2 / ROLES, COUNT = TILE / 8;
   constexpr int OWNERS = SIMDS / (SLICES * ROLES), ROWS = 16 * BLOCKS * OWNERS;
   constexpr int WIDTH = rounded_up(larger(D, DV), 16 * SLICES);
   constexpr int STEPS = WIDTH / SLICES / 16, COLUMNS = 2 * STEPS;
-  constexpr bool TOGETHER = products_together<T>(OWNERS, SLICES, D, DV);
-  constexpr bool DIRECT = TOGETHER && !ALTERNATE;
+  constexpr bool WARPGROUP = uses_warpgroup<T>(OWNERS, SLICES, D, DV);
+  constexpr bool DIRECT = WARPGROUP && !ALTERNATE;
   constexpr int STATISTICS = (sizeof(T) == 4 ? 3 : 2) * TILE / 2;
   constexpr bool TWICE = DIRECT && AHEAD, EARLY = AHEAD && !DIRECT;
   constexpr int PLACES = TWICE ? 4 : 2;
-  constexpr int ELEMENTS = tile_elements<T, TOGETHER>(TILE, WIDTH);
-  constexpr int PARTS = SLICES == 1 ? 1 : SIMDS * SIDES * BLOCKS * TILE * 8;
+  constexpr int ELEMENTS = tile_elements<T, WARPGROUP>(TILE, WIDTH);
+  constexpr int PARTS = SLICES == 1 ? 1 : SIMDS * PRODUCTS * BLOCKS * TILE * 8;
   constexpr int SHARED = ROLES == 1 ? 1 : ROWS * TILE / 2;
   threadgroup tile_packs<(ALTERNATE ? 1 : PLACES) * ELEMENTS * sizeof(T) / 16> tiles;
   threadgroup float2 exchange[PARTS];
@@ -97,13 +97,13 @@ template <
   int block = int(simd_group) % OWNERS, slice = int(simd_group) / OWNERS % SLICES;
   int role = ROLES == 1 ? 0 : int(simd_group) / (OWNERS * SLICES), row = int(group.x) * ROWS;
   int own = row + block * 16 * BLOCKS, column = slice * STEPS * 16;
-  int share = sizes[SHARE], heads = sizes[HEADS];
-  score_rule<M> rule = rule_of(mask, mask_strides, sizes, factors, batch, kv_head * share);
+  int gqa_factor = sizes[GQA_FACTOR], heads = sizes[HEADS];
+  score_rule<M> rule = rule_of(mask, mask_strides, sizes, factors, batch, kv_head * gqa_factor);
 
-  left_fragment<T> left[SIDES][BLOCKS][STEPS];
-  sum_fragment sums[SIDES][BLOCKS][COLUMNS];
+  left_fragment<T> left[PRODUCTS][BLOCKS][STEPS];
+  sum_fragment sums[PRODUCTS][BLOCKS][COLUMNS];
 #pragma unroll
-  for (int s = 0; s < SIDES; s++) {
+  for (int s = 0; s < PRODUCTS; s++) {
     head_rows<T> k_rows = rows_of(k, k_strides, batch, kv_head, rule.keys);
     head_rows<T> v_rows = rows_of(v, v_strides, batch, kv_head, rule.keys);
     bool values = ROLES == 2 ? role == 1 : s == 1;
@@ -115,12 +115,12 @@ template <
     }
   }
 
-  int turn = 0, first = max(0, row - rule.reach) / TILE * TILE;
+  int stage = 0, first = max(0, row - rule.reach) / TILE * TILE;
   int last = min(rule.queries, row + ROWS - 1 - rule.reach + rule.window);
-  tile_reader<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT> reader;
-  tile_reader<T, TILE, DV, WIDTH, THREADS, TOGETHER, DIRECT> d_reader;
-  for (int h = 0; h < share; h++) {
-    uint head = kv_head * share + h;
+  tile_reader<T, TILE, D, WIDTH, THREADS, WARPGROUP, DIRECT> reader;
+  tile_reader<T, TILE, DV, WIDTH, THREADS, WARPGROUP, DIRECT> d_reader;
+  for (int h = 0; h < gqa_factor; h++) {
+    uint head = kv_head * gqa_factor + h;
     rule.mask = mask + (batch * long(mask_strides[1]) + head * long(mask_strides[2]));
     reader.rows = rows_of(q, q_strides, batch, head, last);
     d_reader.rows = rows_of(d_out, d_out_strides, batch, head, last);
@@ -164,32 +164,32 @@ template <
       const threadgroup T* now = tile;
       const threadgroup float2* statistics_now = statistics;
       if (TWICE) {
-        turn = 1 - turn;
-        tile = reinterpret_cast<threadgroup T*>(tiles.pack) + turn * 2 * ELEMENTS;
-        statistics = all_statistics + turn * STATISTICS;
+        stage = 1 - stage;
+        tile = reinterpret_cast<threadgroup T*>(tiles.pack) + stage * 2 * ELEMENTS;
+        statistics = all_statistics + stage * STATISTICS;
         reader.skip(TILE);
         d_reader.skip(TILE);
         reader.fetch(tile, thread_index);
         d_reader.fetch(tile + OTHER, thread_index);
       }
 
-      sum_fragment scores[SIDES][BLOCKS][COUNT];
+      sum_fragment scores[PRODUCTS][BLOCKS][COUNT];
 #pragma unroll
-      for (int s = 0; s < SIDES; s++) {
+      for (int s = 0; s < PRODUCTS; s++) {
         if (ALTERNATE && s == 1) {
           threadgroup_barrier(mem_flags::mem_threadgroup);
           d_reader.put(tile, thread_index);
           threadgroup_barrier(mem_flags::mem_threadgroup);
         }
-        int side = ROLES == 2 ? role : s;
+        int product = ROLES == 2 ? role : s;
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
-          multiply_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(
-              scores[s][b], left[s][b], now + side * OTHER, column, lane);
+          multiply_by_rows<T, STEPS, COUNT, WIDTH, WARPGROUP>(
+              scores[s][b], left[s][b], now + product * OTHER, column, lane);
         }
       }
       if (SLICES > 1) {
-        add_slices<SIDES * BLOCKS * COUNT, SLICES, OWNERS>(scores[0][0], exchange, simd_group, lane);
+        add_slices<PRODUCTS * BLOCKS * COUNT, SLICES, OWNERS>(scores[0][0], exchange, simd_group, lane);
       }
       sum_fragment bent[BLOCKS][COUNT];
       if (ROLES == 1 || role == 0) {
@@ -220,7 +220,7 @@ template <
       if (ROLES == 1 || role == 1) {
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
-          make_d_scores<COUNT, TILE>(scores[SIDES - 1][b], bent[b], statistics_now, lane);
+          make_d_scores<COUNT, TILE>(scores[PRODUCTS - 1][b], bent[b], statistics_now, lane);
         }
       }
       if (EARLY) {
@@ -230,17 +230,17 @@ template <
         d_reader.fetch(tile + OTHER, thread_index);
       }
 #pragma unroll
-      for (int s = 0; s < SIDES; s++) {
+      for (int s = 0; s < PRODUCTS; s++) {
         if (ALTERNATE && s == 1) {
           threadgroup_barrier(mem_flags::mem_threadgroup);
           reader.put(tile, thread_index);
           threadgroup_barrier(mem_flags::mem_threadgroup);
         }
-        int side = ROLES == 2 ? role : s;
+        int product = ROLES == 2 ? role : s;
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
-          add_weighted_rows<T, TILE, COLUMNS, WIDTH, TOGETHER>(
-              sums[s][b], scores[s][b], now + (1 - side) * OTHER, column, lane);
+          add_weighted_rows<T, TILE, COLUMNS, WIDTH, WARPGROUP>(
+              sums[s][b], scores[s][b], now + (1 - product) * OTHER, column, lane);
         }
       }
       if (!AHEAD) {
@@ -251,9 +251,9 @@ template <
   }
 
 #pragma unroll
-  for (int s = 0; s < SIDES; s++) {
+  for (int s = 0; s < PRODUCTS; s++) {
     bool of_keys = ROLES == 2 ? role == 1 : s == 1;
-    int width = of_keys ? D : DV, kv_heads = heads / share;
+    int width = of_keys ? D : DV, kv_heads = heads / gqa_factor;
     ulong place = (ulong(batch) * rule.keys * kv_heads + kv_head) * width;
     device T* out = (of_keys ? d_k : d_v) + place;
 #pragma unroll

@@ -41,7 +41,7 @@ METAL_FUNC ulong whole_tiles(int rows) {
   return ulong(rows + 127) / 128 * 128;
 }
 METAL_FUNC ulong rows_of_sums(constant int* sizes, bool grouped) {
-  ulong of_keys = whole_tiles(sizes[KEYS]) * (sizes[HEADS] / sizes[SHARE]);
+  ulong of_keys = whole_tiles(sizes[KEYS]) * (sizes[HEADS] / sizes[GQA_FACTOR]);
   return whole_tiles(sizes[QUERIES]) * sizes[HEADS] + (grouped ? 2 * of_keys : 0);
 }
 
@@ -118,7 +118,7 @@ template <typename T, int D, int DV, int WIDTH, bool GROUPED>
   } else {
     before += whole_tiles(rows) * heads + whole_tiles(sizes[KEYS]) * (head - heads);
     head -= heads;
-    heads /= sizes[SHARE];
+    heads /= sizes[GQA_FACTOR];
     rows = sizes[KEYS];
     out = head < heads ? d_k : d_v;
     width = head < heads ? D : DV;
@@ -184,10 +184,10 @@ template <
   constexpr int STEPS = WIDTH / 16, COLUMNS = WIDTH / SLICES / 8;
   constexpr int PART = WIDTH / PARTS / SLICES / 8;
   constexpr int PLACES = SLICES == 1 ? 3 : 2;
-  constexpr bool TOGETHER = products_together<T>(OWNERS, SLICES, WIDTH, WIDTH);
-  constexpr int OWN = tile_elements<T, TOGETHER>(ROWS, WIDTH);
-  constexpr int OTHER = tile_elements<T, TOGETHER>(TILE, WIDTH);
-  constexpr int SCORES = tile_elements<T, TOGETHER>(ROWS, TILE);
+  constexpr bool WARPGROUP = uses_warpgroup<T>(OWNERS, SLICES, WIDTH, WIDTH);
+  constexpr int OWN = tile_elements<T, WARPGROUP>(ROWS, WIDTH);
+  constexpr int OTHER = tile_elements<T, WARPGROUP>(TILE, WIDTH);
+  constexpr int SCORES = tile_elements<T, WARPGROUP>(ROWS, TILE);
   constexpr int ELEMENTS = 2 * OWN + PLACES * 2 * OTHER + 2 * SCORES;
   constexpr int BYTES = ELEMENTS * sizeof(T) + 4 * TILE * sizeof(float);
   threadgroup tile_packs<declared_packs(BYTES / 16)> tiles;
@@ -198,23 +198,23 @@ template <
       reinterpret_cast<threadgroup float2*>(d_scores + 2 * SCORES);
 
   uint3 part = part_of(group, groups, sizes);
-  uint head = part.y, batch = part.z, kv_head = head / sizes[SHARE];
+  uint head = part.y, batch = part.z, kv_head = head / sizes[GQA_FACTOR];
   int row = int(part.x) * ROWS, slice = SLICES == 1 ? 0 : int(simd_group) / OWNERS;
-  int mine = (int(simd_group) - slice * OWNERS) * 16, own = row + mine;
+  int block_row = (int(simd_group) - slice * OWNERS) * 16, own = row + block_row;
   int first_column = slice * COLUMNS * 8;
   score_rule<M> rule = rule_of(mask, mask_strides, sizes, factors, batch, head);
   int first = max(0, row - rule.reach) / TILE * TILE;
   int last = min(rule.queries, row + ROWS - 1 - rule.reach + rule.window);
-  tile_reader<T, TILE, D, WIDTH, THREADS, TOGETHER, TOGETHER> reader;
-  tile_reader<T, TILE, DV, WIDTH, THREADS, TOGETHER, TOGETHER> d_reader;
+  tile_reader<T, TILE, D, WIDTH, THREADS, WARPGROUP, WARPGROUP> reader;
+  tile_reader<T, TILE, DV, WIDTH, THREADS, WARPGROUP, WARPGROUP> d_reader;
   reader.rows = rows_of(q, q_strides, batch, head, last);
   d_reader.rows = rows_of(d_out, d_out_strides, batch, head, last);
   reader.skip(first);
   d_reader.skip(first);
   ulong place = (ulong(batch) * sizes[HEADS] + head) * rule.queries;
   const device float2* of_queries = reinterpret_cast<const device float2*>(statistics) + place;
-  tile_reader<T, ROWS, D, WIDTH, THREADS, TOGETHER, TOGETHER> k_reader;
-  tile_reader<T, ROWS, DV, WIDTH, THREADS, TOGETHER, TOGETHER> v_reader;
+  tile_reader<T, ROWS, D, WIDTH, THREADS, WARPGROUP, WARPGROUP> k_reader;
+  tile_reader<T, ROWS, DV, WIDTH, THREADS, WARPGROUP, WARPGROUP> v_reader;
   k_reader.rows = rows_of(k, k_strides, batch, kv_head, rule.keys);
   v_reader.rows = rows_of(v, v_strides, batch, kv_head, rule.keys);
   k_reader.skip(row);
@@ -247,12 +247,12 @@ template <
     load_left_rows<T, STEPS>(
         own_values, rows_of(v, v_strides, batch, kv_head, rule.keys), DV, own, 0, lane);
   }
-  int seen_first = place_in_tile<T, TILE, WIDTH, TOGETHER>(slice * SEEN, 0);
+  int seen_first = place_in_tile<T, TILE, WIDTH, WARPGROUP>(slice * SEEN, 0);
   if (KEPT) {
-    begin_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(scores, own_keys, first_tile + seen_first, 0, lane);
+    begin_by_rows<T, STEPS, COUNT, WIDTH, WARPGROUP>(scores, own_keys, first_tile + seen_first, 0, lane);
   } else {
-    begin_rows_by_rows<T, STEPS, COUNT, ROWS, TILE, WIDTH, TOGETHER>(
-        scores, keys, mine, first_tile + seen_first, lane);
+    begin_rows_by_rows<T, STEPS, COUNT, ROWS, TILE, WIDTH, WARPGROUP>(
+        scores, keys, block_row, first_tile + seen_first, lane);
   }
   v_reader.template put<0, false>(values, thread_index);
   d_reader.put(first_tile + OTHER, thread_index);
@@ -263,13 +263,13 @@ template <
   device atomic<float>* to = sums +
       ((before + whole_tiles(rule.queries) * head + first + from) * WIDTH + 16 * column);
   const device M* mask_now = mask_from<true>(rule, first + slice * SEEN);
-  int turn = 0, odd = 0;
+  int stage = 0, odd = 0;
   for (int query = first; query < last; query += TILE) {
-    threadgroup T *now = first_tile + turn * 2 * OTHER, *d_scores_now = d_scores + (SLICES == 1 ? odd : 1) * SCORES;
+    threadgroup T *now = first_tile + stage * 2 * OTHER, *d_scores_now = d_scores + (SLICES == 1 ? odd : 1) * SCORES;
     threadgroup float2* statistics_now = first_statistics + odd * TILE;
-    turn = turn == PLACES - 1 ? 0 : turn + 1;
+    stage = stage == PLACES - 1 ? 0 : stage + 1;
     odd = 1 - odd;
-    threadgroup T* next = first_tile + turn * 2 * OTHER;
+    threadgroup T* next = first_tile + stage * 2 * OTHER;
     reader.skip(TILE);
     d_reader.skip(TILE);
     // No SIMD group reads the previous contents any more.
@@ -280,10 +280,10 @@ template <
 
     sum_fragment bent[COUNT];
     if (KEPT) {
-      begin_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(d_weights, own_values, now + OTHER + seen_first, 0, lane);
+      begin_by_rows<T, STEPS, COUNT, WIDTH, WARPGROUP>(d_weights, own_values, now + OTHER + seen_first, 0, lane);
     } else {
-      begin_rows_by_rows<T, STEPS, COUNT, ROWS, TILE, WIDTH, TOGETHER>(
-          d_weights, values, mine, now + OTHER + seen_first, lane);
+      begin_rows_by_rows<T, STEPS, COUNT, ROWS, TILE, WIDTH, WARPGROUP>(
+          d_weights, values, block_row, now + OTHER + seen_first, lane);
     }
     int seen_from = slice * SEEN;
     make_weights_of_keys<T, MASK, SOFTCAP, COUNT, TILE>(
@@ -294,7 +294,7 @@ template <
       left_from_sums(left[i], scores[2 * i], scores[2 * i + 1]);
     }
     if (SLICES == 1) {
-      begin_weighted_rows<T, TILE, COLUMNS, WIDTH, TOGETHER>(
+      begin_weighted_rows<T, TILE, COLUMNS, WIDTH, WARPGROUP>(
           d_values, left, now + OTHER, 0, lane);
     }
     finish_products<SLICES == 1 ? 1 : 0, COUNT>(d_weights);
@@ -304,7 +304,7 @@ template <
       left_from_sums(d_left[i], d_weights[2 * i], d_weights[2 * i + 1]);
       int column = seen_from + 16 * i;
       if (SLICES > 1) {
-        store_left<T, ROWS, TILE, TOGETHER>(left[i], d_scores, mine, column, lane);
+        store_left<T, ROWS, TILE, WARPGROUP>(left[i], d_scores, block_row, column, lane);
       }
       left_fragment<T> seen = d_left[i];
 #pragma unroll
@@ -314,18 +314,18 @@ template <
         pair = own + fragment_row(lane) + p % 2 * 8 < rule.keys ? pair : 0u;
         seen.part[p] = as_type<metal::vec<T, 2>>(pair);
       }
-      store_left<T, ROWS, TILE, TOGETHER>(seen, d_scores_now, mine, column, lane);
+      store_left<T, ROWS, TILE, WARPGROUP>(seen, d_scores_now, block_row, column, lane);
     }
     // One barrier for these scores and the next tile.
     reader.template put<0, false>(next, thread_index);
     d_reader.put(next + OTHER, thread_index);
     put_statistics<TILE>(first_statistics + odd * TILE, held, thread_index);
     if (SLICES == 1) {
-      begin_weighted_rows<T, TILE, COLUMNS, WIDTH, TOGETHER>(d_keys, d_left, now, 0, lane);
+      begin_weighted_rows<T, TILE, COLUMNS, WIDTH, WARPGROUP>(d_keys, d_left, now, 0, lane);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     sum_fragment d_queries[PART];
-    begin_by_tile<T, ROWS, PART, TILE, WIDTH, TOGETHER, true>(
+    begin_by_tile<T, ROWS, PART, TILE, WIDTH, WARPGROUP, true>(
         d_queries, d_scores_now, from, keys, column, lane);
     if (SLICES == 1) {
       finish_products<1, COLUMNS>(d_values);
@@ -333,23 +333,23 @@ template <
       release_operands<T, SEEN / 16>(left);
       release_operands<T, SEEN / 16>(d_left);
     } else {
-      begin_by_tile<T, TILE, COLUMNS, ROWS, WIDTH, TOGETHER, false>(
-          d_values, d_scores, mine, now + OTHER, first_column, lane);
+      begin_by_tile<T, TILE, COLUMNS, ROWS, WIDTH, WARPGROUP, false>(
+          d_values, d_scores, block_row, now + OTHER, first_column, lane);
       finish_products<1, PART>(d_queries);
       add_block<PART>(to, d_queries, factors[SLOPE], lane);
-      begin_by_tile<T, ROWS, PART, TILE, WIDTH, TOGETHER, true>(
+      begin_by_tile<T, ROWS, PART, TILE, WIDTH, WARPGROUP, true>(
           d_queries, d_scores_now, from, keys, column + 8 * PART, lane);
-      begin_by_tile<T, TILE, COLUMNS, ROWS, WIDTH, TOGETHER, false>(
-          d_keys, d_scores_now, mine, now, first_column, lane);
+      begin_by_tile<T, TILE, COLUMNS, ROWS, WIDTH, WARPGROUP, false>(
+          d_keys, d_scores_now, block_row, now, first_column, lane);
       finish_products<1, COLUMNS>(d_values);
     }
     // Rows beyond the last tile are zeros.
     if (KEPT) {
-      begin_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(
+      begin_by_rows<T, STEPS, COUNT, WIDTH, WARPGROUP>(
           scores, own_keys, next + seen_first, 0, lane);
     } else {
-      begin_rows_by_rows<T, STEPS, COUNT, ROWS, TILE, WIDTH, TOGETHER>(
-          scores, keys, mine, next + seen_first, lane);
+      begin_rows_by_rows<T, STEPS, COUNT, ROWS, TILE, WIDTH, WARPGROUP>(
+          scores, keys, block_row, next + seen_first, lane);
     }
     finish_products<SLICES, PART>(d_queries);
     add_block<PART>(to + (SLICES - 1) * PART * 128, d_queries, factors[SLOPE], lane);
@@ -362,11 +362,11 @@ template <
     finish_products<0, COUNT>(scores);
   }
 
-  int kv_heads = sizes[HEADS] / sizes[SHARE];
+  int kv_heads = sizes[HEADS] / sizes[GQA_FACTOR];
 #pragma unroll
   for (int i = 0; i < (AVERAGE ? 2 * COLUMNS : 0); i++) {
     int c = first_column + i / 2 * 8 + fragment_col(lane);
-    if (c < DV && head % sizes[SHARE] == 0) {
+    if (c < DV && head % sizes[GQA_FACTOR] == 0) {
       const device float* more = average + (ulong(batch) * kv_heads + kv_head) * DV + c;
       d_values[i / 2].part[i % 2] += float2(more[0], more[1]);
     }

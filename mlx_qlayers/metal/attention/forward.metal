@@ -85,12 +85,12 @@ template <
   constexpr int THREADS = 32 * SIMDS, OWNERS = SIMDS / SLICES, ROWS = 16 * BLOCKS * OWNERS;
   constexpr int WIDTH = rounded_up(D, 16 * SLICES), WIDTH_V = rounded_up(DV, 8 * SLICES);
   constexpr int STEPS = WIDTH / SLICES / 16, COLUMNS = WIDTH_V / SLICES / 8;
-  constexpr bool TOGETHER = products_together<T>(OWNERS, SLICES, D, DV);
-  constexpr bool DIRECT = TOGETHER && !ALTERNATE && BITS == 0;
+  constexpr bool WARPGROUP = uses_warpgroup<T>(OWNERS, SLICES, D, DV);
+  constexpr bool DIRECT = WARPGROUP && !ALTERNATE && BITS == 0;
   constexpr bool EARLY = AHEAD && !DIRECT, LATE = !AHEAD && !DIRECT;
-  constexpr int SIZE = tile_elements<T, TOGETHER>(TILE, WIDTH);
+  constexpr int SIZE = tile_elements<T, WARPGROUP>(TILE, WIDTH);
   constexpr int PLACE_V = ALTERNATE ? 0 : SIZE;
-  constexpr int ELEMENTS = larger(SIZE, PLACE_V + tile_elements<T, TOGETHER>(TILE, WIDTH_V));
+  constexpr int ELEMENTS = larger(SIZE, PLACE_V + tile_elements<T, WARPGROUP>(TILE, WIDTH_V));
   constexpr int PARTS = SLICES == 1 ? 1 : SIMDS * BLOCKS * TILE * 8;
   threadgroup tile_packs<ELEMENTS * sizeof(T) / 16> tiles;
   threadgroup float2 exchange[PARTS];
@@ -108,19 +108,19 @@ template <
   int first = max(0, row + rule.reach - rule.window + 1) / TILE * TILE;
   metal::conditional_t<
       BITS == 0,
-      tile_reader<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT>,
-      packed_reader<T, BITS, GROUP, TILE, D, WIDTH, THREADS, TOGETHER>> key_reader;
+      tile_reader<T, TILE, D, WIDTH, THREADS, WARPGROUP, DIRECT>,
+      packed_reader<T, BITS, GROUP, TILE, D, WIDTH, THREADS, WARPGROUP>> key_reader;
   metal::conditional_t<
       BITS == 0,
-      tile_reader<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, DIRECT>,
-      packed_reader<T, BITS, GROUP, TILE, DV, WIDTH_V, THREADS, TOGETHER>> value_reader;
+      tile_reader<T, TILE, DV, WIDTH_V, THREADS, WARPGROUP, DIRECT>,
+      packed_reader<T, BITS, GROUP, TILE, DV, WIDTH_V, THREADS, WARPGROUP>> value_reader;
   // Keys after the last one that a query of the tile sees are not read.
   key_reader.rows = cache_rows_of<BITS>(
       k, k_strides, k_scales, k_scales_strides, k_biases, k_biases_strides, batch,
-      head / sizes[SHARE], last);
+      head / sizes[GQA_FACTOR], last);
   value_reader.rows = cache_rows_of<BITS>(
       v, v_strides, v_scales, v_scales_strides, v_biases, v_biases_strides, batch,
-      head / sizes[SHARE], last);
+      head / sizes[GQA_FACTOR], last);
   key_reader.skip(first);
   value_reader.skip(first);
   key_reader.fetch(keys, thread_index);
@@ -156,7 +156,7 @@ template <
     sum_fragment scores[BLOCKS][TILE / 8];
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
-      multiply_by_rows<T, STEPS, TILE / 8, WIDTH, TOGETHER>(
+      multiply_by_rows<T, STEPS, TILE / 8, WIDTH, WARPGROUP>(
           scores[b], left[b], keys, slice * STEPS * 16, lane);
     }
     key_reader.skip(TILE);
@@ -200,7 +200,7 @@ template <
     }
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
-      add_weighted_rows<T, TILE, COLUMNS, WIDTH_V, TOGETHER>(
+      add_weighted_rows<T, TILE, COLUMNS, WIDTH_V, WARPGROUP>(
           sums[b], scores[b], values, slice * COLUMNS * 8, lane);
     }
     if (LATE) {
@@ -218,7 +218,7 @@ template <
     }
   }
 
-  ulong kv_head = ulong(batch) * (sizes[HEADS] / sizes[SHARE]) + head / sizes[SHARE];
+  ulong kv_head = ulong(batch) * (sizes[HEADS] / sizes[GQA_FACTOR]) + head / sizes[GQA_FACTOR];
 #pragma unroll
   for (int b = 0; b < BLOCKS; b++) {
     store_output<T, COLUMNS, DV, AVERAGE>(

@@ -55,10 +55,10 @@ template <
   constexpr int WIDTH = rounded_up(D, product_columns());
   constexpr int WIDTH_V = rounded_up(DV, product_columns());
   constexpr int STEPS = WIDTH / 16, COLUMNS = WIDTH_V / 8;
-  constexpr bool TOGETHER = products_together<T>(SIMDS, 1, WIDTH, WIDTH_V);
-  constexpr int SIZE = tile_elements<T, TOGETHER>(TILE, WIDTH);
-  constexpr int SIZE_V = tile_elements<T, TOGETHER>(TILE, WIDTH_V);
-  constexpr int AHEAD = TOGETHER ? 2 : 1;
+  constexpr bool WARPGROUP = uses_warpgroup<T>(SIMDS, 1, WIDTH, WIDTH_V);
+  constexpr int SIZE = tile_elements<T, WARPGROUP>(TILE, WIDTH);
+  constexpr int SIZE_V = tile_elements<T, WARPGROUP>(TILE, WIDTH_V);
+  constexpr int AHEAD = WARPGROUP ? 2 : 1;
   constexpr int ELEMENTS = (AHEAD + 1) * SIZE + (AHEAD + 2) * SIZE_V;
   threadgroup tile_packs<declared_packs(ELEMENTS * sizeof(T) / 16 + 1)> tiles;
   threadgroup T* keys = reinterpret_cast<threadgroup T*>(all_packs(tiles));
@@ -67,13 +67,13 @@ template <
   start_meeting(meeting, THREADS, thread_index);
 
   uint3 part = part_of(group, groups, sizes);
-  uint head = part.y, batch = part.z, kv_head = head / sizes[SHARE];
+  uint head = part.y, batch = part.z, kv_head = head / sizes[GQA_FACTOR];
   int row = int(groups.y - 1 - part.x) * ROWS, own = row + 16 * int(simd_group);
   score_rule<M> rule = rule_of(mask, mask_strides, sizes, factors, batch, head);
   int last = min(rule.keys, min(row + ROWS, rule.queries) + rule.reach);
   int first = max(0, row + rule.reach - rule.window + 1) / TILE * TILE;
-  tile_reader<T, TILE, D, WIDTH, THREADS, TOGETHER, TOGETHER> key_reader;
-  tile_reader<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, TOGETHER> value_reader;
+  tile_reader<T, TILE, D, WIDTH, THREADS, WARPGROUP, WARPGROUP> key_reader;
+  tile_reader<T, TILE, DV, WIDTH_V, THREADS, WARPGROUP, WARPGROUP> value_reader;
   // Keys after the last one that a query of the tile sees are not read.
   key_reader.rows = rows_of(k, k_strides, batch, kv_head, last);
   value_reader.rows = rows_of(v, v_strides, batch, kv_head, last);
@@ -100,17 +100,17 @@ template <
     value_reader.skip(i == 0 ? 0 : TILE);
     value_reader.fetch(values + i * SIZE_V, thread_index);
   }
-  begin_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(scores, left, keys, 0, lane);
+  begin_by_rows<T, STEPS, COUNT, WIDTH, WARPGROUP>(scores, left, keys, 0, lane);
   finish_products<0, COUNT>(scores);
 
   // Two groups of asynchronous copies are in flight for each tile.
   constexpr int LATER = 2 * (AHEAD - 1), BACK = (AHEAD - 1) * TILE;
   const device M* mask_now = mask_from<false>(rule, first);
-  int turn = 0, place = 0, parity = 0;
+  int stage = 0, place = 0, parity = 0;
   for (int key = first; key < last; key += TILE) {
-    threadgroup T *last_keys = keys + turn * SIZE, *values_now = values + place * SIZE_V;
-    turn = turn == AHEAD ? 0 : turn + 1;
-    threadgroup T* next_keys = keys + turn * SIZE;
+    threadgroup T *last_keys = keys + stage * SIZE, *values_now = values + place * SIZE_V;
+    stage = stage == AHEAD ? 0 : stage + 1;
+    threadgroup T* next_keys = keys + stage * SIZE;
     key_reader.template put<LATER, false>(next_keys, thread_index, BACK);
     value_reader.template put<LATER>(values_now, thread_index, BACK);
     arrive_at(meeting);
@@ -148,8 +148,8 @@ template <
     for (int i = 0; i < TILE / 16; i++) {
       left_from_sums(weights[i], scores[2 * i], scores[2 * i + 1]);
     }
-    begin_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(scores, left, next_keys, 0, lane);
-    begin_weighted_rows<T, TILE, COLUMNS, WIDTH_V, TOGETHER>(sums, weights, values_now, 0, lane);
+    begin_by_rows<T, STEPS, COUNT, WIDTH, WARPGROUP>(scores, left, next_keys, 0, lane);
+    begin_weighted_rows<T, TILE, COLUMNS, WIDTH_V, WARPGROUP>(sums, weights, values_now, 0, lane);
     finish_products<1, COUNT>(scores);
   }
   finish_products<0, COLUMNS>(sums);
@@ -157,7 +157,7 @@ template <
       sums,
       top,
       total,
-      mean + (ulong(batch) * (sizes[HEADS] / sizes[SHARE]) + kv_head) * DV,
+      mean + (ulong(batch) * (sizes[HEADS] / sizes[GQA_FACTOR]) + kv_head) * DV,
       out + (ulong(batch) * rule.queries * sizes[HEADS] + head) * DV,
       norms + 2 * (ulong(batch) * sizes[HEADS] + head) * rule.queries,
       ulong(sizes[HEADS]) * DV,

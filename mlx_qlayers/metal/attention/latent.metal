@@ -76,19 +76,19 @@ template <typename T, typename O, int D, int R, int heads, bool masked>
   const int start = int(group.x) * per_split, stop = min(start + per_split, counted);
   const float scale = as_type<float>(options[SCALE]);
 
-  float queries[heads][D / 32], turned[heads][R / 32];
+  float queries[heads][D / 32], rotated[heads][R / 32];
 #pragma unroll
   for (int h = 0; h < heads; h++) {
     const int head = min(first_head + h, H - 1);
     const device T* own = q + batch * q_strides[0] + head * q_strides[1];
-    const device T* own_turned = r + batch * r_strides[0] + head * r_strides[1];
+    const device T* own_rotated = r + batch * r_strides[0] + head * r_strides[1];
 #pragma unroll
     for (int i = 0; i < D / 32; i++) {
       queries[h][i] = float(own[((i / run * 32 + lane) * run + i % run) * q_strides[3]]);
     }
 #pragma unroll
     for (int i = 0; i < R / 32; i++) {
-      turned[h][i] = float(own_turned[((i / run_r * 32 + lane) * run_r + i % run_r) * r_strides[3]]);
+      rotated[h][i] = float(own_rotated[((i / run_r * 32 + lane) * run_r + i % run_r) * r_strides[3]]);
     }
   }
   float top = LOWEST, sum = 0, sums[heads][each] = {};
@@ -96,9 +96,9 @@ template <typename T, typename O, int D, int R, int heads, bool masked>
 #pragma unroll 2
     for (int i = 0; i < tile / heads; i++) {
       const int row = min(base + int(simd) * (tile / heads) + i, stop - 1);
-      float key[D / 32], key_turned[R / 32];
+      float key[D / 32], key_rotated[R / 32];
       lane_elements<D, run>(key, c, (size_t(batch) * S + row) * D, lane);
-      lane_elements<R, run_r>(key_turned, p, (size_t(batch) * S + row) * R, lane);
+      lane_elements<R, run_r>(key_rotated, p, (size_t(batch) * S + row) * R, lane);
       float score[heads];
 #pragma unroll
       for (int h = 0; h < heads; h++) {
@@ -109,7 +109,7 @@ template <typename T, typename O, int D, int R, int heads, bool masked>
         }
 #pragma unroll
         for (int j = 0; j < R / 32; j++) {
-          score[h] = fma(turned[h][j], key_turned[j], score[h]);
+          score[h] = fma(rotated[h][j], key_rotated[j], score[h]);
         }
         score[h] = simd_sum(score[h]);
       }

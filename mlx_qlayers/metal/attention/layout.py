@@ -117,7 +117,7 @@ def registers(kernel: str, values: Mapping[str, Any], device: str | None = None)
 
 
 def _together(values: Mapping[str, Any], device: str) -> bool:
-    """Whether four SIMD groups multiply at once, as ``products_together`` has it."""
+    """Whether four SIMD groups multiply at once, as ``uses_warpgroup`` has it."""
     slices = values["SLICES"]
     owners = values["SIMDS"] // (slices * values.get("ROLES", 1))
     widths = (values["D"], values["DV"])

@@ -63,20 +63,20 @@ template <
     int WIDTH,
     int PADDED,
     int THREADS,
-    bool TOGETHER>
+    bool WARPGROUP>
 struct packed_reader {
   enum { EACH = ROWS * PADDED % (16 * THREADS) == 0 ? 16 : 8, WORDS = EACH * BITS / 32 };
-  enum { SHARES = (ROWS * PADDED / EACH + THREADS - 1) / THREADS, V = 16 / sizeof(T) };
+  enum { VECTORS = (ROWS * PADDED / EACH + THREADS - 1) / THREADS, V = 16 / sizeof(T) };
   enum { EVEN = ROWS * PADDED / EACH % THREADS == 0 };
 
   packed_rows<T> rows;
-  alignas(16) uint held[SHARES][WORDS];
-  T scales[SHARES], biases[SHARES];
+  alignas(16) uint held[VECTORS][WORDS];
+  T scales[VECTORS], biases[VECTORS];
 
   METAL_FUNC void fetch(threadgroup T*, uint thread_index) {
 #pragma unroll
-    for (int i = 0; i < SHARES; i++) {
-      uint2 place = share_place<PADDED, EACH, THREADS>(i, thread_index);
+    for (int i = 0; i < VECTORS; i++) {
+      uint2 place = vector_place<PADDED, EACH, THREADS>(i, thread_index);
       int row = int(place.x), column = int(place.y);
       bool inside = rows.words.packed && row < rows.words.count && (EVEN || row < ROWS) &&
           (WIDTH == PADDED || column < WIDTH);
@@ -98,8 +98,8 @@ struct packed_reader {
   METAL_FUNC void put(threadgroup T* tile, uint thread_index) {
     if (rows.words.packed) {
 #pragma unroll
-      for (int i = 0; i < SHARES; i++) {
-        if (EVEN || share_place<PADDED, EACH, THREADS>(i, thread_index).x < ROWS) {
+      for (int i = 0; i < VECTORS; i++) {
+        if (EVEN || vector_place<PADDED, EACH, THREADS>(i, thread_index).x < ROWS) {
           float values[EACH], scale = float(scales[i]) * code_factor<T, AFFINE, BITS>();
           decode_codes<T, AFFINE, BITS, EACH>(values, held[i]);
 #pragma unroll
@@ -108,7 +108,7 @@ struct packed_reader {
           }
 #pragma unroll
           for (int j = 0; j < EACH; j += V) {
-            int to = share_offset<T, ROWS, PADDED, EACH, THREADS, TOGETHER>(i, j, thread_index);
+            int to = vector_offset<T, ROWS, PADDED, EACH, THREADS, WARPGROUP>(i, j, thread_index);
             *reinterpret_cast<threadgroup uint4*>(tile + to) = rounded<T>(values + j);
           }
         }
@@ -117,10 +117,10 @@ struct packed_reader {
 #pragma clang loop unroll(disable)
       for (uint index = thread_index; index < ROWS * PADDED; index += THREADS) {
         uint row = index / PADDED, column = index % PADDED;
-        tile[place_in_tile<T, ROWS, PADDED, TOGETHER>(row, column)] = number_at(row, column);
+        tile[place_in_tile<T, ROWS, PADDED, WARPGROUP>(row, column)] = number_at(row, column);
       }
     }
-    if (TOGETHER) {
+    if (WARPGROUP) {
       show_to_products();
     }
   }

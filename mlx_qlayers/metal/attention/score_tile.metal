@@ -13,7 +13,7 @@ using namespace metal;
 
 // Indices into `sizes` and `factors`. Query i sees the existing keys j with
 // i + REACH - WINDOW < j <= i + REACH.
-enum size { QUERIES, KEYS, HEADS, SHARE, REACH, WINDOW };
+enum size { QUERIES, KEYS, HEADS, GQA_FACTOR, REACH, WINDOW };
 enum factor { SCALE, CAP, SLOPE };
 enum mask_kind { NO_MASK, BOOLEAN, ADDED };
 
@@ -60,27 +60,27 @@ METAL_FUNC head_rows<T> rows_of(
 // A thread's shares of a tile have EACH elements of a row. If the threads cover whole rows at once, they
 // lie THREADS / (shares of a row) rows apart. The row and the column of share i:
 template <int PADDED, int EACH, int THREADS>
-METAL_FUNC uint2 share_place(int i, uint thread_index) {
-  constexpr int SHARES = PADDED / EACH, STEP = THREADS / SHARES;
-  constexpr bool WHOLE = THREADS % SHARES == 0;
+METAL_FUNC uint2 vector_place(int i, uint thread_index) {
+  constexpr int VECTORS = PADDED / EACH, STEP = THREADS / VECTORS;
+  constexpr bool WHOLE = THREADS % VECTORS == 0;
   uint index = WHOLE ? thread_index : thread_index + i * THREADS;
-  return uint2(index / SHARES + (WHOLE ? i * STEP : 0), index % SHARES * EACH);
+  return uint2(index / VECTORS + (WHOLE ? i * STEP : 0), index % VECTORS * EACH);
 }
 // The offset of element `from`, the first of a pack, in a tile: the distance of eight rows is constant.
-template <typename T, int ROWS, int PADDED, int EACH, int THREADS, bool TOGETHER>
-METAL_FUNC int share_offset(int i, int from, uint thread_index) {
-  constexpr int SHARES = PADDED / EACH, STEP = THREADS / SHARES;
-  constexpr bool REGULAR = THREADS % SHARES == 0 && STEP % 8 == 0;
-  uint2 place = share_place<PADDED, EACH, THREADS>(REGULAR ? 0 : i, thread_index);
-  int jump = REGULAR ? i * place_in_tile<T, ROWS, PADDED, TOGETHER>(STEP, 0) : 0;
-  return place_in_tile<T, ROWS, PADDED, TOGETHER>(place.x, place.y + from) + jump;
+template <typename T, int ROWS, int PADDED, int EACH, int THREADS, bool WARPGROUP>
+METAL_FUNC int vector_offset(int i, int from, uint thread_index) {
+  constexpr int VECTORS = PADDED / EACH, STEP = THREADS / VECTORS;
+  constexpr bool REGULAR = THREADS % VECTORS == 0 && STEP % 8 == 0;
+  uint2 place = vector_place<PADDED, EACH, THREADS>(REGULAR ? 0 : i, thread_index);
+  int jump = REGULAR ? i * place_in_tile<T, ROWS, PADDED, WARPGROUP>(STEP, 0) : 0;
+  return place_in_tile<T, ROWS, PADDED, WARPGROUP>(place.x, place.y + from) + jump;
 }
 
 // Reads tile after tile of ROWS rows, WIDTH columns of which are there, from device memory to
 // threadgroup memory; what is outside is zero. A thread's share goes in packs of 16 bytes through
 // registers or, DIRECT, beside them into a tile that nobody uses any more. Where packs are not
 // possible, `put` moves elements.
-template <typename T, int ROWS, int WIDTH, int PADDED, int THREADS, bool TOGETHER, bool DIRECT>
+template <typename T, int ROWS, int WIDTH, int PADDED, int THREADS, bool WARPGROUP, bool DIRECT>
 struct tile_reader {
   head_rows<T> rows;
   uint4 held[DIRECT ? 1 : packs_per_thread(ROWS, PADDED, sizeof(T), THREADS)];
@@ -90,12 +90,12 @@ struct tile_reader {
 
   // Starts to read the tile that `rows` begin with.
   METAL_FUNC void fetch(threadgroup T* tile, uint thread_index) {
-    uint2 own = share_place<PADDED, V, THREADS>(0, thread_index);
+    uint2 own = vector_place<PADDED, V, THREADS>(0, thread_index);
     int left = rows.packed ? rows.count - int(own.x) : 0;
     const device T* at = rows.at + (int(own.x) * int(rows.row) + int(own.y));
 #pragma unroll
     for (int i = 0; i < packs_per_thread(ROWS, PADDED, sizeof(T), THREADS); i++) {
-      uint2 place = share_place<PADDED, V, THREADS>(i, thread_index);
+      uint2 place = vector_place<PADDED, V, THREADS>(i, thread_index);
       bool inside = (WHOLE ? i * STEP < left : rows.packed && int(place.x) < rows.count) &&
           (WIDTH == PADDED || place.y < WIDTH);
       if (!WHOLE) {
@@ -107,7 +107,7 @@ struct tile_reader {
           held[i] = *reinterpret_cast<const device uint4*>(at);
         }
       } else if (EVEN || place.x < ROWS) {
-        int to = share_offset<T, ROWS, PADDED, V, THREADS, TOGETHER>(i, 0, thread_index);
+        int to = vector_offset<T, ROWS, PADDED, V, THREADS, WARPGROUP>(i, 0, thread_index);
         copy_pack(tile + to, at, inside);
       }
       at += STEP * rows.row;
@@ -127,8 +127,8 @@ struct tile_reader {
     if (!DIRECT && rows.packed) {
 #pragma unroll
       for (int i = 0; i < packs_per_thread(ROWS, PADDED, sizeof(T), THREADS); i++) {
-        if (EVEN || share_place<PADDED, V, THREADS>(i, thread_index).x < ROWS) {
-          int to = share_offset<T, ROWS, PADDED, V, THREADS, TOGETHER>(i, 0, thread_index);
+        if (EVEN || vector_place<PADDED, V, THREADS>(i, thread_index).x < ROWS) {
+          int to = vector_offset<T, ROWS, PADDED, V, THREADS, WARPGROUP>(i, 0, thread_index);
           *reinterpret_cast<threadgroup uint4*>(tile + to) = held[i];
         }
       }
@@ -141,10 +141,10 @@ struct tile_reader {
         if (int(row) - back < rows.count && column < WIDTH) {
           value = rows.at[(int(row) - back) * rows.row + column * rows.column];
         }
-        tile[place_in_tile<T, ROWS, PADDED, TOGETHER>(row, column)] = value;
+        tile[place_in_tile<T, ROWS, PADDED, WARPGROUP>(row, column)] = value;
       }
     }
-    if (TOGETHER && SHOWN) {
+    if (WARPGROUP && SHOWN) {
       show_to_products();
     }
   }

@@ -18,7 +18,7 @@
 // result is written; else o without its divisor, m and sum, all float, which attention_combine adds up. With
 // `joined`, the last threadgroup of a row block adds up o with its divisor in T, m and sum in float. It has to
 // see other threadgroups' writes, which Metal 3.1 does not guarantee, so only CUDA is launched like this. The
-// split-K semaphores `tickets`, one for each of (B, Hkv, row blocks), are 0 and become 0 again, so that
+// split-K `semaphores`, one for each of (B, Hkv, row blocks), are 0 and become 0 again, so that
 // launches that do not run at the same time may share them.
 //
 // Grid (32 * simds * teams * x, Hkv * row blocks, B), threadgroup (32 * simds * teams, 1, 1).
@@ -60,8 +60,8 @@ template <
     const device K* v_cache,
     const device T* v_scales,
     const device T* v_biases,
-    const device K* k_tail,
-    const device K* v_tail,
+    const device K* k_append,
+    const device K* v_append,
     const device int* positions,
     const device bool* mask,
     const device float* freqs,
@@ -69,7 +69,7 @@ template <
     const device T* q_norm,
     const device T* k_norm,
     const device int* options,
-    const device int* tickets,
+    const device int* semaphores,
     device P* out,
     device K* k_out,
     device K* v_out,
@@ -105,7 +105,7 @@ template <
   int team = int(simd) / simds, member = int(simd) % simds;
   threadgroup T* p_tile = p_tiles + team * own_tile * p_step;
 
-  int before = positions[0], held = positions[1], rows = options[HEADS_SHARING];
+  int before = positions[0], held = positions[1], rows = options[ROWS_PER_KV_HEAD];
   int row_blocks = (rows + count - 1) / count, heads = int(groups.y) / row_blocks;
   int head = int(group.y) % heads, first_row = int(group.y) / heads * count;
   int64_t kv_head = int64_t(group.z) * heads + head;
@@ -114,37 +114,37 @@ template <
   v += kv_head * Dv;
   k_cache += kv_head * options[CACHE_ROWS] * count_k;
   v_cache += kv_head * options[CACHE_ROWS] * count_v;
-  k_tail += kv_head * options[TAIL_ROWS] * whole_k;
-  v_tail += kv_head * options[TAIL_ROWS] * whole_v;
-  k_out += kv_head * options[TAIL_ROWS] * whole_k;
-  v_out += kv_head * options[TAIL_ROWS] * whole_v;
+  k_append += kv_head * options[APPEND_ROWS] * whole_k;
+  v_append += kv_head * options[APPEND_ROWS] * whole_v;
+  k_out += kv_head * options[APPEND_ROWS] * whole_k;
+  v_out += kv_head * options[APPEND_ROWS] * whole_v;
   if (bits > 0) {
     k_scales += kv_head * options[CACHE_ROWS] * groups_k;
     k_biases += kv_head * options[CACHE_ROWS] * groups_k;
     v_scales += kv_head * options[CACHE_ROWS] * groups_v;
     v_biases += kv_head * options[CACHE_ROWS] * groups_v;
   }
-  int splits = options[SPLITS], tail_splits = options[TAIL_SPLITS];
+  int splits = options[SPLITS], append_splits = options[APPEND_SPLITS];
   if (int(group.x) >= splits) {
     if (first_row == 0) {
-      int sharer = (int(group.x) - splits) * 32 * all + int(thread_index);
-      int sharers = (int(groups.x) - splits) * 32 * all;
-      copy_tail<whole_k>(k_out, k_tail, held, options[TAIL_ROWS], sharer, sharers);
-      copy_tail<whole_v>(v_out, v_tail, held, options[TAIL_ROWS], sharer, sharers);
+      int copy_thread = (int(group.x) - splits) * 32 * all + int(thread_index);
+      int copy_threads = (int(groups.x) - splits) * 32 * all;
+      copy_append<whole_k>(k_out, k_append, held, options[APPEND_ROWS], copy_thread, copy_threads);
+      copy_append<whole_v>(v_out, v_append, held, options[APPEND_ROWS], copy_thread, copy_threads);
     }
     return;
   }
 
   // The first splits are the append buffer's, the others the cache's.
-  bool of_tail = int(group.x) < tail_splits, is_first = group.x == 0;
+  bool of_append = int(group.x) < append_splits, is_first = group.x == 0;
   q += (kv_head * rows + first_row) * D;
   if (normed) {
     norm_rows<T, D, count, all>(
         factors, q, k, as_type<float>(options[NORM_EPSILON]), rows - first_row, simd, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-  turn_rows<T, D, bits, dims, traditional, listed, normed, run, q_step, padded, count, 32 * all>(
-      q_tile, q, k, factors, q_norm, k_norm, freqs, options + TURN,
+  rotate_rows<T, D, bits, dims, traditional, listed, normed, run, q_step, padded, count, 32 * all>(
+      q_tile, q, k, factors, q_norm, k_norm, freqs, options + ROTATION,
       float(positions[2 + group.z]), rows - first_row, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   float scale = as_type<float>(options[SCALE]);
@@ -193,17 +193,17 @@ template <
 #pragma unroll
     for (int i = 0; i < 2 * columns; i++) {
       int t = i / 2, c = i % 2;
-      float top = own_tops[8 * t + 2 * quarter + c], share = 1.0f, sunk = 0.0f;
+      float top = own_tops[8 * t + 2 * quarter + c], own_weight = 1.0f, sunk = 0.0f;
       if (sinking) {
         // A score without a value. Its softmax begins with it and the token's own.
         int row = min(first_row + 8 * t + 2 * quarter + c, rows - 1);
         float own_top = top, sink = float(sinks[head * rows + row]) * LOG2_E;
         top = max(max(own_top, sink), LOWEST);
-        share = power_of_2<T>(own_top - top);
+        own_weight = power_of_2<T>(own_top - top);
         sunk = power_of_2<T>(sink - top);
       }
       state.top[t][c] = top;
-      state.sum[t][c] = member == 0 && near == 0 ? share + sunk : 0.0f;
+      state.sum[t][c] = member == 0 && near == 0 ? own_weight + sunk : 0.0f;
 #pragma unroll
       for (int n = 0; n < slice / 16; n++) {
         int f = n % (run_v / 2), d = member * slice + n / (run_v / 2) * 8 * run_v + run_v * near;
@@ -212,7 +212,7 @@ template <
           for (int part = 0; part < 2; part++) {
             int at = d + pair_element<bits>(f, part);
             float value = float(bits > 0 ? own_value[bits > 0 ? at : 0] : v[at]);
-            state.o[n][t].part[part][c] = sinking ? share * value : value;
+            state.o[n][t].part[part][c] = sinking ? own_weight * value : value;
           }
         }
       }
@@ -220,14 +220,14 @@ template <
   }
 
 #pragma clang loop unroll(disable)
-  for (int part = split && of_tail ? 1 : 0; part < (split && !of_tail ? 1 : 2); part++) {
-    int keys = part == 0 ? before : held, sharing = part == 1 ? tail_splits : split ? splits - tail_splits : 1;
+  for (int part = split && of_append ? 1 : 0; part < (split && !of_append ? 1 : 2); part++) {
+    int keys = part == 0 ? before : held, sharing = part == 1 ? append_splits : split ? splits - append_splits : 1;
     int split_keys = ((keys + sharing - 1) / sharing + tile - 1) / tile * tile;
-    int start = (int(group.x) - (split && part == 0 ? tail_splits : 0)) * split_keys;
+    int start = (int(group.x) - (split && part == 0 ? append_splits : 0)) * split_keys;
     int stop = min(start + split_keys, keys), last = stop - 1;
     cache_rows<K, T> key_rows, value_rows;
-    key_rows.elements = part == 0 ? k_cache : k_tail;
-    value_rows.elements = part == 0 ? v_cache : v_tail;
+    key_rows.elements = part == 0 ? k_cache : k_append;
+    value_rows.elements = part == 0 ? v_cache : v_append;
     key_rows.step = part == 0 ? count_k : whole_k;
     value_rows.step = part == 0 ? count_v : whole_v;
     if (bits > 0) {
@@ -358,10 +358,10 @@ template <
     }
   }
   if (joined) {
-    device int* ticket = const_cast<device int*>(tickets) + int64_t(group.z) * groups.y + group.y;
+    device int* semaphore = const_cast<device int*>(semaphores) + int64_t(group.z) * groups.y + group.y;
     threadgroup_barrier(mem_flags::mem_device);
     if (thread_index == 0) {
-      arrived = arrive(ticket);
+      arrived = arrive(semaphore);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (arrived == splits - 1) {
@@ -371,7 +371,7 @@ template <
           reinterpret_cast<device T*>(out) + first * Dv, parts + first * splits * Dv, sums_of + first * splits,
           weights, min(rows - first_row, count), splits, thread_index, simd, lane);
       if (thread_index == 0) {
-        *ticket = 0;
+        *semaphore = 0;
       }
     }
   }

@@ -92,7 +92,7 @@ def _kernel(
     joined: bool = False,
 ) -> Kernel:
     there = {"mask": masked, "freqs": listed, "sinks": sinking}
-    there |= {"q_norm": normed, "k_norm": normed, "tickets": joined, "parts": joined}
+    there |= {"q_norm": normed, "k_norm": normed, "semaphores": joined, "parts": joined}
     there |= dict.fromkeys(("k_scales", "k_biases", "v_scales", "v_biases"), packed)
     flags = {"_packed": packed, "_masked": masked, "_listed": listed}
     flags |= {"_sinks": sinking, "_normed": normed, "_joined": joined}

@@ -8,8 +8,10 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// Indices into `options`; the options of turn_rows follow.
-enum step_option { CACHE_ROWS, TAIL_ROWS, TAIL_SPLITS, SPLITS, HEADS_SHARING, SCALE, MASK_OF_SEQUENCE, MASK_OF_HEAD, LEAST_OF_GROUP, NORM_EPSILON, TURN };
+// Indices into `options`; the options of rotate_rows follow.
+enum step_option {
+  CACHE_ROWS, APPEND_ROWS, APPEND_SPLITS, SPLITS, ROWS_PER_KV_HEAD, SCALE, MASK_OF_SEQUENCE, MASK_OF_HEAD,
+  LEAST_OF_GROUP, NORM_EPSILON, ROTATION };
 // More splits than these are not added up in one launch.
 #define MOST_JOINED 64
 
@@ -96,10 +98,10 @@ METAL_FUNC void pack_row(
 
 // This thread's part of the append buffer's rows but the token's, eight numbers at a time.
 template <int width, typename T>
-METAL_FUNC void copy_tail(
-    device T* to, const device T* from, int held, int rows, int sharer, int sharers) {
+METAL_FUNC void copy_append(
+    device T* to, const device T* from, int held, int rows, int copy_thread, int copy_threads) {
   const int words = 2 * sizeof(T);
-  for (int i = sharer; i < rows * (width / 8); i += sharers) {
+  for (int i = copy_thread; i < rows * (width / 8); i += copy_threads) {
     int row = i / (width / 8);
     alignas(16) uint pack[words] = {};
     if (row < held) {
@@ -156,7 +158,7 @@ template <
     int padded,
     int count,
     int threads>
-METAL_FUNC void turn_rows(
+METAL_FUNC void rotate_rows(
     threadgroup T* to,
     const device T* q,
     const device T* k,

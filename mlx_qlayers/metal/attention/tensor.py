@@ -13,7 +13,7 @@ from ...runtime.spec import Spec
 from ..common.kernels import strided_kernel
 from .forward import Launcher
 
-# Keys that a turn takes, and queries that a SIMD group owns.
+# Keys of a step of the loop, and queries that a SIMD group owns.
 TILE, ROWS = 32, 16
 _SIMDS = 4
 _THREADS = 32 * _SIMDS, 1, 1
@@ -26,9 +26,9 @@ def _registers(DV: int, SPLIT: int, TILE: int = TILE, **_: object) -> int:
     return 2 * ROWS * TILE // 32 + ROWS * DV // SPLIT // 32 + 4 * ROWS // 8
 
 
-def _threadgroup_memory(SIMDS: int, TILE: int, TOGETHER: bool, **_: object) -> int:
+def _threadgroup_memory(SIMDS: int, TILE: int, LOCKSTEP: bool, **_: object) -> int:
     """Bytes of scores that are not handed over, and of two numbers for each row."""
-    return 4 if TOGETHER else 4 * SIMDS * ROWS * (TILE + 2)
+    return 4 if LOCKSTEP else 4 * SIMDS * ROWS * (TILE + 2)
 
 
 _FORWARD = strided_kernel(
@@ -85,18 +85,18 @@ def _grid(at: Launcher, rows: int, heads: int) -> Size:
     return -(-rows // (ROWS * _SIMDS)) * 32 * _SIMDS, heads, at.batch
 
 
-def _shares(at: Launcher, split: int, others: int = 0) -> dict[str, Any]:
-    """How SIMD groups share the work; together they take more of `others` at once."""
-    together = _together(at)
-    tile = 2 * TILE if together and others >= 2 * TILE else TILE
+def _spread(at: Launcher, split: int, others: int = 0) -> dict[str, Any]:
+    """How the work is spread over SIMD groups; in lockstep they take more of `others` at once."""
+    lockstep = _lockstep(at)
+    tile = 2 * TILE if lockstep and others >= 2 * TILE else TILE
     # Of 64 rows two tiles of each operand, in dynamic shared memory.
     shared = 65536 if tile > TILE else 0
     values = {"SIMDS": _SIMDS, "SPLIT": split, "TILE": tile}
-    return {**values, "TOGETHER": together, "SHARED": shared, "HANDED": together or at.handed}
+    return {**values, "LOCKSTEP": lockstep, "SHARED": shared, "HANDED": lockstep or at.handed}
 
 
-def _together(at: Launcher) -> bool:
-    """Whether SIMD groups take the same turns: with tensor cores they share what they read."""
+def _lockstep(at: Launcher) -> bool:
+    """Whether SIMD groups run their loops in lockstep: with tensor cores they share operands."""
     return device_of(at.device).tensor_cores
 
 
@@ -104,7 +104,7 @@ def attention_tensor(at: Launcher) -> Callable[..., list[mx.array]]:
     """The launch of :func:`~.forward.attention_forward` by tensor operations."""
     split = _parts(at.v_width)
     grid = _grid(at, at.queries, at.heads * split)
-    launch = at.forward(_FORWARD, grid, _THREADS, **_shares(at, split, at.keys), RESIDENT=3)
+    launch = at.forward(_FORWARD, grid, _THREADS, **_spread(at, split, at.keys), RESIDENT=3)
     # Rows may lie anywhere, but the columns of a tensor are neighbours.
     return lambda q, k, v, mask, sinks: launch(*map(mx.contiguous, (q, k, v)), mask, sinks)
 
@@ -117,7 +117,7 @@ def tensor_mask_gradient(at: Launcher, others: Sequence[Spec]) -> Bound:
         others: out, its cotangent and the norms.
     """
     grid, shape = _grid(at, at.queries, at.heads), (at.batch, at.heads, at.queries, at.keys)
-    launch = at.bound(_MASK, others, grid, _THREADS, [shape], init_value=0, **_shares(at, 1))
+    launch = at.bound(_MASK, others, grid, _THREADS, [shape], init_value=0, **_spread(at, 1))
     return lambda arrays: launch(_dense(arrays))
 
 
@@ -142,7 +142,7 @@ def tensor_gradients(at: Launcher, others: Sequence[Spec], average: Spec) -> tup
     rows, split = (at.batch, at.heads, at.queries), _parts(at.width)
     shapes = [(at.batch, at.queries, at.heads, at.width), rows]
     grid = _grid(at, at.queries, at.heads * split)
-    of_queries = at.bound(_QUERIES, others, grid, _THREADS, shapes, **_shares(at, split))
+    of_queries = at.bound(_QUERIES, others, grid, _THREADS, shapes, **_spread(at, split))
     more = [*others[1:], Spec(rows, mx.float32), average]
 
     def of(width: int, values: bool) -> Bound:
@@ -150,7 +150,7 @@ def tensor_gradients(at: Launcher, others: Sequence[Spec], average: Spec) -> tup
         grid = _grid(at, at.keys, at.kv_heads * split)
         shape = at.batch, at.keys, at.kv_heads, width
         told = {"AVERAGE": at.average, "VALUES": values}
-        told |= _shares(at, split, at.queries if values else 0)
+        told |= _spread(at, split, at.queries if values else 0)
         return at.bound(_KEYS, more, grid, _THREADS, [shape], **told)
 
     of_k, of_v = of(at.width, False), of(at.v_width, True)

@@ -15,7 +15,7 @@
 //     scores = exp2(scores - top'), total = total * shrink + reduce_rows(scores), sums *= shrink
 //     sums += weights * values, the weights handed over as tensor_score.metal says
 //
-// There is no barrier of the threadgroup but where SIMD groups read TOGETHER. The last turn takes the
+// There is no barrier of the threadgroup but where SIMD groups read LOCKSTEP. The last turn takes the
 // last TILE keys: those that were there before are hidden. Needs TILE keys, Metal 4 and macOS 26.2;
 // never run on an M5.
 
@@ -30,7 +30,7 @@ METAL_FUNC void write_value(
     float inverse,
     float lowered,
     float whole,
-    thread const own_turns& to,
+    thread const own_range& to,
     const device float* mean,
     device T* out,
     device float* norm,
@@ -48,21 +48,21 @@ METAL_FUNC void write_value(
 // The turns of a SIMD group whose weights go through threadgroup memory, and what it writes.
 template <
     typename T, typename M, int DV, int MASK, bool SOFTCAP, bool AVERAGE, int SPLIT, int TILE,
-    bool TOGETHER>
+    bool LOCKSTEP>
 METAL_FUNC void attend_in_memory(
     threadgroup float* memory,
     thread tensor_of<T>& rows,
     thread tensor_of<T>& keys,
     thread tensor_of<T>& values,
     thread const score_rule<M>& rule,
-    thread const own_turns& of,
+    thread const own_range& of,
     float top,
     float total,
     const device float* mean,
     device T* out,
     device float* norm,
     uint lane) {
-  if constexpr (!TOGETHER) {
+  if constexpr (!LOCKSTEP) {
     constexpr int COLUMNS = VALUE_COLUMNS;
     constexpr auto of_values = ADDED_TILE;
     constexpr auto of_keys = SCORED_TILE;
@@ -72,7 +72,7 @@ METAL_FUNC void attend_in_memory(
     auto sums = SUMS(by_values, false);
     float unit = is_raw(MASK, SOFTCAP) ? rule.scale : 1.0f;
     threadgroup float* of_rows = memory + TENSOR_ROWS * TILE;
-    threadgroup float* mine = half_row<TILE>(memory, lane);
+    threadgroup float* half_scores = half_row<TILE>(memory, lane);
     clear_tensor(sums);
     for (int key = of.first; key < of.last; key += TILE) {
       int at = min(key, rule.keys - TILE);
@@ -90,13 +90,13 @@ METAL_FUNC void attend_in_memory(
       put_scores<TILE>(memory, scores);
       float highest = LOWEST, sum = 0.0f, before = top;
       for (int i = 0; i < TILE / 2; i++) {
-        highest = max(highest, mine[i]);
+        highest = max(highest, half_scores[i]);
       }
       top = max(top, max(highest, simd_shuffle_xor(highest, 1)));
       float lowered = top == LOWEST ? 0.0f : top, shrink = power_of_2<T>(before - lowered);
       for (int i = 0; i < TILE / 2; i++) {
-        mine[i] = power_of_2<T>(mine[i] - lowered);
-        sum += mine[i];
+        half_scores[i] = power_of_2<T>(half_scores[i] - lowered);
+        sum += half_scores[i];
       }
       total = fma(total, shrink, sum_of_both(sum));
       if (lane % 2 == 0) {
@@ -138,13 +138,13 @@ METAL_FUNC void attend_in_memory(
 // The same where tensors hand over what they hold; false, and nothing done, where they do not.
 template <
     typename T, typename M, int DV, int MASK, bool SOFTCAP, bool AVERAGE, int SPLIT, int TILE,
-    bool TOGETHER>
+    bool LOCKSTEP>
 METAL_FUNC bool attend_in_registers(
     thread tensor_of<T>& rows,
     thread tensor_of<T>& keys,
     thread tensor_of<T>& values,
     thread const score_rule<M>& rule,
-    thread const own_turns& of,
+    thread const own_range& of,
     float sink,
     float weight_of_sink,
     const device float* mean,
@@ -229,7 +229,7 @@ METAL_FUNC bool attend_in_registers(
       }
     }
     auto left = by_values.template get_left_input_cooperative_tensor<float, T, float>(scores);
-    if (TOGETHER) {
+    if (LOCKSTEP) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     auto some_values = values.slice(of.column, at);
@@ -272,7 +272,7 @@ template <
     int SIMDS,
     int SPLIT,
     int TILE,
-    bool TOGETHER,
+    bool LOCKSTEP,
     int SHARED,
     bool HANDED,
     int RESIDENT>
@@ -295,12 +295,12 @@ template <
     uint3 groups [[threadgroups_per_grid]],
     uint simd_group [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup float memory[ALL_TURN_FLOATS];
-  uint head = group.y / SPLIT, batch = group.z, kv_head = head / sizes[SHARE];
+  threadgroup float memory[ALL_STEP_FLOATS];
+  uint head = group.y / SPLIT, batch = group.z, kv_head = head / sizes[GQA_FACTOR];
   int own = (int(groups.x - 1 - group.x) * SIMDS + int(simd_group)) * TENSOR_ROWS;
   int column = int(group.y) % SPLIT * VALUE_COLUMNS, heads = sizes[HEADS];
   score_rule<M> rule = rule_of(mask, mask_strides, sizes, factors, batch, head);
-  int begin = own / TURN_ROWS * TURN_ROWS;
+  int begin = own / STEP_ROWS * STEP_ROWS;
   if (begin >= rule.queries) {
     return;
   }
@@ -308,21 +308,21 @@ template <
       rows_as_tensor(rows_of(q, q_strides, batch, head, rule.queries), D, own);
   tensor_of<T> keys = rows_as_tensor(rows_of(k, k_strides, batch, kv_head, rule.keys), D, 0);
   tensor_of<T> values = rows_as_tensor(rows_of(v, v_strides, batch, kv_head, rule.keys), DV, 0);
-  own_turns of = {
+  own_range of = {
       own, column, heads * DV, max(0, begin + rule.reach - rule.window + 1) / TILE * TILE,
-      min(rule.keys, min(begin + TURN_ROWS, rule.queries) + rule.reach)};
+      min(rule.keys, min(begin + STEP_ROWS, rule.queries) + rule.reach)};
   float sink = SINKS ? max(float(sinks[head]) * LOG2E, LOWEST) : LOWEST;
-  mean += (ulong(batch) * (heads / sizes[SHARE]) + kv_head) * DV;
+  mean += (ulong(batch) * (heads / sizes[GQA_FACTOR]) + kv_head) * DV;
   out += (ulong(batch) * rule.queries * heads + head) * DV;
   norms += 2 * (ulong(batch) * heads + head) * rule.queries;
   bool done = false;
   if constexpr (HANDED) {
-    done = attend_in_registers<T, M, DV, MASK, SOFTCAP, AVERAGE, SPLIT, TILE, TOGETHER>(
+    done = attend_in_registers<T, M, DV, MASK, SOFTCAP, AVERAGE, SPLIT, TILE, LOCKSTEP>(
         rows, keys, values, rule, of, sink, SINKS ? 1.0f : 0.0f, mean, out, norms);
   }
-  if (!TOGETHER && !done) {
-    attend_in_memory<T, M, DV, MASK, SOFTCAP, AVERAGE, SPLIT, TILE, TOGETHER>(
-        memory + simd_group * TURN_FLOATS, rows, keys, values, rule, of, sink, SINKS ? 1.0f : 0.0f,
+  if (!LOCKSTEP && !done) {
+    attend_in_memory<T, M, DV, MASK, SOFTCAP, AVERAGE, SPLIT, TILE, LOCKSTEP>(
+        memory + simd_group * STEP_FLOATS, rows, keys, values, rule, of, sink, SINKS ? 1.0f : 0.0f,
         mean, out, norms, lane);
   }
 }

@@ -16,7 +16,7 @@
 // False, and nothing done, where scores are to be HANDED over and are not compatible.
 template <
     typename T, typename M, int D, int DV, int MASK, bool SOFTCAP, bool AVERAGE, bool VALUES,
-    int SIMDS, int SPLIT, int TILE, bool TOGETHER, bool HANDED>
+    int SIMDS, int SPLIT, int TILE, bool LOCKSTEP, bool HANDED>
 METAL_FUNC bool add_keys(
     threadgroup float* memory,
     const device T* q,
@@ -45,11 +45,11 @@ METAL_FUNC bool add_keys(
   mpp::tensor_ops::matmul2d<of_queries, metal::execution_simdgroup> by_queries;
   mpp::tensor_ops::matmul2d<of_sums, metal::execution_simdgroup> add;
 
-  int share = sizes[SHARE], kv_heads = sizes[HEADS] / share;
+  int gqa_factor = sizes[GQA_FACTOR], kv_heads = sizes[HEADS] / gqa_factor;
   int own = (int(group.x) * SIMDS + int(simd_group)) * TENSOR_ROWS;
   int column = int(group.y) % SPLIT * COLUMNS;
   uint kv_head = group.y / SPLIT, batch = group.z;
-  int begin = own / TURN_ROWS * TURN_ROWS;
+  int begin = own / STEP_ROWS * STEP_ROWS;
   if (begin >= sizes[KEYS]) {
     return true;
   }
@@ -66,7 +66,7 @@ METAL_FUNC bool add_keys(
   }
   clear_tensor(sums);
 
-  for (uint head = kv_head * share; head < (kv_head + 1) * share; head++) {
+  for (uint head = kv_head * gqa_factor; head < (kv_head + 1) * gqa_factor; head++) {
     score_rule<M> rule = rule_of(mask, mask_strides, sizes, factors, batch, head);
     float unit = is_raw(MASK, SOFTCAP) ? rule.scale : 1.0f;
     ulong place = (ulong(batch) * sizes[HEADS] + head) * rule.queries;
@@ -74,7 +74,7 @@ METAL_FUNC bool add_keys(
         rows_as_tensor(rows_of(q, q_strides, batch, head, rule.queries), D, 0);
     tensor_of<T> d_rows =
         rows_as_tensor(rows_of(d_out, d_out_strides, batch, head, rule.queries), DV, 0);
-    int last = min(rule.queries, begin + TURN_ROWS - 1 + rule.window - rule.reach);
+    int last = min(rule.queries, begin + STEP_ROWS - 1 + rule.window - rule.reach);
     int first = max(0, begin - rule.reach) / TILE * TILE;
     for (int query = first; query < last; query += TILE) {
       int at = min(query, rule.queries - TILE);
@@ -96,7 +96,7 @@ METAL_FUNC bool add_keys(
           scores[i] = VALUES ? weight : weight * (d_weights[i] - delta[place + other]) * score.y;
         }
       }
-      if (TOGETHER && VALUES) {
+      if (LOCKSTEP && VALUES) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
       if (!VALUES && SPLIT == 1) {
@@ -105,7 +105,7 @@ METAL_FUNC bool add_keys(
         auto right = VALUES ? d_rows.slice(column, at) : queries.slice(column, at);
         add_scores<T, TILE, HANDED>(add, memory, scores, right, sums);
       }
-      if (TOGETHER && !VALUES) {
+      if (LOCKSTEP && !VALUES) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
     }
@@ -133,7 +133,7 @@ METAL_FUNC bool add_keys(
 
 template <
     typename T, typename M, int D, int DV, int MASK, bool SOFTCAP, bool AVERAGE, bool VALUES,
-    int SIMDS, int SPLIT, int TILE, bool TOGETHER, int SHARED, bool HANDED>
+    int SIMDS, int SPLIT, int TILE, bool LOCKSTEP, int SHARED, bool HANDED>
 [[kernel]] void attention_tensor_keys(
     const device T* q,
     const constant int64_t* q_strides,
@@ -153,18 +153,18 @@ template <
     device T* gradient,
     uint3 group [[threadgroup_position_in_grid]],
     uint simd_group [[simdgroup_index_in_threadgroup]]) {
-  threadgroup float memory[ALL_TURN_FLOATS];
+  threadgroup float memory[ALL_STEP_FLOATS];
   bool done = false;
   if constexpr (HANDED) {
     done = add_keys<
-        T, M, D, DV, MASK, SOFTCAP, AVERAGE, VALUES, SIMDS, SPLIT, TILE, TOGETHER, true>(
+        T, M, D, DV, MASK, SOFTCAP, AVERAGE, VALUES, SIMDS, SPLIT, TILE, LOCKSTEP, true>(
         memory, q, q_strides, k, k_strides, v, v_strides, mask, mask_strides, d_out, d_out_strides, norms,
         delta, average, sizes, factors, gradient, group, simd_group);
   }
-  if (!TOGETHER && !done) {
+  if (!LOCKSTEP && !done) {
     add_keys<
-        T, M, D, DV, MASK, SOFTCAP, AVERAGE, VALUES, SIMDS, SPLIT, TILE, TOGETHER, TOGETHER>(
-        memory + (TOGETHER ? 0 : simd_group * TURN_FLOATS),
+        T, M, D, DV, MASK, SOFTCAP, AVERAGE, VALUES, SIMDS, SPLIT, TILE, LOCKSTEP, LOCKSTEP>(
+        memory + (LOCKSTEP ? 0 : simd_group * STEP_FLOATS),
         q, q_strides, k, k_strides, v, v_strides, mask, mask_strides, d_out, d_out_strides, norms,
         delta, average, sizes, factors, gradient, group, simd_group);
   }

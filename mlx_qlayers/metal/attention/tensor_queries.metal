@@ -18,7 +18,7 @@
 
 // The other inputs of a head's queries, and its outputs: d_scores or the gradients.
 template <typename T>
-struct query_sides {
+struct query_arrays {
   head_rows<T> out, d_out;
   const device float* norms;
   device float* d_scores;
@@ -41,13 +41,13 @@ METAL_FUNC float2 weight_and_slope(
 template <typename T, typename M>
 METAL_FUNC void write_score(
     float d_score,
-    thread const query_sides<T>& sides,
+    thread const query_arrays<T>& arrays,
     thread const score_rule<M>& rule,
     int query,
     int other,
     int key) {
-  if (sides.d_scores && other >= key && query < rule.queries) {
-    sides.d_scores[ulong(query) * rule.keys + other] = d_score;
+  if (arrays.d_scores && other >= key && query < rule.queries) {
+    arrays.d_scores[ulong(query) * rule.keys + other] = d_score;
   }
 }
 
@@ -55,22 +55,22 @@ template <int D, typename T, typename M>
 METAL_FUNC void write_query(
     float sum,
     float delta,
-    thread const query_sides<T>& sides,
+    thread const query_arrays<T>& arrays,
     thread const score_rule<M>& rule,
-    thread const own_turns& of,
+    thread const own_range& of,
     int query,
     int c) {
   if (query < rule.queries && c < D) {
-    sides.d_q[long(query) * of.row + c] = T(sum * sides.slope);
+    arrays.d_q[long(query) * of.row + c] = T(sum * arrays.slope);
     if (c == 0) {
-      sides.delta[query] = delta;
+      arrays.delta[query] = delta;
     }
   }
 }
 
 // The turns of a SIMD group whose scores go through threadgroup memory, and what it writes.
 template <
-    int D, int DV, int MASK, bool SOFTCAP, int SPLIT, int TILE, bool TOGETHER, typename T, typename M,
+    int D, int DV, int MASK, bool SOFTCAP, int SPLIT, int TILE, bool LOCKSTEP, typename T, typename M,
     typename P, typename Q>
 METAL_FUNC void add_queries_in_memory(
     thread P& by_keys,
@@ -80,22 +80,22 @@ METAL_FUNC void add_queries_in_memory(
     thread tensor_of<T>& d_tensor,
     thread tensor_of<T>& keys,
     thread tensor_of<T>& values,
-    thread const query_sides<T>& sides,
+    thread const query_arrays<T>& arrays,
     thread const score_rule<M>& rule,
-    thread const own_turns& of,
+    thread const own_range& of,
     uint lane) {
-  if constexpr (!TOGETHER) {
+  if constexpr (!LOCKSTEP) {
     auto scores = SCORES(by_keys);
     auto d_weights = SCORES(by_keys);
     auto sums = SUMS(add, false);
     clear_tensor(sums);
     threadgroup float* of_rows = memory + TENSOR_ROWS * TILE;
-    threadgroup float* mine = half_row<TILE>(memory, lane);
+    threadgroup float* half_scores = half_row<TILE>(memory, lane);
     int row = of.own + lane / 2;
     float dot = 0.0f, exact = 0.0f;
     for (int c = lane % 2; c < DV && row < rule.queries; c += 2) {
-      dot += float(sides.out.at[row * sides.out.row + c * sides.out.column]) *
-          float(sides.d_out.at[row * sides.d_out.row + c * sides.d_out.column]);
+      dot += float(arrays.out.at[row * arrays.out.row + c * arrays.out.column]) *
+          float(arrays.d_out.at[row * arrays.d_out.row + c * arrays.d_out.column]);
     }
     dot = sum_of_both(dot);
     for (int key = of.first; key < of.last; key += TILE) {
@@ -109,17 +109,17 @@ METAL_FUNC void add_queries_in_memory(
         if (scores.is_valid_element(i)) {
           auto index = scores.get_multidimensional_index(i);
           int query = of.own + index[1];
-          float2 norm = norm_of<T>(sides.norms, query, rule.queries);
+          float2 norm = norm_of<T>(arrays.norms, query, rule.queries);
           float2 weight = weight_and_slope<T, MASK, SOFTCAP>(
               scores[i], norm, query, at + index[0], key, rule);
           memory[index[1] * TILE + index[0]] = weight.x * d_weights[i];
-          scores[i] = sides.d_scores ? weight.x : weight.x * weight.y;
+          scores[i] = arrays.d_scores ? weight.x : weight.x * weight.y;
         }
       }
       simdgroup_barrier(mem_flags::mem_threadgroup);
       float sum = 0.0f;
       for (int i = 0; i < TILE / 2; i++) {
-        sum += mine[i];
+        sum += half_scores[i];
       }
       exact += sum_of_both(sum);
       dot = of.first + TILE >= of.last ? exact : dot;
@@ -132,16 +132,16 @@ METAL_FUNC void add_queries_in_memory(
         if (scores.is_valid_element(i)) {
           auto index = scores.get_multidimensional_index(i);
           scores[i] *= d_weights[i] - of_rows[index[1]];
-          write_score(scores[i], sides, rule, of.own + index[1], at + index[0], key);
+          write_score(scores[i], arrays, rule, of.own + index[1], at + index[0], key);
         }
       }
-      if (!sides.d_scores) {
+      if (!arrays.d_scores) {
         auto right = keys.slice(of.column, at);
         put_scores<TILE>(memory, scores);
         add_from_memory<TILE>(add, memory, right, sums);
       }
     }
-    if (sides.d_scores) {
+    if (arrays.d_scores) {
       return;
     }
     if (lane % 2 == 0) {
@@ -153,7 +153,7 @@ METAL_FUNC void add_queries_in_memory(
       if (sums.is_valid_element(i)) {
         auto index = sums.get_multidimensional_index(i);
         write_query<D>(
-            sums[i], of_rows[index[1]], sides, rule, of, of.own + index[1], of.column + index[0]);
+            sums[i], of_rows[index[1]], arrays, rule, of, of.own + index[1], of.column + index[0]);
       }
     }
   }
@@ -161,7 +161,7 @@ METAL_FUNC void add_queries_in_memory(
 
 // The same where tensors hand over what they hold; false, and nothing done, where they do not.
 template <
-    int D, int DV, int MASK, bool SOFTCAP, int SPLIT, int TILE, bool TOGETHER, typename T, typename M,
+    int D, int DV, int MASK, bool SOFTCAP, int SPLIT, int TILE, bool LOCKSTEP, typename T, typename M,
     typename P, typename O, typename Q>
 METAL_FUNC bool add_queries_in_registers(
     thread P& by_keys,
@@ -171,9 +171,9 @@ METAL_FUNC bool add_queries_in_registers(
     thread tensor_of<T>& d_tensor,
     thread tensor_of<T>& keys,
     thread tensor_of<T>& values,
-    thread const query_sides<T>& sides,
+    thread const query_arrays<T>& arrays,
     thread const score_rule<M>& rule,
-    thread const own_turns& of) {
+    thread const own_range& of) {
   auto scores = SCORES(by_keys);
   auto d_weights = SCORES(by_values);
   auto products = SCORES(by_keys);
@@ -195,7 +195,7 @@ METAL_FUNC bool add_queries_in_registers(
       dot[i] = exact[i] = 0.0f;
       auto index = top.get_multidimensional_index(i);
       int query = of.own + index[0];
-      float2 norm = norm_of<T>(sides.norms, query, rule.queries);
+      float2 norm = norm_of<T>(arrays.norms, query, rule.queries);
       top[i] = norm.x;
       factor[i] = norm.y;
     }
@@ -209,8 +209,8 @@ METAL_FUNC bool add_queries_in_registers(
         products[i] = 0.0f;
         if (query < rule.queries && column < DV) {
           products[i] =
-              float(sides.out.at[query * sides.out.row + column * sides.out.column]) *
-              float(sides.d_out.at[query * sides.d_out.row + column * sides.d_out.column]);
+              float(arrays.out.at[query * arrays.out.row + column * arrays.out.column]) *
+              float(arrays.d_out.at[query * arrays.d_out.row + column * arrays.d_out.column]);
         }
       }
     }
@@ -239,7 +239,7 @@ METAL_FUNC bool add_queries_in_registers(
             *each, norm, of.own + index[1], at + index[0], key, rule);
         int i = each - scores.begin();
         products[i] = weight.x * d_weights[i];
-        *each = sides.d_scores ? weight.x : weight.x * weight.y;
+        *each = arrays.d_scores ? weight.x : weight.x * weight.y;
       }
     }
     mpp::tensor_ops::reduce_rows(
@@ -257,11 +257,11 @@ METAL_FUNC bool add_queries_in_registers(
       if (each.is_valid_element()) {
         *each *= d_weights[each - scores.begin()] - *dot.map_iterator(each);
         auto index = each.get_multidimensional_index();
-        write_score(*each, sides, rule, of.own + index[1], at + index[0], key);
+        write_score(*each, arrays, rule, of.own + index[1], at + index[0], key);
       }
     }
     auto left = add.template get_left_input_cooperative_tensor<float, T, float>(scores);
-    if (sides.d_scores) {
+    if (arrays.d_scores) {
       // No sums.
     } else if (SPLIT == 1) {
       add.run(left, some_keys, sums);
@@ -269,16 +269,16 @@ METAL_FUNC bool add_queries_in_registers(
       auto right = keys.slice(of.column, at);
       add.run(left, right, sums);
     }
-    if (TOGETHER) {
+    if (LOCKSTEP) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
   }
 #pragma unroll
-  for (auto each = sums.begin(); !sides.d_scores && each != sums.end(); each++) {
+  for (auto each = sums.begin(); !arrays.d_scores && each != sums.end(); each++) {
     if (each.is_valid_element()) {
       auto index = each.get_multidimensional_index();
       write_query<D>(
-          *each, *exact.map_iterator(each), sides, rule, of, of.own + index[1],
+          *each, *exact.map_iterator(each), arrays, rule, of, of.own + index[1],
           of.column + index[0]);
     }
   }
@@ -286,7 +286,7 @@ METAL_FUNC bool add_queries_in_registers(
 }
 
 template <
-    typename T, typename M, int D, int DV, int MASK, bool SOFTCAP, int SIMDS, int SPLIT, int TILE, bool TOGETHER,
+    typename T, typename M, int D, int DV, int MASK, bool SOFTCAP, int SIMDS, int SPLIT, int TILE, bool LOCKSTEP,
     int SHARED, bool HANDED>
 [[kernel]] void attention_tensor_queries(
     const device T* q,
@@ -311,7 +311,7 @@ template <
     uint3 groups [[threadgroups_per_grid]],
     uint simd_group [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup float memory[ALL_TURN_FLOATS];
+  threadgroup float memory[ALL_STEP_FLOATS];
   constexpr int COLUMNS = rounded_up((D + SPLIT - 1) / SPLIT, 8);
   constexpr auto of_keys = SCORED_TILE;
   constexpr auto of_sums = ADDED_TILE;
@@ -319,11 +319,11 @@ template <
   mpp::tensor_ops::matmul2d<of_keys, metal::execution_simdgroup> by_keys;
   mpp::tensor_ops::matmul2d<of_sums, metal::execution_simdgroup> add;
 
-  uint head = group.y / SPLIT, batch = group.z, kv_head = head / sizes[SHARE];
+  uint head = group.y / SPLIT, batch = group.z, kv_head = head / sizes[GQA_FACTOR];
   int own = (int(groups.x - 1 - group.x) * SIMDS + int(simd_group)) * TENSOR_ROWS;
   int column = int(group.y) % SPLIT * COLUMNS, heads = sizes[HEADS];
   score_rule<M> rule = rule_of(mask, mask_strides, sizes, factors, batch, head);
-  int begin = own / TURN_ROWS * TURN_ROWS;
+  int begin = own / STEP_ROWS * STEP_ROWS;
   if (begin >= rule.queries) {
     return;
   }
@@ -333,21 +333,21 @@ template <
   tensor_of<T> keys = rows_as_tensor(rows_of(k, k_strides, batch, kv_head, rule.keys), D, 0);
   tensor_of<T> values = rows_as_tensor(rows_of(v, v_strides, batch, kv_head, rule.keys), DV, 0);
   ulong place = (ulong(batch) * heads + head) * rule.queries;
-  query_sides<T> sides = {
+  query_arrays<T> arrays = {
       rows_of(out, out_strides, batch, head, rule.queries), d_rows, norms + 2 * place,
       d_scores ? d_scores + place * rule.keys : nullptr,
       d_q + (ulong(batch) * rule.queries * heads + head) * D, delta + place, factors[SLOPE]};
-  own_turns of = {
+  own_range of = {
       own, column, heads * D, max(0, begin + rule.reach - rule.window + 1) / TILE * TILE,
-      min(rule.keys, min(begin + TURN_ROWS, rule.queries) + rule.reach)};
+      min(rule.keys, min(begin + STEP_ROWS, rule.queries) + rule.reach)};
   bool done = false;
   if constexpr (HANDED) {
-    done = add_queries_in_registers<D, DV, MASK, SOFTCAP, SPLIT, TILE, TOGETHER>(
-        by_keys, by_values, add, rows, d_tensor, keys, values, sides, rule, of);
+    done = add_queries_in_registers<D, DV, MASK, SOFTCAP, SPLIT, TILE, LOCKSTEP>(
+        by_keys, by_values, add, rows, d_tensor, keys, values, arrays, rule, of);
   }
-  if (!TOGETHER && !done) {
-    add_queries_in_memory<D, DV, MASK, SOFTCAP, SPLIT, TILE, TOGETHER>(
-        by_keys, add, memory + simd_group * TURN_FLOATS, rows, d_tensor, keys, values, sides, rule, of,
+  if (!LOCKSTEP && !done) {
+    add_queries_in_memory<D, DV, MASK, SOFTCAP, SPLIT, TILE, LOCKSTEP>(
+        by_keys, add, memory + simd_group * STEP_FLOATS, rows, d_tensor, keys, values, arrays, rule, of,
         lane);
   }
 }

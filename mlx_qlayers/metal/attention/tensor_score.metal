@@ -13,12 +13,12 @@ using namespace metal;
 
 // Rows of a SIMD group; a turn of its loop takes TILE rows of the other side.
 #define TENSOR_ROWS 16
-// Rows whose SIMD groups take the same turns, each its own or TOGETHER.
-#define TURN_ROWS (TOGETHER ? SIMDS * TENSOR_ROWS : TENSOR_ROWS)
+// Rows whose SIMD groups take the same turns, each its own or LOCKSTEP.
+#define STEP_ROWS (LOCKSTEP ? SIMDS * TENSOR_ROWS : TENSOR_ROWS)
 // The threadgroup memory of a SIMD group where cooperative tensors are not compatible: scores, and
-// two numbers for each row. On CUDA, where SIMD groups read TOGETHER, they always are.
-#define TURN_FLOATS (TENSOR_ROWS * (TILE + 2))
-#define ALL_TURN_FLOATS (TOGETHER ? 1 : SIMDS * TURN_FLOATS)
+// two numbers for each row. On CUDA, where SIMD groups read LOCKSTEP, they always are.
+#define STEP_FLOATS (TENSOR_ROWS * (TILE + 2))
+#define ALL_STEP_FLOATS (LOCKSTEP ? 1 : SIMDS * STEP_FLOATS)
 
 // Products with TILE rows of the other side: their scores, what weights add, and statistics of rows.
 #define ADDED_TILE mpp::tensor_ops::matmul2d_descriptor( \
@@ -36,7 +36,7 @@ using namespace metal;
       tensor_of<T>, tensor_of<T>, float>()
 
 // A SIMD group's first row and column, the elements from row to row of its result, and its turns.
-struct own_turns {
+struct own_range {
   int own, column, row, first, last;
 };
 

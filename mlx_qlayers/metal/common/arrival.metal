@@ -8,7 +8,7 @@ using namespace metal;
 
 // The number of threadgroups that arrived before this one. One thread calls it after a barrier; threadgroups
 // that arrive later see everything that its threadgroup wrote before the barrier.
-METAL_FUNC int arrive(device int* ticket) {
+METAL_FUNC int arrive(device int* semaphore) {
   return atomic_fetch_add_explicit(
-      reinterpret_cast<device atomic_int*>(ticket), 1, memory_order_relaxed);
+      reinterpret_cast<device atomic_int*>(semaphore), 1, memory_order_relaxed);
 }

@@ -1,8 +1,8 @@
 // Windows of rows, read from device memory and laid into threadgroup memory as right operands.
 //
-// A window is 8 rows of 4 * run elements; `run` and `pairs` are those of load_run. A SIMD group reads it
+// A K tile is 8 rows of 4 * run elements; `run` and `pairs` are those of load_run. A SIMD group reads it
 // and, when its memory is free, places it: operands 2 t and 2 t + 1 of a lane lie at t * 32 + lane, in
-// the order of their parts. If TOGETHER it becomes 8 of the ROWS rows of a tile (see tile.metal).
+// the order of their parts. If WARPGROUP it becomes 8 of the ROWS rows of a tile (see tile.metal).
 
 #include "tile.metal"
 
@@ -13,24 +13,24 @@ using namespace metal;
 #define EXACT_BELOW_NORMAL false
 
 template <typename T, int run>
-struct row_window {
+struct row_k_tile {
   loaded_run<T, run / 4> rows;
 };
 
 // Elements k to k + 4 * run of `count` rows of K; beyond K they are zero, beyond the rows anything.
 template <int pairs, typename T, int run>
-METAL_FUNC void load_row_window(
-    thread row_window<T, run>& window, const device T* x, int k, int K, int count, uint lane) {
+METAL_FUNC void load_row_k_tile(
+    thread row_k_tile<T, run>& k_tile, const device T* x, int k, int K, int count, uint lane) {
   int depth = right_depth(lane, 0) % 8 / 2 * run;
-  load_run<pairs>(window.rows, x, k, K, run, k + depth < K ? max(count, 0) : 0, lane);
+  load_run<pairs>(k_tile.rows, x, k, K, run, k + depth < K ? max(count, 0) : 0, lane);
 }
 
-// The window from row `first` on.
-template <int pairs, int ROWS, bool TOGETHER, typename T, int run>
-METAL_FUNC void place_row_window(
-    threadgroup uint4* to, int first, thread row_window<T, run>& window, uint lane) {
+// The K tile from row `first` on.
+template <int pairs, int ROWS, bool WARPGROUP, typename T, int run>
+METAL_FUNC void place_row_k_tile(
+    threadgroup uint4* to, int first, thread row_k_tile<T, run>& k_tile, uint lane) {
   right_fragment<T> values[run / 4];
-  weave<pairs>(values, window.rows);
+  weave<pairs>(values, k_tile.rows);
 #pragma unroll
   for (int t = 0; t < run / 8; t++) {
     to[(first / 8 * (run / 8) + t) * 32 + lane] = uint4(

@@ -1,7 +1,7 @@
 // Tiles of rows in threadgroup memory, and products with them.
 //
-// TOGETHER: four neighbouring SIMD groups, each with rows of its own, multiply with the same tile at
-// the same time, and the GPU does that at once (products_together). NVIDIA's Hopper GPUs can: there
+// WARPGROUP: four neighbouring SIMD groups, each with rows of its own, multiply with the same tile at
+// the same time, and the GPU does that at once (uses_warpgroup). NVIDIA's Hopper GPUs can: there
 // the functions of this file come from the CUDA shim. A tile then begins at a multiple of 1024
 // bytes, and its elements lie in another order: ask place_in_tile.
 
@@ -13,7 +13,7 @@ using namespace metal;
 // Whether products of rows of these widths can be made together: a SIMD group of `owners` that own
 // rows multiplies with one of `slices` slices of the columns.
 template <typename T>
-constexpr bool products_together(int owners, int slices, int width, int other_width) {
+constexpr bool uses_warpgroup(int owners, int slices, int width, int other_width) {
   return false;
 }
 
@@ -27,11 +27,11 @@ constexpr int tile_stride(int width, int bytes) {
   return (width * bytes / 16 | 1) * 16 / bytes;
 }
 // Elements that a tile takes, and where one of them lies; the next ones of its pack lie behind it.
-template <typename T, bool TOGETHER>
+template <typename T, bool WARPGROUP>
 constexpr int tile_elements(int rows, int width) {
   return rows * tile_stride(width, sizeof(T));
 }
-template <typename T, int ROWS, int WIDTH, bool TOGETHER>
+template <typename T, int ROWS, int WIDTH, bool WARPGROUP>
 METAL_FUNC int place_in_tile(uint row, uint column) {
   return row * tile_stride(WIDTH, sizeof(T)) + column;
 }
@@ -50,7 +50,7 @@ METAL_FUNC void wait_for_copies() {}
 METAL_FUNC void show_to_products() {}
 
 // products = left * tile^T, or += if ADD: 16 rows by the tile's COUNT * 8 rows, from this column on.
-template <typename T, int STEPS, int COUNT, int WIDTH, bool TOGETHER, bool ADD = false>
+template <typename T, int STEPS, int COUNT, int WIDTH, bool WARPGROUP, bool ADD = false>
 METAL_FUNC void multiply_by_rows(
     thread sum_fragment* products,
     thread const left_fragment<T>* left,
@@ -76,7 +76,7 @@ METAL_FUNC void multiply_by_rows(
 }
 
 // sums += weights * tile: 16 rows by COUNT * 8 columns, over the tile's DEPTH rows.
-template <typename T, int DEPTH, int COUNT, int WIDTH, bool TOGETHER>
+template <typename T, int DEPTH, int COUNT, int WIDTH, bool WARPGROUP>
 METAL_FUNC void add_weighted_rows(
     thread sum_fragment* sums,
     thread const sum_fragment* weights,

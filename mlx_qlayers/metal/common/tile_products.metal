@@ -23,19 +23,19 @@ METAL_FUNC threadgroup uint4* all_packs(threadgroup tile_packs<COUNT>& tiles) {
 }
 
 // products = left * tile^T: 16 rows by COUNT * 8 rows, over STEPS * 16 columns from this one on.
-template <typename T, int STEPS, int COUNT, int WIDTH, bool TOGETHER>
+template <typename T, int STEPS, int COUNT, int WIDTH, bool WARPGROUP>
 METAL_FUNC void begin_by_rows(
     thread sum_fragment* products,
     thread const left_fragment<T>* left,
     const threadgroup T* tile,
     int column,
     uint lane) {
-  multiply_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(products, left, tile, column, lane);
+  multiply_by_rows<T, STEPS, COUNT, WIDTH, WARPGROUP>(products, left, tile, column, lane);
 }
 
 // The same over all columns, of rows `row` to `row` + 15 of a tile of ROWS rows with some of OTHERS rows. Those of four
-// SIMD groups TOGETHER follow each other.
-template <typename T, int STEPS, int COUNT, int ROWS, int OTHERS, int WIDTH, bool TOGETHER>
+// SIMD groups of a WARPGROUP follow each other.
+template <typename T, int STEPS, int COUNT, int ROWS, int OTHERS, int WIDTH, bool WARPGROUP>
 METAL_FUNC void begin_rows_by_rows(
     thread sum_fragment* products,
     const threadgroup T* left,
@@ -48,11 +48,11 @@ METAL_FUNC void begin_rows_by_rows(
     constexpr int STRIDE = tile_stride(WIDTH, sizeof(T));
     load_left(rows[i], left + (row * STRIDE + 16 * i), STRIDE, lane);
   }
-  multiply_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(products, rows, tile, 0, lane);
+  multiply_by_rows<T, STEPS, COUNT, WIDTH, WARPGROUP>(products, rows, tile, 0, lane);
 }
 
 // sums += weights * tile: 16 rows by COUNT * 8 columns from this one on, over the tile's DEPTH rows.
-template <typename T, int DEPTH, int COUNT, int WIDTH, bool TOGETHER>
+template <typename T, int DEPTH, int COUNT, int WIDTH, bool WARPGROUP>
 METAL_FUNC void begin_weighted_rows(
     thread sum_fragment* sums,
     thread const left_fragment<T>* weights,
@@ -75,7 +75,7 @@ METAL_FUNC void begin_weighted_rows(
 // DOWN: products = left^T * tile, columns `from` to `from` + 15 of a tile of LEFT columns by COUNT * 8 columns from
 // this column on, over the DEPTH rows of both. Else sums += left * tile by rows `from` to `from` + 15 of a tile of
 // LEFT rows, over its DEPTH columns.
-template <typename T, int DEPTH, int COUNT, int LEFT, int WIDTH, bool TOGETHER, bool DOWN>
+template <typename T, int DEPTH, int COUNT, int LEFT, int WIDTH, bool WARPGROUP, bool DOWN>
 METAL_FUNC void begin_by_tile(
     thread sum_fragment* sums,
     const threadgroup T* left,
@@ -97,7 +97,7 @@ METAL_FUNC void begin_by_tile(
   for (int n = 0; n < (DOWN ? COUNT : 0); n++) {
     sums[n].part[0] = sums[n].part[1] = float2(0.0f);
   }
-  begin_weighted_rows<T, DEPTH, COUNT, WIDTH, TOGETHER>(sums, rows, tile, column, lane);
+  begin_weighted_rows<T, DEPTH, COUNT, WIDTH, WARPGROUP>(sums, rows, tile, column, lane);
 }
 
 // Waits for all products that were begun but the LATER last ones; these sums are there.
@@ -110,14 +110,14 @@ template <typename T, int COUNT>
 METAL_FUNC void release_operands(thread left_fragment<T>* operands) {}
 
 // 16 x 16 numbers to a tile of ROWS rows.
-template <typename T, int ROWS, int WIDTH, bool TOGETHER>
+template <typename T, int ROWS, int WIDTH, bool WARPGROUP>
 METAL_FUNC void store_left(
     left_fragment<T> f, threadgroup T* tile, uint row, uint column, uint lane) {
 #pragma unroll
   for (int p = 0; p < 4; p++) {
     uint r = row + fragment_row(lane) + p % 2 * 8, c = column + fragment_col(lane) + p / 2 * 8;
     *reinterpret_cast<threadgroup metal::vec<T, 2>*>(
-        tile + place_in_tile<T, ROWS, WIDTH, TOGETHER>(r, c)) = f.part[p];
+        tile + place_in_tile<T, ROWS, WIDTH, WARPGROUP>(r, c)) = f.part[p];
   }
 }
 

@@ -40,7 +40,7 @@ struct bilinear_taps {
   bilinear_axis x;
   bilinear_axis y;
   I at[4];
-  float share[4];
+  float weight[4];
 };
 
 // `level` holds the height, the width and the first pixel; a pixel takes `stride` numbers.
@@ -55,7 +55,7 @@ bilinear_taps<I> find_taps(const device G* location, const device int* level, in
     int x = taps.x.first + k % 2, y = taps.y.first + k / 2;
     bool inside = uint(x) < uint(width) && uint(y) < uint(height);
     taps.at[k] = inside ? I(start + y * width + x) * stride : I(-1);
-    taps.share[k] =
+    taps.weight[k] =
         (k % 2 ? taps.x.part : 1.0f - taps.x.part) * (k / 2 ? taps.y.part : 1.0f - taps.y.part);
   }
   return taps;

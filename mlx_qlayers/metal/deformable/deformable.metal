@@ -70,10 +70,10 @@ void attend(
 #pragma clang loop unroll(full)
         for (int k = 0; k < 4; k++) {
           // A NaN or infinite location makes the weights NaN, and then the zeros outside are NaN too.
-          float share = factor * taps[s].share[k];
+          float tap_weight = factor * taps[s].weight[k];
 #pragma clang loop unroll(full)
           for (int i = 0; i < V; i++) {
-            sum[i] += share * float(values[s][k].at[i]);
+            sum[i] += tap_weight * float(values[s][k].at[i]);
           }
         }
       }
@@ -127,14 +127,14 @@ template <
 }
 
 template <int V, bool ATOMIC, typename T>
-void add(device float* sums, float share, pack<T, V, sizeof(T)> terms) {
+void add(device float* sums, float tap_weight, pack<T, V, sizeof(T)> terms) {
   pack<float, V, 4> found;
   if (!ATOMIC) {
     found = *reinterpret_cast<device pack<float, V, 4>*>(sums);
   }
 #pragma clang loop unroll(full)
   for (int v = 0; v < V; v++) {
-    float term = share * float(terms.at[v]);
+    float term = tap_weight * float(terms.at[v]);
     if (ATOMIC) {
       device atomic<float>* sum = reinterpret_cast<device atomic<float>*>(sums + v);
       atomic_fetch_add_explicit(sum, term, memory_order_relaxed);
@@ -183,7 +183,7 @@ template <
   ulong first = (group.image * ulong(options[PIXELS_PER_IMAGE]) * heads + group.head) * width;
   int samples = options[LEVELS] * POINTS;
   for (int i = 0; i < options[RUN]; i++) {
-    bool mine = there && group.first + i < queries;
+    bool active = there && group.first + i < queries;
     ulong query = min(ulong(group.first) + i, queries - 1);
     ulong row = (group.image * queries + query) * heads + group.head;
     const device T* d_out = cotangent + row * width;
@@ -198,7 +198,7 @@ template <
         if (taps.at[k] < 0) {
           continue;
         }
-        float parts[V] = {}, share = weight * taps.share[k];
+        float parts[V] = {}, tap_weight = weight * taps.weight[k];
         const device T* pixel = values + first + taps.at[k];
         device float* d_pixel = d_values + first + taps.at[k];
         for (int c = lane * V; c < width; c += LANES * V) {
@@ -208,8 +208,8 @@ template <
           for (int v = 0; v < V; v++) {
             parts[v] += float(dy.at[v]) * float(value.at[v]);
           }
-          if (mine) {
-            add<V, ATOMIC>(d_pixel + c, share, dy);
+          if (active) {
+            add<V, ATOMIC>(d_pixel + c, tap_weight, dy);
           }
         }
 #pragma clang loop unroll(full)
@@ -223,12 +223,12 @@ template <
       float total = 0;
 #pragma clang loop unroll(full)
       for (int k = 0; k < 4; k++) {
-        total += dots[k] * taps.share[k];
+        total += dots[k] * taps.weight[k];
       }
       across = sum_of_lanes<LANES>(across);
       along = sum_of_lanes<LANES>(along);
       total = sum_of_lanes<LANES>(total);
-      if (mine && lane == 0) {
+      if (active && lane == 0) {
         d_locations[at * 2] = across * weight * taps.x.slope;
         d_locations[at * 2 + 1] = along * weight * taps.y.slope;
         d_weights[at] = total;

@@ -23,7 +23,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
-enum { PRODUCTS, OUTPUTS, DEPTH, SHARE, LIMIT, ALPHA, SHIFT };
+enum { PRODUCTS, OUTPUTS, DEPTH, PER_ROW, LIMIT, ALPHA, SHIFT };
 #define GATE_CLIPPED 4
 
 // (clip(up) + shift) * gate * sigmoid(alpha * gate), gate clipped from above; what is no number stays.
@@ -31,8 +31,8 @@ METAL_FUNC float clipped_product(float gate, float up, const constant int* shape
   const float limit = as_type<float>(shape[LIMIT]);
   gate = gate > limit ? limit : gate;
   up = up > limit ? limit : up < -limit ? -limit : up;
-  const float turned = 1 + precise::exp(-as_type<float>(shape[ALPHA]) * gate);
-  return (up + as_type<float>(shape[SHIFT])) * (gate / turned);
+  const float denominator = 1 + precise::exp(-as_type<float>(shape[ALPHA]) * gate);
+  return (up + as_type<float>(shape[SHIFT])) * (gate / denominator);
 }
 
 // This lane's part of rows of x, `count` of them at `at`, times rows of two matrices, from `row` on,
@@ -161,7 +161,7 @@ template <
       }
       product[m] = min(next, P - 1);
       count += next < P;
-      at[m] = size_t(product[m] / shape[SHARE]) * K;
+      at[m] = size_t(product[m] / shape[PER_ROW]) * K;
       next++;
     }
     if (count == 0) {
@@ -177,7 +177,7 @@ template <
         const int tiles = (K + 15) / 16;
         float square = 0;
         for (int i = lane; i < tiles; i += 32) {
-          square += squares[size_t(product[m] / shape[SHARE]) * tiles + i];
+          square += squares[size_t(product[m] / shape[PER_ROW]) * tiles + i];
         }
         factor = precise::rsqrt(simd_sum(square) / K + epsilon[0]);
       }
@@ -235,13 +235,13 @@ template <
     uint3 group_index [[threadgroup_position_in_grid]],
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  const int N = shape[OUTPUTS], K = shape[DEPTH], share = shape[SHARE];
+  const int N = shape[OUTPUTS], K = shape[DEPTH], per_row = shape[PER_ROW];
   const int first = int(group_index.x) * outputs, token = group_index.y;
   threadgroup float parts[simds * outputs];
   const packed_matrix<S> matrix = {w, scales, biases};
   float totals[outputs] = {};
-  for (int j = simd; j < share; j += simds) {
-    const int p = token * share + j;
+  for (int j = simd; j < per_row; j += simds) {
+    const int p = token * per_row + j;
     const size_t expert = right[p], at[1] = {size_t(p) * K};
     const float score = float(scores[p]);
     float sums[outputs] = {};

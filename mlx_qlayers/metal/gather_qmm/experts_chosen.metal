@@ -133,8 +133,8 @@ template <
     for (int j = 0; j < dropped; j++) {
       uint left = int(lane) < groups && !(out >> lane & 1) ? rank : ~0u;
       uint least = simd_min(left);
-      bool mine = left == least && int(lane) < groups && !(out >> lane & 1);
-      out |= 1u << simd_min(mine ? lane : 31u);
+      bool is_least = left == least && int(lane) < groups && !(out >> lane & 1);
+      out |= 1u << simd_min(is_least ? lane : 31u);
     }
 #pragma unroll
     for (int i = 0; i < per; i++) {
@@ -148,21 +148,21 @@ template <
   for (int j = 0; j < J; j++) {
     uint expert;
     const float largest = unordered(taken_largest<per, last>(keys, expert, lane));
-    float share = 0;
+    float weight = 0;
 #pragma unroll
     for (int i = 0; i < per; i++) {
       if (score == SPARSEMIXER) {
         const float apart = T(T(largest - values[i]) / T(max(abs(values[i]), largest)));
         const bool near = keys[i] != 0 && !(apart > float(T(numbers[EPSILON])));
-        share += near ? metal::precise::exp(values[i] - largest) : 0.0f;
+        weight += near ? metal::precise::exp(values[i] - largest) : 0.0f;
       } else {
-        share = uint(i * 32) + lane == expert ? values[i] : share;
+        weight = uint(i * 32) + lane == expert ? values[i] : weight;
       }
     }
-    share = score == SPARSEMIXER ? 1 / (1 + simd_sum(share))
-                                 : simd_shuffle(share, ushort(expert % 32));
-    sum += share;
-    own = int(lane) == j ? share : own;
+    weight = score == SPARSEMIXER ? 1 / (1 + simd_sum(weight))
+                                 : simd_shuffle(weight, ushort(expert % 32));
+    sum += weight;
+    own = int(lane) == j ? weight : own;
     own_expert = int(lane) == j ? expert : own_expert;
   }
   if (int(lane) < J) {

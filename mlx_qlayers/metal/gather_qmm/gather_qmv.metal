@@ -12,8 +12,8 @@
 //                      elements of K, every lanes-th.
 //                      Grid (tiles of N * lanes, ceil(R / rows), 1).
 // gather_qmm_columns   y (R, N) = x * w: `wide` neighbouring threads take `run` columns each, and
-//                      `deep` rows of w at a time; the SIMD group's lanes / wide such sets share K,
-//                      and deep is 1. Grid as above.
+//                      `chunk` rows of w at a time; the SIMD group's lanes / wide such sets share K,
+//                      and chunk is 1. Grid as above.
 //
 // No threadgroup memory. Sums are float32; `scaled` results are multiplied by factors[right[p]].
 
@@ -22,7 +22,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
-enum { RESULTS, OUTPUTS, DEPTH, ROWS_PER_PAIR, SHARE };
+enum { RESULTS, OUTPUTS, DEPTH, ROWS_PER_PAIR, PER_BLOCK };
 
 // sums[i % ways] += a[i] * b[i]
 template <int count, int ways>
@@ -46,7 +46,7 @@ METAL_FUNC void add_products(thread float* sums, const thread float* a, const th
 template <bool listed>
 METAL_FUNC size_t row_of_x(const device uint* left, int r, constant int* shape) {
   int pair = r / shape[ROWS_PER_PAIR];
-  size_t block = listed ? size_t(left[pair]) : size_t(pair / shape[SHARE]);
+  size_t block = listed ? size_t(left[pair]) : size_t(pair / shape[PER_BLOCK]);
   return block * shape[ROWS_PER_PAIR] + r % shape[ROWS_PER_PAIR];
 }
 
@@ -165,7 +165,7 @@ template <
     int bits,
     int rows,
     int run,
-    int deep,
+    int chunk,
     int wide,
     int lanes,
     bool listed,
@@ -195,10 +195,10 @@ template <
   for (int start = 0, end = 0; start < count && column < N; start = end) {
     end = end_of_run(right, begin + start, begin + count, per_pair) - begin;
     size_t matrix = size_t(right[(begin + start) / per_pair]) * K;
-    for (int k = lane / wide; k < K; k += lanes / wide * deep) {
-      alignas(64) float weights[deep][run];
-#pragma unroll(deep > 1 ? 1 : deep)
-      for (int d = 0; d < min(deep, K - k); d++) {
+    for (int k = lane / wide; k < K; k += lanes / wide * chunk) {
+      alignas(64) float weights[chunk][run];
+#pragma unroll(chunk > 1 ? 1 : chunk)
+      for (int d = 0; d < min(chunk, K - k); d++) {
         size_t row = matrix + k + d, place = row * groups + column / group;
         float bias = mode == AFFINE ? float(biases[place]) : 0.0f;
         dequantize<mode, bits, run>(
@@ -218,8 +218,8 @@ template <
         for (int i = 0; i < run; i++) {
           parts[i] = sums[m][i];
         }
-#pragma unroll(deep > 1 ? 1 : deep)
-        for (int d = 0; d < min(deep, K - k); d++) {
+#pragma unroll(chunk > 1 ? 1 : chunk)
+        for (int d = 0; d < min(chunk, K - k); d++) {
           float value = float(x[at[m] + k + d]);
 #pragma unroll
           for (int i = 0; i < run; i++) {

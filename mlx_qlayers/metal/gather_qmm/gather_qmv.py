@@ -26,7 +26,7 @@ _ROWS = _kernel(
     registers=lambda rows, **values: registers(rows=rows, **values) + 2 * rows,
 )
 _COLUMNS = _kernel(
-    "gather_qmm_columns", registers=lambda rows, run, deep, **_: (rows + deep) * run + 2 * rows
+    "gather_qmm_columns", registers=lambda rows, run, chunk, **_: (rows + chunk) * run + 2 * rows
 )
 
 
@@ -71,7 +71,7 @@ class Columns:
     Attributes:
         rows: neighbouring results in a tile.
         run: neighbouring columns of a thread, as in :class:`Tile`.
-        deep: rows of a matrix that a thread unpacks at a time; 1 where ``lanes`` is 32.
+        chunk: rows of a matrix that a thread unpacks at a time; 1 where ``lanes`` is 32.
         wide: threads that take neighbouring runs; the others of their SIMD group take other
             parts of the sums.
         lanes, threads: as in :class:`Tile`.
@@ -79,7 +79,7 @@ class Columns:
 
     rows: int
     run: int
-    deep: int
+    chunk: int
     wide: int
     lanes: int
     threads: int
@@ -104,7 +104,7 @@ def configuration(
         rows, run = 1 if single else 16, fmt.group_size
         if transpose:
             return Tile("qmv", run, rows, outputs=4, lanes=1, ways=16, local=8)
-        return Columns(rows, run=run, deep=1 if single else 32, wide=1, lanes=1, threads=8)
+        return Columns(rows, run=run, chunk=1 if single else 32, wide=1, lanes=1, threads=8)
     # The sums and unpacked weights must stay in registers, of which Apple GPUs have fewer.
     run = 32 if fmt.bits % 2 else 16
     if transpose:
@@ -112,7 +112,7 @@ def configuration(
         wide = run == 32 and not device_of(device).spills
         outputs = 2 if wide or (single and fmt.mode == "affine") else 4
         return Tile("qmv", run, rows, outputs)
-    return Columns(1 if single else 64 // run, run=run, deep=1, wide=4, lanes=32, threads=64)
+    return Columns(1 if single else 64 // run, run=run, chunk=1, wide=4, lanes=32, threads=64)
 
 
 def gather_qmv(

@@ -37,10 +37,10 @@ METAL_FUNC void fit(
   high = simd_max(high);
   float middle = 0.5f * (low + high), least = INFINITY;
   for (int s = 0; s < SEARCH; s++) {
-    float share = 1.0f - 0.5f * float(s) / float(SEARCH);
-    float step = float(T((high - low) * share / levels));
+    float ratio = 1.0f - 0.5f * float(s) / float(SEARCH);
+    float step = float(T((high - low) * ratio / levels));
     step = step > 0 ? step : 1.0f;
-    float start = float(T(middle - (middle - low) * share)), loss = 0;
+    float start = float(T(middle - (middle - low) * ratio)), loss = 0;
 #pragma unroll
     for (int i = FIRST; i < FIRST + COUNT; i++) {
       float difference = w[i] - (code_of(w[i], step, start, levels) * step + start);

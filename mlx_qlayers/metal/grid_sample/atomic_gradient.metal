@@ -57,10 +57,10 @@ template <typename I, int K>
     device atomic<int>* row,
     uint3 position [[thread_position_in_grid]],
     uint3 threads [[threads_per_grid]]) {
-  ulong share = position.x + ulong(position.y) * threads.x;
-  if (share < ulong(options[POINTS]) * K && pixel[share] >= 0) {
-    device atomic<int>* own = row + pixel[share];
-    if (atomic_fetch_max_explicit(own, 2 * int(share) + 2, memory_order_relaxed) != 0) {
+  ulong term = position.x + ulong(position.y) * threads.x;
+  if (term < ulong(options[POINTS]) * K && pixel[term] >= 0) {
+    device atomic<int>* own = row + pixel[term];
+    if (atomic_fetch_max_explicit(own, 2 * int(term) + 2, memory_order_relaxed) != 0) {
       atomic_fetch_or_explicit(own, 1, memory_order_relaxed);
     }
   }
@@ -76,14 +76,14 @@ template <typename T, typename I, int K, int LANES>
     device atomic<float>* sums,
     uint3 position [[thread_position_in_grid]],
     uint3 threads [[threads_per_grid]]) {
-  ulong index = position.x + ulong(position.y) * threads.x, share = index / LANES;
-  if (share >= ulong(options[POINTS]) * K || pixel[share] < 0) {
+  ulong index = position.x + ulong(position.y) * threads.x, term = index / LANES;
+  if (term >= ulong(options[POINTS]) * K || pixel[term] < 0) {
     return;
   }
-  ulong owner = ulong(row[pixel[share]] / 2 - 1);
+  ulong owner = ulong(row[pixel[term]] / 2 - 1);
   int channels = options[CHANNELS];
-  for (int c = int(index % LANES); owner != share && c < channels; c += LANES) {
-    float part = weight[share] * float(cotangent[share / K * channels + c]);
+  for (int c = int(index % LANES); owner != term && c < channels; c += LANES) {
+    float part = weight[term] * float(cotangent[term / K * channels + c]);
     atomic_fetch_add_explicit(sums + owner * channels + c, part, memory_order_relaxed);
   }
 }

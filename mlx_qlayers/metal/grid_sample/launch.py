@@ -24,7 +24,7 @@ from ..common.lanes import bind_groups, lanes_for
 
 _TAPS = {"nearest": 1, "bilinear": 2, "bicubic": 4}
 _PADDING = {"zeros": 0, "border": 1, "reflection": 2}
-# Sorted shares that one group of lanes adds up.
+# Sorted terms that one group of lanes adds up.
 _BLOCK = 256
 # Pixels that a group of threads writes: PIXELS in atomic_gradient.metal.
 _SPREAD = 4
@@ -64,11 +64,11 @@ _SPREAD_ROWS = _by_atomics(
     registers=lambda T, V, **_: _SPREAD * (2 + -(-V * T.size // 4)) + V,
 )
 _GRADIENT_X = _by_atomics("grid_sample_gradient_x", registers=_scatter_registers)
-_by_shares: Callable[..., Kernel] = partial(large_kernel, file="grid_sample/sorted_gradient.metal")
-_LIST_SHARES = _by_shares("grid_sample_list_shares", registers=_scatter_registers)
-_BANDS = _by_shares("grid_sample_gradient_x_bands")
-_CARRIES = _by_shares("grid_sample_carries")
-_SORTED = _by_shares("grid_sample_gradient_x_sorted")
+_by_terms: Callable[..., Kernel] = partial(large_kernel, file="grid_sample/sorted_gradient.metal")
+_LIST_TERMS = _by_terms("grid_sample_list_terms", registers=_scatter_registers)
+_BANDS = _by_terms("grid_sample_gradient_x_bands")
+_CARRIES = _by_terms("grid_sample_carries")
+_SORTED = _by_terms("grid_sample_gradient_x_sorted")
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,9 @@ def within_registers(
 
 
 def covers(grid: Spec, options: Sampling) -> bool:
-    """Whether the kernels, which number points and sorted shares with 32 bits, can take it."""
-    shares = _TAPS[options.mode] ** grid.shape[-1] if options.deterministic else 1
-    return math.prod(grid.shape[:-1]) * shares < 2**31
+    """Whether the kernels, which number points and sorted terms with 32 bits, can take it."""
+    terms = _TAPS[options.mode] ** grid.shape[-1] if options.deterministic else 1
+    return math.prod(grid.shape[:-1]) * terms < 2**31
 
 
 class _Job:
@@ -176,8 +176,8 @@ class _Job:
 
         They are rounded on the way, which takes as long as to write them: in float32 it is slower.
         """
-        shares = self.points * self.taps
-        return self.cotangent.dtype.size == 2 and 2 * shares <= self.pixels and shares < 2**30 - 1
+        terms = self.points * self.taps
+        return self.cotangent.dtype.size == 2 and 2 * terms <= self.pixels and terms < 2**30 - 1
 
     def bind(
         self,
@@ -238,7 +238,7 @@ def gradient_x(x: Spec, grid: Spec, options: Sampling, config: GridSampleConfig)
     # What each point adds to which pixel.
     one = (job.points * job.taps,)
     listed, order = [Spec(one, job.index), Spec(one, mx.float32)], Spec(one, mx.uint32)
-    listing = job.bind(_LIST_SHARES, [grid], one, one, count=job.points)
+    listing = job.bind(_LIST_TERMS, [grid], one, one, count=job.points)
     if config.scatter == "bands":
         given = [*listed, job.cotangent]
         bands = job.bind(_BANDS, given, x.shape, count=config.bands, threads=1)
@@ -262,13 +262,13 @@ def gradient_x(x: Spec, grid: Spec, options: Sampling, config: GridSampleConfig)
 def _by_rows(job: _Job) -> Sampled:
     """The gradient for ``x`` by float32 sums of the pixels that some points share."""
     job.values["V"] = size = math.gcd(job.channels, 8)
-    shares, lanes = job.points * job.taps, lanes_for(job.channels // size)
-    pixel, weight = Spec((shares,), job.index), Spec((shares,), mx.float32)
-    row, sums = Spec((job.pixels,), mx.int32), Spec((shares, job.channels), mx.float32)
-    listing = job.bind(_LIST_SHARES, [job.grid], (shares,), (shares,), count=job.points)
-    find = job.bind(_FIND_ROWS, [pixel], row.shape, count=shares, init_value=0)
+    terms, lanes = job.points * job.taps, lanes_for(job.channels // size)
+    pixel, weight = Spec((terms,), job.index), Spec((terms,), mx.float32)
+    row, sums = Spec((job.pixels,), mx.int32), Spec((terms, job.channels), mx.float32)
+    listing = job.bind(_LIST_TERMS, [job.grid], (terms,), (terms,), count=job.points)
+    find = job.bind(_FIND_ROWS, [pixel], row.shape, count=terms, init_value=0)
     given = [row, pixel, weight, job.cotangent]
-    add = job.bind(_GRADIENT_ROWS, given, sums.shape, count=shares, lanes=lanes, init_value=0)
+    add = job.bind(_GRADIENT_ROWS, given, sums.shape, count=terms, lanes=lanes, init_value=0)
     given, shape = [row, weight, job.cotangent, sums], (job.pixels, job.channels)
     spread = job.bind(_SPREAD_ROWS, given, shape, count=-(-job.pixels // _SPREAD), lanes=lanes)
 

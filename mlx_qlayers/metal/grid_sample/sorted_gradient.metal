@@ -2,7 +2,7 @@
 // point adds to a pixel is a share; shares are listed first, K to a point, and then added up in a
 // fixed order. Threads are counted as in grid_sample.metal.
 //
-// grid_sample_list_shares        one thread lists the pixels and weights of one point's taps.
+// grid_sample_list_terms one thread lists the pixels and weights of one point's taps.
 // grid_sample_gradient_x_bands   for few threads: each owns a band of pixels and looks through the
 //                                shares of all images that its band is part of. Grid (bands, 1, 1).
 //
@@ -20,7 +20,7 @@ enum { BLOCK = 256 };
 
 // Pixels are numbered through the batch; taps outside get -1.
 template <typename G, typename I, int NDIM, int TAPS>
-[[kernel]] void grid_sample_list_shares(
+[[kernel]] void grid_sample_list_terms(
     const device G* grid,
     constant int* size,
     constant int* options,
@@ -36,10 +36,10 @@ template <typename G, typename I, int NDIM, int TAPS>
   point_taps<NDIM, TAPS> taps = find_taps<G, NDIM, TAPS, 1, true>(grid, point, 0, size, options);
 #pragma clang loop unroll(full)
   for (int k = 0; k < tap_count(NDIM, TAPS); k++) {
-    ulong share = ulong(point) * tap_count(NDIM, TAPS) + k;
+    ulong term = ulong(point) * tap_count(NDIM, TAPS) + k;
     bool inside = is_inside(taps, k);
-    pixel[share] = inside ? I(pixel_of(taps, k, image, size)) : I(-1);
-    weight[share] = weight_of(taps, k);
+    pixel[term] = inside ? I(pixel_of(taps, k, image, size)) : I(-1);
+    weight[term] = weight_of(taps, k);
   }
 }
 
@@ -55,18 +55,18 @@ template <typename T, typename I, int K>
     uint3 threads [[threads_per_grid]]) {
   int channels = options[CHANNELS];
   long images = options[POINTS] / options[POINTS_PER_IMAGE];
-  long shares_per_image = long(options[POINTS_PER_IMAGE]) * K, pixels_per_image = pixels / images;
+  long terms_per_image = long(options[POINTS_PER_IMAGE]) * K, pixels_per_image = pixels / images;
   long band = (pixels + threads.x - 1) / threads.x;
   long begin = min(band * position.x, pixels), end = min(begin + band, pixels);
   for (long i = begin * channels; i < end * channels; i++) {
     d_x[i] = 0;
   }
   long first = begin / pixels_per_image, last = (end + pixels_per_image - 1) / pixels_per_image;
-  for (long share = first * shares_per_image; share < last * shares_per_image; share++) {
-    if (pixel[share] >= begin && pixel[share] < end) {
-      const device T* row = cotangent + share / K * channels;
-      device float* sum = d_x + long(pixel[share]) * channels;
-      float part = weight[share];
+  for (long term = first * terms_per_image; term < last * terms_per_image; term++) {
+    if (pixel[term] >= begin && pixel[term] < end) {
+      const device T* row = cotangent + term / K * channels;
+      device float* sum = d_x + long(pixel[term]) * channels;
+      float part = weight[term];
       for (int c = 0; c < channels; c++) {
         sum[c] += part * float(row[c]);
       }
@@ -82,15 +82,15 @@ float sum_in_block(
     const device float* weight,
     const device T* cotangent,
     ulong i,
-    ulong shares,
+    ulong terms,
     int channels,
     int c) {
   float sum = 0;
   I wanted = pixel[i];
-  ulong end = min((i / BLOCK + 1) * BLOCK, shares);
+  ulong end = min((i / BLOCK + 1) * BLOCK, terms);
   for (; i < end && pixel[i] == wanted; i++) {
-    uint share = order[i];
-    sum += weight[share] * float(cotangent[ulong(share / K) * channels + c]);
+    uint term = order[i];
+    sum += weight[term] * float(cotangent[ulong(term / K) * channels + c]);
   }
   return sum;
 }
@@ -106,15 +106,15 @@ template <typename T, typename I, int K, int LANES>
     uint3 position [[thread_position_in_grid]],
     uint3 threads [[threads_per_grid]]) {
   ulong index = position.x + ulong(position.y) * threads.x;
-  ulong shares = ulong(options[POINTS]) * K, block = index / LANES, i = block * BLOCK;
-  if (i >= shares) {
+  ulong terms = ulong(options[POINTS]) * K, block = index / LANES, i = block * BLOCK;
+  if (i >= terms) {
     return;
   }
   int channels = options[CHANNELS];
   bool continues = block > 0 && pixel[i] >= 0 && pixel[i] == pixel[i - 1];
   for (int c = int(index % LANES); c < channels; c += LANES) {
     carry[block * channels + c] = continues
-        ? sum_in_block<T, I, K>(pixel, order, weight, cotangent, i, shares, channels, c)
+        ? sum_in_block<T, I, K>(pixel, order, weight, cotangent, i, terms, channels, c)
         : 0.0f;
   }
 }
@@ -131,14 +131,14 @@ template <typename T, typename I, int K, int LANES>
     uint3 position [[thread_position_in_grid]],
     uint3 threads [[threads_per_grid]]) {
   ulong index = position.x + ulong(position.y) * threads.x;
-  ulong shares = ulong(options[POINTS]) * K, i = index / LANES;
-  if (i >= shares || pixel[i] < 0 || (i > 0 && pixel[i] == pixel[i - 1])) {
+  ulong terms = ulong(options[POINTS]) * K, i = index / LANES;
+  if (i >= terms || pixel[i] < 0 || (i > 0 && pixel[i] == pixel[i - 1])) {
     return;
   }
   int channels = options[CHANNELS];
   for (int c = int(index % LANES); c < channels; c += LANES) {
-    float sum = sum_in_block<T, I, K>(pixel, order, weight, cotangent, i, shares, channels, c);
-    for (ulong next = i / BLOCK + 1; next * BLOCK < shares; next++) {
+    float sum = sum_in_block<T, I, K>(pixel, order, weight, cotangent, i, terms, channels, c);
+    for (ulong next = i / BLOCK + 1; next * BLOCK < terms; next++) {
       if (pixel[next * BLOCK] != pixel[i]) {
         break;
       }

@@ -10,8 +10,8 @@ using namespace metal;
 #define PADDING 8
 
 // How many of `all` pieces a thread takes, every threads-th, and whether `piece` is one.
-#define SHARE(all, threads) (((all) + (threads) - 1) / (threads))
-#define IN_SHARE(all, threads) ((all) % (threads) == 0 || piece < (all))
+#define PIECES_PER_THREAD(all, threads) (((all) + (threads) - 1) / (threads))
+#define IS_PIECE(all, threads) ((all) % (threads) == 0 || piece < (all))
 
 template <typename S, int words>
 struct packed_run {
@@ -34,10 +34,10 @@ METAL_FUNC void fetch_runs(
     int thread_index,
     bool odd) {
 #pragma unroll
-  for (int i = 0; i < SHARE(all, threads); i++) {
+  for (int i = 0; i < PIECES_PER_THREAD(all, threads); i++) {
     int piece = thread_index + i * threads, r = row + piece / across;
     int c = column + piece % across * run;
-    if (IN_SHARE(all, threads) && r < rows && c < columns) {
+    if (IS_PIECE(all, threads) && r < rows && c < columns) {
       size_t at = size_t(r) * (columns / group) + c / group;
       load_packs<run * bits / 32, ahead ? READ_AHEAD : CACHED>(
           held[i].word, w + (size_t(r) * (size_t(columns) * bits / 32) + c * bits / 32), odd);
@@ -60,9 +60,9 @@ METAL_FUNC void place_runs(
     threadgroup T* tile, const thread packed_run<S, run * bits / 32>* held, int thread_index) {
   constexpr int width = 16 / sizeof(T);
 #pragma unroll
-  for (int i = 0; i < SHARE(all, threads); i++) {
+  for (int i = 0; i < PIECES_PER_THREAD(all, threads); i++) {
     int piece = thread_index + i * threads;
-    if (!IN_SHARE(all, threads)) {
+    if (!IS_PIECE(all, threads)) {
       continue;
     }
     threadgroup T* to =

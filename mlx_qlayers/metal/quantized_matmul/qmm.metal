@@ -25,11 +25,11 @@ METAL_FUNC void fetch_rows(
     thread uint4* held, const device T* x, int m, int k, int M, int K, int thread_index) {
   constexpr int width = 16 / sizeof(T), across = tile_k / width;
 #pragma unroll
-  for (int i = 0; i < SHARE(tile_m * across, threads); i++) {
+  for (int i = 0; i < PIECES_PER_THREAD(tile_m * across, threads); i++) {
     int piece = thread_index + i * threads, row = m + piece / across;
     int column = k + piece % across * width;
     held[i] = uint4(0);
-    if (IN_SHARE(tile_m * across, threads) && row < M && column < K) {
+    if (IS_PIECE(tile_m * across, threads) && row < M && column < K) {
       size_t at = size_t(row) * K + column;
       if (aligned) {
         load_words<4>(reinterpret_cast<thread uint*>(held + i), x, at);
@@ -49,10 +49,10 @@ template <typename T, int tile_m, int tile_k, int threads>
 METAL_FUNC void place_rows(threadgroup T* tile, const thread uint4* held, int thread_index) {
   constexpr int width = 16 / sizeof(T), across = tile_k / width;
 #pragma unroll
-  for (int i = 0; i < SHARE(tile_m * across, threads); i++) {
+  for (int i = 0; i < PIECES_PER_THREAD(tile_m * across, threads); i++) {
     int piece = thread_index + i * threads;
     int at = piece / across * (tile_k + PADDING) + piece % across * width;
-    if (IN_SHARE(tile_m * across, threads)) {
+    if (IS_PIECE(tile_m * across, threads)) {
       *reinterpret_cast<threadgroup uint4*>(tile + at) = held[i];
     }
   }
@@ -180,8 +180,8 @@ METAL_FUNC void sum_tiles(
 
   for (int k = first - tile_k; k < end; k += tile_k) {
     int next = k + tile_k;
-    uint4 x_held[SHARE(x_pieces, threads)];
-    packed_run<S, run * bits / 32> w_held[SHARE(w_pieces, threads)];
+    uint4 x_held[PIECES_PER_THREAD(x_pieces, threads)];
+    packed_run<S, run * bits / 32> w_held[PIECES_PER_THREAD(w_pieces, threads)];
     if (next < end) {
       fetch_rows<T, tile_m, tile_k, threads, aligned>(
           x_held, x, m, next, M, K, thread_index);

@@ -4,26 +4,25 @@
 //
 // where x, and what y goes through next, may be part of a deferred norm as in qmv_matrix.
 //
-// The packed weights are the left operand, unpacked and rounded to T in registers. A threadgroup has
-// `shares` times `sides` SIMD groups, each with `tiles` tiles of 16 rows of w. Those of one share
-// read every shares-th block of `cover` windows of 4 * run elements of K; the lanes of a row load the
-// numbers of such a block, and hand them to each other. The words of the next window are under way:
-// with two `turns` in the registers that this one does not use, with one they move on. x is read from
-// threadgroup memory, where it lies as operands: each lane reads what that lane of another SIMD group
-// wrote. With two `stages` one is filled while the other is multiplied. Without any `deep` windows of x
-// are laid there once: SIMD groups then wait for nobody, and have `turns` windows under way; where K has
-// more, threadgroups along z share it and write float32 planes of one product, for qmm_skinny_sum. In
-// the end shares are added, in as many columns at a time as the same memory takes, 8 * chunk at least.
-// If the GPU multiplies with four SIMD groups at once (see tile.metal) and `together` is set, x is stored
-// as a tile instead.
+// The packed weights are the left operand, dequantized to T in registers. A threadgroup has `simds_n` times
+// `simds_k` SIMD groups, each with `tiles` tiles of 16 rows of w; those with one index along K read every
+// simds_k-th block of `block_tiles` K tiles, each of 4 * run elements of K. The four lanes of a row load the
+// scales of a block and exchange them. The loop is unrolled by `ahead` K tiles; with 2 the next words go to
+// registers of their own, with 1 they are moved.
 //
-//   grid (threads * ceil(M / (8 * fragments)), ceil(tiles in all / (tiles * sides)), parts of K),
-//   threadgroup (threads, 1, 1) where threads = 32 * sides * shares
+// x lies in threadgroup memory in the order of operands: each lane reads what the same lane of another SIMD
+// group wrote. With two `stages` of `stage_tiles` K tiles one is filled while the other is multiplied. With
+// none, `stage_tiles` of x are persistent: no barrier follows, and `ahead` K tiles of w are in flight. A
+// longer K is split among threadgroups along z, which write float32 planes for qmm_skinny_sum. With
+// `warpgroup`, on GPUs that multiply with four SIMD groups at once (see tile.metal), x is stored as a tile.
+// At the end the sums of the SIMD groups along K are added, at least 8 * chunk columns at a time.
 //
-// The four lanes that share a row of w take `run` elements each of a window, which divides K and the
-// group size, in NVFP4 of several groups. `fragments` right operands of 8 columns hold the rows of x;
-// further rows are those of other threadgroups, neighbours in the grid, so that w is read from
-// memory once.
+//   grid (threads * ceil(M / (8 * fragments)), ceil(all tiles / (tiles * simds_n)), splits of K),
+//   threadgroup (threads, 1, 1) where threads = 32 * simds_n * simds_k
+//
+// The four lanes of a row of w take `run` elements each of a K tile; run divides K and the group size, in
+// NVFP4 it may be several groups. `fragments` right operands of 8 columns hold the rows of x. Further rows
+// belong to other threadgroups, neighbours in the grid, so that w is read from device memory once.
 
 #include "qmm_skinny_steps.metal"
 #include "common/tile_products.metal"
@@ -32,7 +31,7 @@
 using namespace metal;
 
 // Threadgroup memory in units of 16 bytes of the sums of so many fragments.
-#define SKINNY_SUMS(rows, shares, chunk) (((shares) * (rows) * (8 * (chunk) + 2) + 3) / 4)
+#define SKINNY_SUMS(rows, simds_k, chunk) (((simds_k) * (rows) * (8 * (chunk) + 2) + 3) / 4)
 
 template <
     typename T,
@@ -46,14 +45,14 @@ template <
     int fragments,
     int run,
     int tiles,
-    int sides,
-    int shares,
+    int simds_n,
+    int simds_k,
     int stages,
-    int turns,
-    int deep,
+    int ahead,
+    int stage_tiles,
     int chunk,
-    int cover,
-    bool together,
+    int block_tiles,
+    bool warpgroup,
     int RESIDENT,
     int SHARED,
     typename O>
@@ -61,9 +60,9 @@ template <
     const device T* x,
     const constant int* x_shape,
     const constant int& x_ndim,
-    const device float* tile_squares,
+    const device float* partial_squares,
     const device T* residual,
-    const device T* next_weight,
+    const device T* deferred_weight,
     const device uint* w,
     const constant int* w_shape,
     const device S* scales,
@@ -87,16 +86,16 @@ template <
     uint3 threadgroup_place [[threadgroup_position_in_grid]],
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  constexpr int step = 4 * run, all = sides * tiles, simds = sides * shares, threads = 32 * simds;
-  constexpr int count = mode == NVFP4 ? run / 16 : 1, units = (deep * fragments + sides - 1) / sides;
-  constexpr int window_size = fragments * run * 4, stage_size = deep * window_size;
-  constexpr bool stays = stages == 0;
-  constexpr int places = stays ? 1 : stages, slots = stays ? turns : 2;
-  constexpr int x_size = stays ? stage_size : shares * stages * stage_size;
-  constexpr int least = SKINNY_SUMS(16 * all, shares, chunk), size = x_size > least ? x_size : least;
+  constexpr int step = 4 * run, all = simds_n * tiles, simds = simds_n * simds_k, threads = 32 * simds;
+  constexpr int count = mode == NVFP4 ? run / 16 : 1, units = (stage_tiles * fragments + simds_n - 1) / simds_n;
+  constexpr int k_tile_size = fragments * run * 4, stage_size = stage_tiles * k_tile_size;
+  constexpr bool persistent = stages == 0;
+  constexpr int places = persistent ? 1 : stages, slots = persistent ? ahead : 2;
+  constexpr int x_size = persistent ? stage_size : simds_k * stages * stage_size;
+  constexpr int least = SKINNY_SUMS(16 * all, simds_k, chunk), size = x_size > least ? x_size : least;
   constexpr bool split = !is_same_v<O, T>;
-  const int K = w_shape[1] * 32 / bits, from = stays ? threadgroup_place.z * deep * step : 0;
-  const int groups = (K - from) / group, end = split ? min(K, from + deep * step) : K;
+  const int K = w_shape[1] * 32 / bits, from = persistent ? threadgroup_place.z * stage_tiles * step : 0;
+  const int groups = (K - from) / group, end = split ? min(K, from + stage_tiles * step) : K;
   const int threadgroup_index = threadgroup_place.y, above = threadgroup_place.x * 8 * fragments;
   int M = 1;
 #pragma clang loop unroll(disable)
@@ -108,36 +107,37 @@ template <
   x += size_t(above) * K;
   const int sizes[3] = {w_shape[0], w1 ? w1_shape[0] : 0, w2 ? w2_shape[0] : 0};
   // Windows must be whole panels of a tile.
-  constexpr bool joint = together && products_together<T>(sides, 1, step, step);
-  threadgroup tile_packs<stays ? declared_packs(size) : size> packs;
-  threadgroup uint4* memory = stays ? all_packs(packs) : packs.pack;
+  constexpr bool by_warpgroup = warpgroup && uses_warpgroup<T>(simds_n, 1, step, step);
+  threadgroup tile_packs<persistent ? declared_packs(size) : size> packs;
+  threadgroup uint4* memory = persistent ? all_packs(packs) : packs.pack;
   threadgroup float factors[8 * fragments];
 
-  constexpr bool even_steps = deep % (cover * shares * turns) == 0;
-  const int side = simd % sides, share = simd / sides, quarter = fragment_col(lane) / 2;
-  const int offset = quarter * run, blocks = (K + cover * step - 1) / (cover * step);
-  const int steps = stays && even_steps ? deep / shares : (blocks + shares - 1) / shares * cover;
+  constexpr bool even_steps = stage_tiles % (block_tiles * simds_k * ahead) == 0;
+  const int simd_n = simd % simds_n, simd_k = simd / simds_n, quarter = fragment_col(lane) / 2;
+  const int offset = quarter * run, blocks = (K + block_tiles * step - 1) / (block_tiles * step);
+  const int steps =
+      persistent && even_steps ? stage_tiles / simds_k : (blocks + simds_k - 1) / simds_k * block_tiles;
   const bool odd = begins_odd(w) || begins_odd(w1) || begins_odd(w2);
-  threadgroup uint4* own = memory + share * stages * stage_size;
+  threadgroup uint4* own = memory + simd_k * stages * stage_size;
   packed_tile<S, bits, run, slots, count> tile[tiles] = {};
   sum_fragment totals[tiles][fragments] = {};
   // As many operands at a time as many SIMD groups have registers for.
   constexpr int some_units = simds > 16 ? 2 : 4;
-  row_window<T, run> held[stays ? some_units : units];
+  row_k_tile<T, run> held[persistent ? some_units : units];
   // For all of K, if one threadgroup computes it.
-  constexpr bool early_squares = stays && !split;
-  row_squares<simds, 8 * fragments, early_squares ? (deep * step / 16 + 31) / 32 : 1> squares;
-  if (stays) {
+  constexpr bool early_squares = persistent && !split;
+  row_squares<simds, 8 * fragments, early_squares ? (stage_tiles * step / 16 + 31) / 32 : 1> squares;
+  if (persistent) {
     // Ahead of words of w, behind which they would wait for memory.
-    fetch_some<some_units, simds, bits, deep, T, fragments>(held, x, simd, from, M, K, lane);
+    fetch_some<some_units, simds, bits, stage_tiles, T, fragments>(held, x, simd, from, M, K, lane);
   }
-  if (early_squares && tile_squares) {
-    fetch_squares(squares, tile_squares + size_t(above) * ((K + 15) / 16), M, (K + 15) / 16, simd, lane);
+  if (early_squares && partial_squares) {
+    fetch_squares(squares, partial_squares + size_t(above) * ((K + 15) / 16), M, (K + 15) / 16, simd, lane);
   }
 #pragma unroll
   for (int r = 0; r < tiles; r++) {
     tile_place place =
-        place_of_tile<gate, 16>(threadgroup_index * all + side * tiles + r, sizes, w1, w2);
+        place_of_tile<gate, 16>(threadgroup_index * all + simd_n * tiles + r, sizes, w1, w2);
     int m = place.matrix, rows = m == 0 ? sizes[0] : m == 1 ? sizes[1] : sizes[2];
     tile[r].matrix.w = m == 0 ? w : m == 1 ? w1 : w2;
     tile[r].matrix.scales = m == 0 ? scales : m == 1 ? scales1 : scales2;
@@ -149,30 +149,31 @@ template <
       tile[r].words_at[i] = row * (K / 16 * bits / 2) + (from / run + quarter) * (run * bits / 32);
       tile[r].numbers_at[i] = row * (K / group) + from / group;
     }
-    int group_at = first_group<cover, shares, 4 * run, group>(0, share, quarter);
+    int group_at = first_group<block_tiles, simds_k, 4 * run, group>(0, simd_k, quarter);
 #pragma unroll
-    for (int d = 0; d < (stays ? turns : 1); d++) {
-      int window = window_of<cover, shares>(d, share);
-      load_window(tile[r], d, window, from + window * step + offset < end, odd);
+    for (int d = 0; d < (persistent ? ahead : 1); d++) {
+      int k_tile = k_tile_of<block_tiles, simds_k>(d, simd_k);
+      load_k_tile(tile[r], d, k_tile, from + k_tile * step + offset < end, odd);
     }
     load_numbers_of<mode>(tile[r], group_at, group_at < groups);
   }
-  if (!stays) {
-    fetch_operands<sides, bits, deep, cover, shares, T, fragments>(held, x, 0, share, side, M, K, lane);
+  if (!persistent) {
+    fetch_operands<simds_n, bits, stage_tiles, block_tiles, simds_k, T, fragments>(
+        held, x, 0, simd_k, simd_n, M, K, lane);
   }
-  if (!early_squares && tile_squares) {
+  if (!early_squares && partial_squares) {
     row_factors<simds>(
-        factors, tile_squares + size_t(above) * ((K + 15) / 16), M, K, as_type<float>(epsilon), simd, lane);
+        factors, partial_squares + size_t(above) * ((K + 15) / 16), M, K, as_type<float>(epsilon), simd, lane);
   }
-  if (stays) {
+  if (persistent) {
 #pragma clang loop unroll(disable)
-    for (int first = simd; first < deep * fragments; first += some_units * simds) {
+    for (int first = simd; first < stage_tiles * fragments; first += some_units * simds) {
       if (first >= some_units * simds) {
-        fetch_some<some_units, simds, bits, deep, T, fragments>(held, x, first, from, M, K, lane);
+        fetch_some<some_units, simds, bits, stage_tiles, T, fragments>(held, x, first, from, M, K, lane);
       }
-      place_some<some_units, simds, bits, deep, joint, T, fragments>(memory, held, first, lane);
+      place_some<some_units, simds, bits, stage_tiles, by_warpgroup, T, fragments>(memory, held, first, lane);
     }
-    if (early_squares && tile_squares) {
+    if (early_squares && partial_squares) {
       factors_of_squares(factors, squares, M, K, as_type<float>(epsilon), simd, lane);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -180,87 +181,87 @@ template <
 #pragma unroll
     for (int reading = 0; reading < READINGS; reading++) {
 #pragma clang loop unroll(disable)
-      for (int begin = 0; begin < (reading == odd ? steps : 0); begin += turns) {
+      for (int begin = 0; begin < (reading == odd ? steps : 0); begin += ahead) {
 #pragma unroll
-        for (int d = 0; d < turns; d++) {
-          int i = begin + d, window = window_of<cover, shares>(i, share);
-          if (!even_steps && window >= deep) {
+        for (int d = 0; d < ahead; d++) {
+          int i = begin + d, k_tile = k_tile_of<block_tiles, simds_k>(i, simd_k);
+          if (!even_steps && k_tile >= stage_tiles) {
             break;
           }
 #pragma unroll
           for (int r = 0; r < tiles; r++) {
-            if (i % cover == 0) {
+            if (i % block_tiles == 0) {
               take_next_numbers(tile[r]);
-              int first = first_group<cover, shares, 4 * run, group>(i + cover, share, quarter);
+              int first = first_group<block_tiles, simds_k, 4 * run, group>(i + block_tiles, simd_k, quarter);
               load_numbers_of<mode>(tile[r], first, first < groups);
             }
           }
-          multiply_window<T, fragments, mode, tiles, (cover > 1), joint>(
-              totals, tile, d, (i % cover * 4 + quarter) / cover, memory + window * window_size, lane);
-          int next = window_of<cover, shares>(i + turns, share);
+          multiply_k_tile<T, fragments, mode, tiles, (block_tiles > 1), by_warpgroup>(
+              totals, tile, d, (i % block_tiles * 4 + quarter) / block_tiles, memory + k_tile * k_tile_size, lane);
+          int next = k_tile_of<block_tiles, simds_k>(i + ahead, simd_k);
 #pragma unroll
           for (int r = 0; r < tiles; r++) {
-            load_window(tile[r], d, next, from + next * step + offset < end, reading);
+            load_k_tile(tile[r], d, next, from + next * step + offset < end, reading);
           }
         }
       }
     }
   } else {
-    place_operands<sides, bits, deep, joint, T, fragments>(own, held, side, lane);
+    place_operands<simds_n, bits, stage_tiles, by_warpgroup, T, fragments>(own, held, simd_n, lane);
     // An operand that is written to threadgroup memory one step early is fetched two steps early.
     constexpr int early = stages == 2 ? 2 : 1;
     if (early == 2) {
-      fetch_operands<sides, bits, deep, cover, shares, T, fragments>(
-          held, x, deep, share, side, M, K, lane);
+      fetch_operands<simds_n, bits, stage_tiles, block_tiles, simds_k, T, fragments>(
+          held, x, stage_tiles, simd_k, simd_n, M, K, lane);
     }
-    barrier_of_some<sides>(share);
+    barrier_of_some<simds_n>(simd_k);
 
 #pragma clang loop unroll(disable)
-    for (int begin = 0; begin < steps; begin += turns) {
+    for (int begin = 0; begin < steps; begin += ahead) {
 #pragma unroll
-      for (int d = 0; d < turns; d++) {
-        int i = begin + d, next = window_of<cover, shares>(i + 1, share);
+      for (int d = 0; d < ahead; d++) {
+        int i = begin + d, next = k_tile_of<block_tiles, simds_k>(i + 1, simd_k);
         if (i >= steps) {
           break;
         }
         // Ahead of the loads where what shows them to products waits for all that are under way.
-        threadgroup uint4* other = own + (i / deep + 1) % places * stage_size;
-        const bool begins = i % deep == 0;
-        if (stages == 2 && joint && begins) {
-          place_operands<sides, bits, deep, joint, T, fragments>(other, held, side, lane);
+        threadgroup uint4* other = own + (i / stage_tiles + 1) % places * stage_size;
+        const bool begins = i % stage_tiles == 0;
+        if (stages == 2 && by_warpgroup && begins) {
+          place_operands<simds_n, bits, stage_tiles, by_warpgroup, T, fragments>(other, held, simd_n, lane);
         }
 #pragma unroll
         for (int r = 0; r < tiles; r++) {
-          if (i % cover == 0) {
+          if (i % block_tiles == 0) {
             take_next_numbers(tile[r]);
-            int first = first_group<cover, shares, 4 * run, group>(i + cover, share, quarter);
+            int first = first_group<block_tiles, simds_k, 4 * run, group>(i + block_tiles, simd_k, quarter);
             load_numbers_of<mode>(tile[r], first, first < groups);
           }
-          load_window(tile[r], 1 - d, next, next * step + offset < K, odd);
+          load_k_tile(tile[r], 1 - d, next, next * step + offset < K, odd);
         }
-        if (stages == 2 && !joint && begins) {
-          place_operands<sides, bits, deep, joint, T, fragments>(other, held, side, lane);
+        if (stages == 2 && !by_warpgroup && begins) {
+          place_operands<simds_n, bits, stage_tiles, by_warpgroup, T, fragments>(other, held, simd_n, lane);
         }
         if (begins) {
-          fetch_operands<sides, bits, deep, cover, shares, T, fragments>(
-              held, x, i + early * deep, share, side, M, K, lane);
+          fetch_operands<simds_n, bits, stage_tiles, block_tiles, simds_k, T, fragments>(
+              held, x, i + early * stage_tiles, simd_k, simd_n, M, K, lane);
         }
-        multiply_window<T, fragments, mode, tiles, (cover > 1), joint>(
+        multiply_k_tile<T, fragments, mode, tiles, (block_tiles > 1), by_warpgroup>(
             totals,
             tile,
             d,
-            (i % cover * 4 + quarter) / cover,
-            own + i / deep % places * stage_size + i % deep * window_size,
+            (i % block_tiles * 4 + quarter) / block_tiles,
+            own + i / stage_tiles % places * stage_size + i % stage_tiles * k_tile_size,
             lane);
-        const bool ends = i % deep == deep - 1;
+        const bool ends = i % stage_tiles == stage_tiles - 1;
         if (ends) {
-          barrier_of_some<sides>(share);
+          barrier_of_some<simds_n>(simd_k);
         }
         if (stages == 1 && ends) {
-          place_operands<sides, bits, deep, joint, T, fragments>(own, held, side, lane);
-          barrier_of_some<sides>(share);
+          place_operands<simds_n, bits, stage_tiles, by_warpgroup, T, fragments>(own, held, simd_n, lane);
+          barrier_of_some<simds_n>(simd_k);
         }
-        if (turns == 1) {
+        if (ahead == 1) {
 #pragma unroll
           for (int r = 0; r < tiles; r++) {
             take_next_words(tile[r]);
@@ -272,7 +273,7 @@ template <
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   // So many fragments of all sums at a time; two floats more keep rows apart in banks.
-  constexpr int fitting = (size * 4 / (shares * all * 16) - 2) / 8;
+  constexpr int fitting = (size * 4 / (simds_k * all * 16) - 2) / 8;
   constexpr int most = fitting < fragments ? fitting : fragments, stride = 8 * most + 2;
   constexpr int height = gate ? 8 * all : 16 * all, joined = gate ? 2 : 1;
   threadgroup float* parts = reinterpret_cast<threadgroup float*>(memory);
@@ -282,7 +283,7 @@ template <
       if (f >= first && f < first + most) {
 #pragma unroll
         for (int r = 0; r < tiles; r++) {
-          threadgroup float* to = parts + ((share * all + side * tiles + r) * 16) * stride;
+          threadgroup float* to = parts + ((simd_k * all + simd_n * tiles + r) * 16) * stride;
           store_sum<float>(totals[r][f], to + 8 * (f - first), stride, lane);
         }
       }
@@ -294,7 +295,7 @@ template <
     constexpr int some = 4;
     const int thread_index = simd * 32 + lane, columns = min(8 * most, M - 8 * first);
     const int elements = height * columns;
-    const int bound = next_weight ? (elements + 31) / 32 * 32 : elements;
+    const int bound = deferred_weight ? (elements + 31) / 32 * 32 : elements;
     for (int start = thread_index; start < bound; start += some * threads) {
       T added[some], weights[some];
 #pragma unroll
@@ -303,7 +304,7 @@ template <
         int m = above + 8 * first + min(i / height, columns - 1);
         int to = min(threadgroup_index * 16 * all + n, sizes[0] - 1);
         added[u] = residual ? residual[size_t(m) * sizes[0] + to] : T(0.0f);
-        weights[u] = next_weight ? next_weight[to] : T(0.0f);
+        weights[u] = deferred_weight ? deferred_weight[to] : T(0.0f);
       }
 #pragma unroll
       for (int u = 0; u < some; u++) {
@@ -315,13 +316,13 @@ template <
         int m = 8 * first + column;
         int r = n / 16 * joined;
         float factor = left_of_weights<T, S, mode, bits>(), sums[2] = {0, 0}, square = 0;
-        if (tile_squares) {
+        if (partial_squares) {
           factor *= factors[m];
         }
 #pragma unroll
         for (int j = 0; j < joined; j++) {
 #pragma unroll
-          for (int s = 0; s < shares; s++) {
+          for (int s = 0; s < simds_k; s++) {
             sums[j] += parts[((s * all + r + j) * 16 + n % 16) * stride + column];
           }
           sums[j] *= factor;
@@ -338,12 +339,12 @@ template <
           T result = finished<T, gate>(
               sums[0] + float(added[u]), sums[1], to, at, bias_of, bias1, nullptr);
           out[at] = result;
-          if (next_weight) {
+          if (deferred_weight) {
             scaled[at] = T(float(result) * float(weights[u]));
             square = float(result) * float(result);
           }
         }
-        if (next_weight) {
+        if (deferred_weight) {
 #pragma unroll
           for (ushort apart = 8; apart > 0; apart /= 2) {
             square += simd_shuffle_xor(square, apart);
@@ -367,7 +368,7 @@ template <typename T>
     const constant int* planes_shape,
     const device T* bias,
     const device T* residual,
-    const device T* next_weight,
+    const device T* deferred_weight,
     device T* y,
     device T* scaled,
     device float* scaled_squares,
@@ -381,12 +382,12 @@ template <typename T>
     }
     T result = finished<T, 0>(sum, 0.0f, n, at, bias, nullptr, residual);
     y[at] = result;
-    if (next_weight) {
-      scaled[at] = T(float(result) * float(next_weight[n]));
+    if (deferred_weight) {
+      scaled[at] = T(float(result) * float(deferred_weight[n]));
       square = float(result) * float(result);
     }
   }
-  if (next_weight) {
+  if (deferred_weight) {
 #pragma unroll
     for (ushort apart = 8; apart > 0; apart /= 2) {
       square += simd_shuffle_xor(square, apart);

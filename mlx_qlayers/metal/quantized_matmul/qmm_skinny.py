@@ -35,73 +35,73 @@ def skinny_config(
     if not device_of(device).tensor_cores:
         # M1 and M2 have registers for so many sums.
         return _skinny(min(fragments, 6 if odd else 8), 32 if odd else 16, 1, 4, 1, stages=1)
-    if (stays := _staying(rows, n, k, fmt, single)) is not None:
-        return stays
+    if (persistent := _persistent(rows, n, k, fmt, single)) is not None:
+        return persistent
     # Four SIMD groups at once pay where there are many rows. A small matrix is read twice rather
     # than by half of the GPU.
-    of, tiles_in_all = threshold("qmm_skinny_shares", device="cuda"), -(-n // 16)
-    together, small = rows >= of["together"], tiles_in_all <= of["small"]
-    if together:
+    of, tiles_in_all = threshold("qmm_skinny_spread", device="cuda"), -(-n // 16)
+    warpgroup, small = rows >= of["warpgroup"], tiles_in_all <= of["small"]
+    if warpgroup:
         fragments = 4 if small else 8
     elif small:
         fragments = 2
-    run = 32 if odd or (not together and fmt.bits < 8 and k % 32 == 0) else 16
+    run = 32 if odd or (not warpgroup and fmt.bits < 8 and k % 32 == 0) else 16
     # All multiprocessors are busy to the end: as many tiles for each, in as few rounds as there are
     # registers for.
     processors = device_of("cuda").cores
     work = tiles_in_all * -(-rows // (8 * fragments))
-    most = of["tiles_together" if together else "tiles"]
+    most = of["tiles_warpgroup" if warpgroup else "tiles"]
     each = -(-work // (processors * -(-work // (processors * most))))
-    tiles = 2 if each > 3 and not together else 1
-    sides = -(-each // 4) * 4 if together else -(-each // tiles)
-    shares = max(1, (16 if tiles == 1 else 9) // sides)
+    tiles = 2 if each > 3 and not warpgroup else 1
+    simds_n = -(-each // 4) * 4 if warpgroup else -(-each // tiles)
+    simds_k = max(1, (16 if tiles == 1 else 9) // simds_n)
     config = _skinny(
-        *(fragments, run, tiles, sides, shares),
-        stages=2 if together or shares == 1 else 1,
-        together=together,
+        *(fragments, run, tiles, simds_n, simds_k),
+        stages=2 if warpgroup or simds_k == 1 else 1,
+        warpgroup=warpgroup,
         chunk=min(fragments, 4),
-        cover=1 if fmt.mode == "nvfp4" else max(1, fmt.group_size // run),
+        block_tiles=max(1, fmt.group_size // run),
     )
     while not _fits(config):
         if config.chunk > 1:
             config = replace(config, chunk=config.chunk - 1)
         else:
-            config = replace(config, shares=config.shares - 1)
-    # As many windows at a time as each SIMD group can fetch an operand of.
-    while shares == 1 and 2 * config.deep * fragments <= sides:
-        deeper = replace(config, deep=2 * config.deep)
+            config = replace(config, simds_k=config.simds_k - 1)
+    # As many K tiles at a time as each SIMD group can fetch an operand of.
+    while simds_k == 1 and 2 * config.stage_tiles * fragments <= simds_n:
+        deeper = replace(config, stage_tiles=2 * config.stage_tiles)
         if not _fits(deeper):
             break
         config = deeper
     return config
 
 
-def _staying(rows: int, n: int, k: int, fmt: Format, single: bool) -> Tile | None:
-    """Where that was measured to be faster: rows that stay in shared memory.
+def _persistent(rows: int, n: int, k: int, fmt: Format, single: bool) -> Tile | None:
+    """With x persistent in shared memory, where that was measured to be faster.
 
     Each multiprocessor reads them first, which pays where it has several tiles. Long rows of a
     single matrix that has fewer are divided until it has.
     """
-    of = threshold("qmm_skinny_shares", device="cuda")
+    of = threshold("qmm_skinny_spread", device="cuda")
     fragments, run = -(-rows // 8), 32 if fmt.bits < 8 else 16
-    windows, of_window = -(-k // (4 * run)), 64 * run * fragments
-    most = dynamic_memory() // of_window
-    parts = -(-windows // max(most, 1))
+    k_tiles, of_k_tile = -(-k // (4 * run)), 64 * run * fragments
+    most = dynamic_memory() // of_k_tile
+    parts = -(-k_tiles // max(most, 1))
     processors = device_of("cuda").cores
     if parts > 1:
         parts = max(parts, -(-of["part_tiles"] * processors // -(-n // 16)))
     work = -(-n // 16) * parts
     each = -(-work // (processors * -(-work // (processors * of["tiles"]))))
-    divided = parts == 1 or (single and n < k and 2 * parts <= windows)
-    if rows > of["stay_rows"] or k % run or each < of["stay_tiles"] or not divided:
+    divided = parts == 1 or (single and n < k and 2 * parts <= k_tiles)
+    if rows > of["persistent_rows"] or k % run or each < of["persistent_tiles"] or not divided:
         return None
     whole = max(1, fmt.group_size // (4 * run))
     return _skinny(
         *(fragments, run, 1, each, of["tiles"] // each),
         stages=0,
         chunk=2,
-        cover=1 if fmt.mode == "nvfp4" else max(1, fmt.group_size // run),
-        deep=-(-windows // (parts * whole)) * whole,
+        block_tiles=max(1, fmt.group_size // run),
+        stage_tiles=-(-k_tiles // (parts * whole)) * whole,
     )
 
 
@@ -110,9 +110,8 @@ def _fits(config: Tile) -> bool:
 
 
 def _skinny(
-    fragments: int, run: int, tiles: int, sides: int, shares: int, stages: int = 2, **more: Any
+    fragments: int, run: int, tiles: int, simds_n: int, simds_k: int, stages: int = 2, **more: Any
 ) -> Tile:
     """With what all of them have, but for ``more``."""
-    units: Any = {"fragments": fragments, "tiles": tiles, "sides": sides, "shares": shares}
-    more = {"stages": stages, "ahead": 2, "occupancy": 1, **more}
-    return Tile("qmm_skinny", run, **units, **more)
+    more = {"fragments": fragments, "tiles": tiles, "simds_n": simds_n, "simds_k": simds_k} | more
+    return Tile("qmm_skinny", run, stages=stages, **{"ahead": 2, "occupancy": 1, **more})

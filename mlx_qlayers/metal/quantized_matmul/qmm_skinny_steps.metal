@@ -42,60 +42,60 @@ METAL_FUNC metal::vec<T, 2> dequantized_pair(
   return fused_pair(code, metal::vec<T, 2>(times, times), metal::vec<T, 2>(added, added));
 }
 
-// K tile i of a share: blocks of `cover` K tiles are interleaved among the shares.
-template <int cover, int shares>
-METAL_FUNC int window_of(int i, int share) {
-  return (i / cover * shares + share) * cover + i % cover;
+// K tile i of the SIMD groups simd_k: blocks of `block_tiles` K tiles are interleaved among simds_k.
+template <int block_tiles, int simds_k>
+METAL_FUNC int k_tile_of(int i, int simd_k) {
+  return (i / block_tiles * simds_k + simd_k) * block_tiles + i % block_tiles;
 }
 
-// The group whose numbers a lane loads for the block that begins with window i.
-template <int cover, int shares, int step, int group>
-METAL_FUNC int first_group(int i, int share, int quarter) {
-  int window = window_of<cover, shares>(i, share);
-  return cover > 1 ? window / cover * 4 + quarter : (window * step + quarter * (step / 4)) / group;
+// The group whose scales a lane loads for the block that begins with K tile i.
+template <int block_tiles, int simds_k, int step, int group>
+METAL_FUNC int first_group(int i, int simd_k, int quarter) {
+  int k_tile = k_tile_of<block_tiles, simds_k>(i, simd_k);
+  return block_tiles > 1 ? k_tile / block_tiles * 4 + quarter : (k_tile * step + quarter * (step / 4)) / group;
 }
 
-// Every sides-th operand of x in `deep` windows of a share, from window i on.
-template <int sides, int bits, int deep, int cover, int shares, typename T, int fragments, int run>
+// Every simds_n-th operand of x in `stage_tiles` K tiles of the SIMD groups simd_k, from K tile i on.
+template <int simds_n, int bits, int stage_tiles, int block_tiles, int simds_k, typename T, int fragments, int run>
 METAL_FUNC void fetch_operands(
-    thread row_window<T, run>* held,
+    thread row_k_tile<T, run>* held,
     const device T* x,
     int i,
-    int share,
-    int side,
+    int simd_k,
+    int simd_n,
     int M,
     int K,
     uint lane) {
 #pragma unroll
-  for (int u = 0; u < (deep * fragments + sides - 1) / sides; u++) {
-    int at = side + u * sides, f = at % fragments;
-    if (at < deep * fragments) {
-      int k = window_of<cover, shares>(i + at / fragments, share) * 4 * run;
-      load_row_window<PAIRS(bits, run)>(held[u], x + 8 * f * K, k, K, M - 8 * f, lane);
+  for (int u = 0; u < (stage_tiles * fragments + simds_n - 1) / simds_n; u++) {
+    int at = simd_n + u * simds_n, f = at % fragments;
+    if (at < stage_tiles * fragments) {
+      int k = k_tile_of<block_tiles, simds_k>(i + at / fragments, simd_k) * 4 * run;
+      load_row_k_tile<PAIRS(bits, run)>(held[u], x + 8 * f * K, k, K, M - 8 * f, lane);
     }
   }
 }
-template <int sides, int bits, int deep, bool joint, typename T, int fragments, int run>
+template <int simds_n, int bits, int stage_tiles, bool by_warpgroup, typename T, int fragments, int run>
 METAL_FUNC void place_operands(
-    threadgroup uint4* stage, thread row_window<T, run>* held, int side, uint lane) {
+    threadgroup uint4* stage, thread row_k_tile<T, run>* held, int simd_n, uint lane) {
 #pragma unroll
-  for (int u = 0; u < (deep * fragments + sides - 1) / sides; u++) {
-    int at = side + u * sides, f = at % fragments;
-    if (at < deep * fragments) {
-      place_row_window<PAIRS(bits, run), 8 * fragments, joint>(
+  for (int u = 0; u < (stage_tiles * fragments + simds_n - 1) / simds_n; u++) {
+    int at = simd_n + u * simds_n, f = at % fragments;
+    if (at < stage_tiles * fragments) {
+      place_row_k_tile<PAIRS(bits, run), 8 * fragments, by_warpgroup>(
           stage + at / fragments * (fragments * run * 4), 8 * f, held[u], lane);
     }
   }
-  if (joint) {
+  if (by_warpgroup) {
     show_to_products();
   }
 }
 
-// With `deep` persistent K tiles: the `some` operands of a SIMD group, every simds-th from `first` on,
+// With `stage_tiles` persistent K tiles: the `some` operands of a SIMD group, every simds-th from `first` on,
 // of K tiles from element `from` on.
-template <int some, int simds, int bits, int deep, typename T, int fragments, int run>
+template <int some, int simds, int bits, int stage_tiles, typename T, int fragments, int run>
 METAL_FUNC void fetch_some(
-    thread row_window<T, run>* held,
+    thread row_k_tile<T, run>* held,
     const device T* x,
     int first,
     int from,
@@ -105,24 +105,24 @@ METAL_FUNC void fetch_some(
 #pragma unroll
   for (int u = 0; u < some; u++) {
     int at = first + u * simds, f = at % fragments;
-    if (at < deep * fragments) {
+    if (at < stage_tiles * fragments) {
       int k = from + at / fragments * 4 * run;
-      load_row_window<PAIRS(bits, run)>(held[u], x + 8 * f * K, k, K, M - 8 * f, lane);
+      load_row_k_tile<PAIRS(bits, run)>(held[u], x + 8 * f * K, k, K, M - 8 * f, lane);
     }
   }
 }
-template <int some, int simds, int bits, int deep, bool joint, typename T, int fragments, int run>
+template <int some, int simds, int bits, int stage_tiles, bool by_warpgroup, typename T, int fragments, int run>
 METAL_FUNC void place_some(
-    threadgroup uint4* memory, thread row_window<T, run>* held, int first, uint lane) {
+    threadgroup uint4* memory, thread row_k_tile<T, run>* held, int first, uint lane) {
 #pragma unroll
   for (int u = 0; u < some; u++) {
     int at = first + u * simds, f = at % fragments;
-    if (at < deep * fragments) {
-      place_row_window<PAIRS(bits, run), 8 * fragments, joint>(
+    if (at < stage_tiles * fragments) {
+      place_row_k_tile<PAIRS(bits, run), 8 * fragments, by_warpgroup>(
           memory + at / fragments * (fragments * run * 4), 8 * f, held[u], lane);
     }
   }
-  if (joint) {
+  if (by_warpgroup) {
     show_to_products();
   }
 }
@@ -206,16 +206,16 @@ METAL_FUNC void factors_of_squares(
   }
 }
 
-// The words of a window, before it is multiplied. What follows them in their rows is asked for with them:
-// rows are read in pieces of run * bits / 2 bytes, one of each row after the other.
+// Loads the words of a K tile. READ_AHEAD prefetches what follows them in their rows: rows are read in
+// pieces of run * bits / 2 bytes, one of each row after the other.
 template <typename S, int bits, int run, int ahead, int count>
-METAL_FUNC void load_window(
-    thread packed_tile<S, bits, run, ahead, count>& tile, int d, int window, bool inside, bool odd) {
+METAL_FUNC void load_k_tile(
+    thread packed_tile<S, bits, run, ahead, count>& tile, int d, int k_tile, bool inside, bool odd) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     if (inside) {
       load_packs<RUN_WORDS(bits, run), READ_AHEAD>(
-          tile.words[d][i], tile.matrix.w + (tile.words_at[i] + window * (run * bits / 8)), odd);
+          tile.words[d][i], tile.matrix.w + (tile.words_at[i] + k_tile * (run * bits / 8)), odd);
     }
   }
 }
@@ -231,9 +231,9 @@ METAL_FUNC void take_next_words(thread packed_tile<S, bits, run, ahead, count>& 
   }
 }
 
-// The numbers of a window, which lane `from` of each row holds if `handed`.
+// The scales and biases of a K tile, which lane `from` of each row holds if `handed`.
 template <typename T, int mode, bool handed, typename S, int bits, int run, int ahead, int count>
-METAL_FUNC void window_numbers(
+METAL_FUNC void k_tile_numbers(
     thread uint* numbers,
     thread packed_tile<S, bits, run, ahead, count>& tile,
     int from,
@@ -254,7 +254,7 @@ METAL_FUNC void window_numbers(
   }
 }
 
-// Operands t and t + 1 of window d of a tile.
+// Operands t and t + 1 of K tile d.
 template <typename T, int mode, typename S, int bits, int run, int ahead, int count>
 METAL_FUNC void unpack_operands(
     thread left_fragment<T>* left,
@@ -280,20 +280,20 @@ METAL_FUNC void unpack_operands(
   }
 }
 
-// totals += window d of the tiles, times x.
+// totals += K tile d of the weights, times x.
 template <
     typename T,
     int fragments,
     int mode,
     int tiles,
     bool handed,
-    bool joint,
+    bool by_warpgroup,
     typename S,
     int bits,
     int run,
     int ahead,
     int count>
-METAL_FUNC void multiply_window(
+METAL_FUNC void multiply_k_tile(
     thread sum_fragment (&totals)[tiles][fragments],
     thread packed_tile<S, bits, run, ahead, count> (&tile)[tiles],
     int d,
@@ -303,9 +303,9 @@ METAL_FUNC void multiply_window(
   uint numbers[tiles][2 * count];
 #pragma unroll
   for (int r = 0; r < tiles; r++) {
-    window_numbers<T, mode, handed>(numbers[r], tile[r], from, lane);
+    k_tile_numbers<T, mode, handed>(numbers[r], tile[r], from, lane);
   }
-  if (joint) {
+  if (by_warpgroup) {
 #pragma unroll
     for (int r = 0; r < tiles; r++) {
       // A panel of the tile at a time, lest all operands are held at once.
@@ -314,7 +314,7 @@ METAL_FUNC void multiply_window(
         left_fragment<T> left[4];
         unpack_operands<T, mode>(left, tile[r], numbers[r], d, t);
         unpack_operands<T, mode>(left + 2, tile[r], numbers[r], d, t + 2);
-        multiply_by_rows<T, 4, fragments, 4 * run, joint, true>(
+        multiply_by_rows<T, 4, fragments, 4 * run, by_warpgroup, true>(
             totals[r], left, reinterpret_cast<const threadgroup T*>(stage), 16 * t, lane);
       }
     }

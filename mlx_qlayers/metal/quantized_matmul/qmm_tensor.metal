@@ -60,7 +60,7 @@ METAL_FUNC void fetch_part(
   constexpr bool even = threads % part_words == 0;
   int first_row = thread_index / part_words, first_word = thread_index % part_words;
 #pragma unroll
-  for (int j = 0; j < SHARE(part_rows * part_words, threads); j++) {
+  for (int j = 0; j < PIECES_PER_THREAD(part_rows * part_words, threads); j++) {
     int i = thread_index + j * threads;
     int r = row + (even ? first_row + j * (threads / part_words) : i / part_words);
     int c = column * bits / 32 + (even ? first_word : i % part_words);
@@ -71,7 +71,7 @@ METAL_FUNC void fetch_part(
     }
   }
 #pragma unroll
-  for (int j = 0; j < SHARE(part_rows * part_groups, threads); j++) {
+  for (int j = 0; j < PIECES_PER_THREAD(part_rows * part_groups, threads); j++) {
     int i = thread_index + j * threads;
     int r = row + i / part_groups, c = column / group + i % part_groups;
     bool inside = i < part_rows * part_groups && r < rows && c < row_groups;
@@ -93,14 +93,14 @@ METAL_FUNC void place_part(
     float moved,
     int thread_index) {
 #pragma unroll
-  for (int j = 0; j < SHARE(part_rows * part_words, threads); j++) {
+  for (int j = 0; j < PIECES_PER_THREAD(part_rows * part_words, threads); j++) {
     int i = thread_index + j * threads;
     if (i < part_rows * part_words) {
       words[i] = held.word[j];
     }
   }
 #pragma unroll
-  for (int j = 0; j < SHARE(part_rows * part_groups, threads); j++) {
+  for (int j = 0; j < PIECES_PER_THREAD(part_rows * part_groups, threads); j++) {
     int i = thread_index + j * threads;
     if (i < part_rows * part_groups) {
       factors[i] = decoded_scale<mode>(held.factor[j]);
@@ -191,7 +191,7 @@ METAL_FUNC void add_step(
   // As decode_run: half precision does not show what a code in a mantissa loses.
   constexpr bool in_mantissa = mode == AFFINE && sizeof(T) == 2;
   constexpr float moved = in_mantissa ? (bits == 8 ? -256.0f : -128.0f) : 0.0f;
-  held_part<S, SHARE(count, threads), SHARE(scaled, threads)> held;
+  held_part<S, PIECES_PER_THREAD(count, threads), PIECES_PER_THREAD(scaled, threads)> held;
   if (k < end) {
     fetch_part<mode, group, bits, PART_ROWS, PART_WORDS, PART_GROUPS, threads>(
         held, next, transposed ? n : k, transposed ? k : n, transposed ? N : K, transposed ? K : N,
@@ -293,7 +293,7 @@ METAL_FUNC void multiply_tensors(
 template <
     typename T, typename O, typename S, int mode, int group, int bits, bool transposed, int rows,
     int tile_k, int simds_m, int simds_n, bool ragged, bool staged, int gate, int RESIDENT,
-    bool TOGETHER>
+    bool LOCKSTEP>
 [[kernel]] void qmm_tensor(
     const device T* x,
     const device uint* w,

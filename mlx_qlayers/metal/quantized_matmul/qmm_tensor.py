@@ -258,7 +258,7 @@ def qmm_tensor(
     values |= {"transposed": transpose, "gate": GATES.index(gate)}
     values |= {"O": mx.float32 if parts > 1 else x.dtype, "RESIDENT": values.get("resident", 1)}
     # With tensor cores SIMD groups that have the same rows of x read them together.
-    values["TOGETHER"] = values.get("simds_m") == 1 and not values["ragged"]
+    values["LOCKSTEP"] = values.get("simds_m") == 1 and not values["ragged"]
     if isinstance(config, CodesConfig):
         if why := why_no_codes(call):
             raise ValueError(f"{config} does not take this product: {why}")

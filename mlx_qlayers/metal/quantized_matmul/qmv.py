@@ -25,6 +25,7 @@ from ..common.kernels import large_kernel, numbered, without
 from .qmv_config import any_units, within_memory
 from .tile import (
     Tile,
+    matrix_memory,
     matrix_registers,
     packed_template,
     persistent_memory,
@@ -32,7 +33,6 @@ from .tile import (
     registers,
     skinny_memory,
     skinny_registers,
-    threadgroup_memory,
 )
 
 MAX_MATRICES = 3
@@ -48,18 +48,18 @@ class QmvArrays(NamedTuple):
     Attributes:
         x: (..., K) in float32, float16 or bfloat16; M rows, 1 to 16, or 128 with qmm_skinny.
         norm_weight: (K,) in the dtype of ``x``: the weight of an RMS norm that ``x`` goes through.
-        tile_squares: (M, ceil(K / 16)) float32, if ``x`` was multiplied by the norm's weight
+        partial_squares: (M, ceil(K / 16)) float32, if ``x`` was multiplied by the norm's weight
             already: sums of squares of 16 columns of what it was before (a deferred norm).
         residual: added to the product of a single matrix; in its shape and dtype.
-        next_weight: (N,) of the norm that the product of a single matrix goes through next.
+        deferred_weight: (N,), of the norm that the product of a single matrix goes through next.
         matrices: up to three.
     """
 
     x: Any
     norm_weight: Any = None
-    tile_squares: Any = None
+    partial_squares: Any = None
     residual: Any = None
-    next_weight: Any = None
+    deferred_weight: Any = None
     matrices: Sequence[PackedMatrix] = ()
 
     @classmethod
@@ -104,21 +104,21 @@ def qmv(
         specs: the specs of its arrays.
         fmt: group_size, bits and mode of the matrices, which have K columns each, biases all or
             none, bias each as it likes.
-        config: how to spread the work. With ``tile_squares`` or ``next_weight`` it and the matrices
-            are what :func:`takes_deferred_norm` takes.
+        config: how to spread the work. With ``partial_squares`` or ``deferred_weight``
+            :func:`takes_deferred_norm` has to hold for it and the matrices.
         epsilon: of the RMS norm that ``x`` goes through first; None for no norm.
         gate: with two matrices of one shape, give ``activation(first) * second`` only.
         norm_first: whether that norm has a launch of its own.
 
     Returns:
         A function of arrays that gives (..., N) in the dtype of ``x`` for each matrix, or the gated
-        one; float32 inside, rounded once. With ``next_weight`` also that product times it, and its
-        ``tile_squares``.
+        one; float32 inside, rounded once. With ``deferred_weight`` also that
+        product times it, and its ``partial_squares``.
     """
     x, config = specs.x, _fitting(config, specs, fmt, gate)
     by_threads = not config.units and config.lanes == 1
     norm_first |= x.dtype == mx.float16 or by_threads or config.kernel == "qmm_skinny"
-    if epsilon is not None and specs.tile_squares is None and norm_first:
+    if epsilon is not None and specs.partial_squares is None and norm_first:
         # Times the weight but not yet divided by its norm, x may exceed float16; and a processor
         # whose threads share nothing would norm it in each of them.
         product = qmv(specs._replace(norm_weight=None), fmt, config, gate=gate)
@@ -179,7 +179,7 @@ _KERNELS = {
     )
     for name, memory, held in (
         ("qmv", 0, registers),
-        ("qmv_matrix", threadgroup_memory, matrix_registers),
+        ("qmv_matrix", matrix_memory, matrix_registers),
         ("qmv_persistent", persistent_memory, persistent_registers),
         ("qmm_skinny", skinny_memory, skinny_registers),
     )
@@ -192,7 +192,7 @@ def kernel_of(function: str, omitted: tuple[str, ...] = ()) -> Kernel:
     return without(_KERNELS[function], omitted, name)
 
 
-_SUM = ("planes", "bias", "residual", "next_weight")
+_SUM = ("planes", "bias", "residual", "deferred_weight")
 
 
 # Adds up the planes of a product.
@@ -207,14 +207,14 @@ def _bind_parts(
     n = matrix.w.shape[0]
     if others:
         raise ValueError(f"{config} takes no rows of {k} elements for several matrices")
-    finish = matrix.bias, specs.residual, specs.next_weight
+    finish = matrix.bias, specs.residual, specs.deferred_weight
     plain = QmvArrays(*specs[:3], matrices=[matrix._replace(bias=None)])
     planes = Spec((config.parts(k), specs.x.size // k, n), mx.float32)
     launch, _ = _bind(plain, fmt, config, epsilon, gate, [planes.shape])
     there = [each for each in finish if each is not None]
     omitted = [name for name, each in zip(_SUM[1:], finish, strict=True) if each is None]
-    omitted += _OUTPUTS[3:] if specs.next_weight is None else ()
-    shapes = [(*leading, n)] * (1 if specs.next_weight is None else 2)
+    omitted += _OUTPUTS[3:] if specs.deferred_weight is None else ()
+    shapes = [(*leading, n)] * (1 if specs.deferred_weight is None else 2)
     rows = planes.shape[1]
     total = without(SUM, tuple(omitted)).bind(
         [planes, *there],
@@ -249,16 +249,16 @@ def _bind(
         return _bind_parts(specs, fmt, config, epsilon, gate)
     shapes = [*planes] or [(*leading, n) for n in (sizes[:1] if gate else sizes)]
     # What of the kernel's inputs and outputs the launch does without.
-    omitted = [*_OUTPUTS[len(shapes) : 3], *_OUTPUTS[3:] * (specs.next_weight is None)]
+    omitted = [*_OUTPUTS[len(shapes) : 3], *_OUTPUTS[3:] * (specs.deferred_weight is None)]
     there = specs.there()
     omitted += [name for name in _ARRAYS if name not in there]
     omitted += [f"w{i}_shape" for i in range(len(matrices), MAX_MATRICES)]
-    if specs.next_weight is not None:
+    if specs.deferred_weight is not None:
         shapes += [*shapes, (rows, -(-sizes[0] // 16))]
     threads, shape = config.threads, [mx.array([rows, k, *sizes], mx.int32)] * (not config.units)
     template = packed_template(fmt, specs.x.dtype, matrices[0].scales.dtype)
     template["gate"] = GATES.index(gate)
-    template["normed"] = epsilon is not None and specs.tile_squares is None
+    template["normed"] = epsilon is not None and specs.partial_squares is None
     template["epsilon"] = unpack("i", pack("f", epsilon or 0.0))[0]
     groups = config.threadgroups(tuple(sizes), gate is not None)
     grid = groups * threads, 1, 1

@@ -35,8 +35,8 @@ def qmv_config(
         return Tile("qmv", fmt.group_size, rows, outputs=4, lanes=1, ways=16, local=8)
     # Apple's matrix units multiply no faster than its other units: an estimate.
     if dtype != mx.float32 and (at.tensor_cores or rows > 3):
-        if at.tensor_cores and (stays := _persistent(rows, n, k, fmt, kind)):
-            return stays
+        if at.tensor_cores and (persistent := _persistent(rows, n, k, fmt, kind)):
+            return persistent
         config = matrix_config(device, rows, n, k, fmt, "norm" in kind)
         smaller = config if at.spills else _within_registers(config, dtype, fmt)
         if smaller is not None:
@@ -61,9 +61,9 @@ def _within_registers(config: Tile, dtype: mx.Dtype, fmt: Format) -> Tile | None
     """
     few = device_of("metal").few_registers
     told: dict[str, Any] = {**packed_template(fmt, dtype, dtype), "normed": True}
-    sizes = product((config.tiles, 2), (config.shares, 8), (config.ahead, 1))
-    for tiles, shares, ahead in sizes:
-        smaller = replace(config, tiles=tiles, shares=min(shares, config.shares), ahead=ahead)
+    sizes = product((config.tiles, 2), (config.simds_k, 8), (config.ahead, 1))
+    for tiles, simds_k, ahead in sizes:
+        smaller = replace(config, tiles=tiles, simds_k=min(simds_k, config.simds_k), ahead=ahead)
         # With a gate tiles come in pairs.
         paired: Any = smaller.paired().template()
         most = most_threads(matrix_registers(**told, **paired))
@@ -81,10 +81,10 @@ def _persistent(rows: int, n: int, k: int, fmt: Format, kind: str) -> Tile | Non
     wide = n >= of["columns"] and k <= of["depth"]
     if fmt != Format(64, 4) or rows > of["rows"] or "norm" in kind or not wide:
         return None
-    shares, groups = -(-k // 256), of["threadgroups"] * device_of("cuda").cores
+    simds_k, groups = -(-k // 256), of["threadgroups"] * device_of("cuda").cores
     rounds = -(-n // (groups * of["tiles"]))
     tiles = -(-n // (groups * rounds))
-    units: Any = {"fragments": 1, "tiles": tiles + tiles % 2, "shares": shares}
+    units: Any = {"fragments": 1, "tiles": tiles + tiles % 2, "simds_k": simds_k}
     return Tile("qmv_persistent", 64, **units, ahead=2, occupancy=16)
 
 
@@ -111,9 +111,9 @@ def matrix_config(device: str, rows: int, n: int, k: int, fmt: Format, normed: b
     # Other formats than these, and more of x, take more registers.
     light = mode == "affine" and bits in (2, 4) and fragments * run <= (64 if rows < 3 else 32)
     kinds = ("normed",) if normed else ("light" if light else "", f"{bits} bits", mode)
-    tiles, shares, ahead, occupancy = _tile(device, rows, n, k, *kinds)
+    tiles, simds_k, ahead, occupancy = _tile(device, rows, n, k, *kinds)
     occupancy = 8 if fragments * run > 64 and not normed else occupancy
-    units: Any = {"fragments": fragments, "tiles": tiles, "shares": shares}
+    units: Any = {"fragments": fragments, "tiles": tiles, "simds_k": simds_k}
     config = Tile("qmv_matrix", run, **units, ahead=ahead, occupancy=occupancy)
     return within_memory(config, fmt)
 
@@ -122,7 +122,7 @@ def within_memory(config: Tile, fmt: Format) -> Tile:
     """The configuration, with fewer SIMD groups, or tiles where those are as many as steps."""
     while config.memory(fmt) > MAX_THREADGROUP_MEMORY:
         if config.kernel == "qmv_matrix":
-            config = replace(config, shares=config.shares // 2)
+            config = replace(config, simds_k=config.simds_k // 2)
         elif config.tiles > 2:
             config = replace(config, tiles=config.tiles - 2)
         else:

@@ -4,11 +4,11 @@
 //
 // The norm that y goes through next needs no launch of its own: y times its weight, `scaled`, is
 // written too, and of every tile of 16 columns the sum of squares of y. The product that follows
-// takes the first for x and the second for `tile_squares` (M, K / 16).
+// takes the first for x and the second for `partial_squares` (M, K / 16).
 //
 // The packed weights are the left operand, 16 rows of w to a tile, and the rows of x are columns of
-// the right one: 8 rows cost what one costs. A threadgroup has `stacks` times `simds` SIMD groups,
-// each with `tiles` tiles; `simds` of them share K and add their sums in threadgroup memory.
+// the right one: 8 rows cost what one costs. A threadgroup has `simds_n` times `simds_k` SIMD groups,
+// each with `tiles` tiles; `simds_k` of them share K and add their sums in threadgroup memory.
 //
 //   grid (threads * ceil(tiles in all / (tiles * stacks)), 1, 1), threadgroup (threads, 1, 1)
 //   where threads = 32 * simds * stacks
@@ -40,8 +40,8 @@ template <
     int fragments,
     int run,
     int tiles,
-    int stacks,
-    int simds,
+    int simds_n,
+    int simds_k,
     int ahead,
     int RESIDENT>
 [[kernel]] void qmv_matrix(
@@ -49,9 +49,9 @@ template <
     const constant int* x_shape,
     const constant int& x_ndim,
     const device T* norm_weight,
-    const device float* tile_squares,
+    const device float* partial_squares,
     const device T* residual,
-    const device T* next_weight,
+    const device T* deferred_weight,
     const device uint* w,
     const constant int* w_shape,
     const device S* scales,
@@ -76,7 +76,7 @@ template <
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   const int slots = mode == NVFP4 ? 1 : 4 * run / group, per = 8 / slots, columns = 8 * fragments;
-  const int step = 4 * run, all = stacks * tiles;
+  const int step = 4 * run, all = simds_n * tiles;
   // Steps that the four lanes of a row hold numbers for.
   const int held = mode == NVFP4 ? 1 : 4 / slots, count = mode == NVFP4 ? run / 16 : 1;
   // Shapes come with the launch, earlier than what is in memory.
@@ -87,16 +87,16 @@ template <
     M *= x_shape[i];
   }
   const int sizes[3] = {w_shape[0], w1 ? w1_shape[0] : 0, w2 ? w2_shape[0] : 0};
-  threadgroup float parts[simds * all * 16 * columns];
-  threadgroup float squares[stacks * simds * columns];
+  threadgroup float parts[simds_k * all * 16 * columns];
+  threadgroup float squares[simds_n * simds_k * columns];
 
   // Step i of this SIMD group is step begin + between * i of the rows, of which this lane has a run.
   // Groups of one tile are few: their steps lie together. Many groups take turns, so that what they
   // read at a time lies together.
-  const int part = simd % simds, above = simd / simds * tiles, quarter = fragment_col(lane) / 2;
-  const int offset = quarter * run, steps = (K + step - 1) / step, share = (steps + simds - 1) / simds;
-  const int begin = tiles == 1 ? part * share : part, between = tiles == 1 ? 1 : simds;
-  const int mine = tiles == 1 ? min(share, steps - begin) : (steps - part + simds - 1) / simds;
+  const int part = simd % simds_k, above = simd / simds_k * tiles, quarter = fragment_col(lane) / 2;
+  const int offset = quarter * run, steps = (K + step - 1) / step, steps_per_simd = (steps + simds_k - 1) / simds_k;
+  const int begin = tiles == 1 ? part * steps_per_simd : part, between = tiles == 1 ? 1 : simds_k;
+  const int own_steps = tiles == 1 ? min(steps_per_simd, steps - begin) : (steps - part + simds_k - 1) / simds_k;
   const int per_step = step / group;
   const int numbers_from = mode == NVFP4 ? quarter * (run / 16) : quarter % slots;
   const int numbers_step = mode == NVFP4 ? 0 : quarter / slots;
@@ -121,10 +121,10 @@ template <
 #pragma unroll
     for (int d = 0; d < ahead; d++) {
       int first = begin + between * d;
-      load_words_of(tile[r], d, first, d < mine && first * step + offset < K, odd);
+      load_words_of(tile[r], d, first, d < own_steps && first * step + offset < K, odd);
     }
     int first = (begin + between * numbers_step) * per_step + numbers_from;
-    load_numbers_of<mode>(tile[r], first, numbers_step < mine && first < groups);
+    load_numbers_of<mode>(tile[r], first, numbers_step < own_steps && first < groups);
   }
   // Which of its columns a lane fills with x: those of the slot that its depths are in.
   const int depth = right_depth(lane, 0) % 8 / 2 * run, column = right_column(lane, 0);
@@ -138,14 +138,14 @@ template <
   if (early) {
     int k = begin * step;
     load_rows<per, bits>(
-        rows, x, norm_weight, k, row, mine > 0 && k + depth < K ? filled : 0, K, lane);
+        rows, x, norm_weight, k, row, own_steps > 0 && k + depth < K ? filled : 0, K, lane);
   }
   // Factors of rows, while what was loaded first is on its way.
-  const int thread_index = simd * 32 + lane, threads = stacks * simds * 32;
-  if (tile_squares) {
+  const int thread_index = simd * 32 + lane, threads = simds_n * simds_k * 32;
+  if (partial_squares) {
     const int of_row = (K + 15) / 16;
-    for (int m = simd; m < M; m += stacks * simds) {
-      float factor = norm_factor(tile_squares + m * of_row, of_row, K, as_type<float>(epsilon), lane);
+    for (int m = simd; m < M; m += simds_n * simds_k) {
+      float factor = norm_factor(partial_squares + m * of_row, of_row, K, as_type<float>(epsilon), lane);
       if (lane == 0) {
         squares[m] = factor;
       }
@@ -154,11 +154,11 @@ template <
   // Each way to read words has a loop of its own, of which one runs.
 #pragma unroll
   for (int reading = 0; reading < READINGS; reading++) {
-    for (int i = 0; i < (reading == odd ? mine : 0); i += ahead) {
+    for (int i = 0; i < (reading == odd ? own_steps : 0); i += ahead) {
 #pragma unroll
       for (int d = 0; d < ahead; d++) {
         int now = i + d, next = now + ahead, next_at = begin + between * next;
-        if (d > 0 && now >= mine) {
+        if (d > 0 && now >= own_steps) {
           break;
         }
         if (now % held == 0) {
@@ -167,7 +167,7 @@ template <
 #pragma unroll
           for (int r = 0; r < tiles; r++) {
             take_next_numbers(tile[r]);
-            load_numbers_of<mode>(tile[r], first, then < mine && first < groups);
+            load_numbers_of<mode>(tile[r], first, then < own_steps && first < groups);
           }
         }
         right_fragment<T> values[fragments * run / 4];
@@ -176,7 +176,7 @@ template <
         }
         int coming = now + early, k = (begin + between * coming) * step;
         load_rows<per, bits>(
-            rows, x, norm_weight, k, row, coming < mine && k + depth < K ? filled : 0, K, lane);
+            rows, x, norm_weight, k, row, coming < own_steps && k + depth < K ? filled : 0, K, lane);
         if (!early) {
           take_rows<bits>(values, squared, rows, normed, norm_weight);
         }
@@ -196,7 +196,7 @@ template <
             int from = now % held * slots + quarter * slots / 4;
             add_scaled<T, fragments, mode, (slots < 4)>(totals[r], sums, added, tile[r], from, lane);
           }
-          load_words_of(tile[r], d, next_at, next < mine && next_at * step + offset < K, reading);
+          load_words_of(tile[r], d, next_at, next < own_steps && next_at * step + offset < K, reading);
         }
       }
     }
@@ -221,21 +221,21 @@ template <
   // A thread finishes an element: row n of the tiles, or of every other where two make one. Whole
   // SIMD groups go through the loop where sixteen threads add up the squares of a tile.
   const int height = gate ? 8 * all : 16 * all, joined = gate ? 2 : 1, elements = height * M;
-  for (int i = thread_index; i < (next_weight ? (elements + 31) / 32 * 32 : elements); i += threads) {
+  for (int i = thread_index; i < (deferred_weight ? (elements + 31) / 32 * 32 : elements); i += threads) {
     int n = i % height, m = min(i / height, M - 1), r = n / 16 * joined;
     float factor = sum_factor<mode>(), sums[2] = {0, 0}, square = 0;
-    if (tile_squares) {
+    if (partial_squares) {
       factor *= squares[m];
     } else if (normed) {
       float total = 0;
-      for (int j = 0; j < simds * slots; j++) {
+      for (int j = 0; j < simds_k * slots; j++) {
         total += squares[j / slots * columns + m / per * 8 + m % per + j % slots * per];
       }
       factor *= metal::precise::rsqrt(total / float(K) + as_type<float>(epsilon));
     }
-    for (int j = 0; j < simds * slots * joined; j++) {
-      int from = (j / slots % simds * all + r + j / (slots * simds)) * 16 + n % 16;
-      sums[j / (slots * simds)] +=
+    for (int j = 0; j < simds_k * slots * joined; j++) {
+      int from = (j / slots % simds_k * all + r + j / (slots * simds_k)) * 16 + n % 16;
+      sums[j / (slots * simds_k)] +=
           factor * parts[from * columns + m / per * 8 + m % per + j % slots * per];
     }
     tile_place place = place_of_tile<gate, 16>(threadgroup_index * all + r, sizes, w1, w2);
@@ -252,12 +252,12 @@ template <
           bias1,
           residual);
       out[at] = result;
-      if (next_weight) {
-        scaled[at] = T(float(result) * float(next_weight[to]));
+      if (deferred_weight) {
+        scaled[at] = T(float(result) * float(deferred_weight[to]));
         square = float(result) * float(result);
       }
     }
-    if (next_weight) {
+    if (deferred_weight) {
 #pragma unroll
       for (ushort apart = 8; apart > 0; apart /= 2) {
         square += simd_shuffle_xor(square, apart);

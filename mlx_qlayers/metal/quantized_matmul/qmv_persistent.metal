@@ -109,7 +109,7 @@ template <
     int fragments,
     int run,
     int tiles,
-    int simds,
+    int simds_k,
     int ahead,
     int RESIDENT>
 [[kernel]] void qmv_persistent(
@@ -117,9 +117,9 @@ template <
     const constant int* x_shape,
     const constant int& x_ndim,
     const device T* norm_weight,
-    const device float* tile_squares,
+    const device float* partial_squares,
     const device T* residual,
-    const device T* next_weight,
+    const device T* deferred_weight,
     const device uint* w,
     const constant int* w_shape,
     const device S* scales,
@@ -155,8 +155,8 @@ template <
   const int sizes[3] = {w_shape[0], w1 ? w1_shape[0] : 0, w2 ? w2_shape[0] : 0};
   const packed_matrix<S> matrices[3] = {
       {w, scales, biases}, {w1, scales1, biases1}, {w2, scales2, biases2}};
-  threadgroup float parts[tiles * most * simds * 16];
-  threadgroup float squares[simds * columns];
+  threadgroup float parts[tiles * most * simds_k * 16];
+  threadgroup float squares[simds_k * columns];
 
   const int quarter = fragment_col(lane) / 2, joined = gate ? 2 : 1;
   const int all = (sizes[0] + 15) / 16 + (sizes[1] + 15) / 16 + (sizes[2] + 15) / 16;
@@ -192,10 +192,10 @@ template <
   square_sums squared[fragments] = {};
 
   // Factors of rows, while what was loaded first is on its way.
-  if (tile_squares) {
+  if (partial_squares) {
     const int of_row = (K + 15) / 16;
-    for (int m = simd; m < M; m += simds) {
-      float factor = norm_factor(tile_squares + m * of_row, of_row, K, as_type<float>(epsilon), lane);
+    for (int m = simd; m < M; m += simds_k) {
+      float factor = norm_factor(partial_squares + m * of_row, of_row, K, as_type<float>(epsilon), lane);
       if (lane == 0) {
         squares[m] = factor;
       }
@@ -245,8 +245,8 @@ template <
             quarter,
             lane);
         if (r + d < here) {
-          threadgroup float* to = parts + ((r + d) * most * simds + simd) * 16;
-          store_sums<slots, fragments>(to, totals, simds * 16, M, quarter, lane);
+          threadgroup float* to = parts + ((r + d) * most * simds_k + simd) * 16;
+          store_sums<slots, fragments>(to, totals, simds_k * 16, M, quarter, lane);
         }
       }
     }
@@ -262,16 +262,16 @@ template <
   // A thread finishes an element: row n of the tiles, or of every other where two make one. Whole
   // SIMD groups go through the loop where sixteen threads add up the squares of a tile.
   const int height = here / joined * 16, elements = height * M;
-  const int sharing = min(simds, steps);
-  for (int i = simd * 32 + lane; i < (next_weight ? (elements + 31) / 32 * 32 : elements);
-       i += simds * 32) {
+  const int sharing = min(simds_k, steps);
+  for (int i = simd * 32 + lane; i < (deferred_weight ? (elements + 31) / 32 * 32 : elements);
+       i += simds_k * 32) {
     int n = i % height, m = min(i / height, M - 1), r = n / 16 * joined;
     float factor = sum_factor<mode>(), sums[2] = {0, 0}, square = 0;
-    if (tile_squares) {
+    if (partial_squares) {
       factor *= squares[m];
     } else if (normed) {
       float total = 0;
-      for (int j = 0; j < simds * slots; j++) {
+      for (int j = 0; j < simds_k * slots; j++) {
         total += squares[j / slots * columns + m / per * 8 + m % per + j % slots * per];
       }
       factor *= metal::precise::rsqrt(total / float(K) + as_type<float>(epsilon));
@@ -279,7 +279,7 @@ template <
 #pragma unroll
     for (int j = 0; j < joined; j++) {
       for (int part = 0; part < sharing; part++) {
-        sums[j] += parts[(((r + j) * most + m) * simds + part) * 16 + n % 16];
+        sums[j] += parts[(((r + j) * most + m) * simds_k + part) * 16 + n % 16];
       }
       sums[j] *= factor;
     }
@@ -298,12 +298,12 @@ template <
           bias1,
           residual);
       out[at] = result;
-      if (next_weight) {
-        scaled[at] = T(float(result) * float(next_weight[to]));
+      if (deferred_weight) {
+        scaled[at] = T(float(result) * float(deferred_weight[to]));
         square = float(result) * float(result);
       }
     }
-    if (next_weight) {
+    if (deferred_weight) {
 #pragma unroll
       for (ushort apart = 8; apart > 0; apart /= 2) {
         square += simd_shuffle_xor(square, apart);

@@ -88,12 +88,12 @@ class QmvRecord(Record):
     sizes_measured: ClassVar[tuple[int, ...]] = CALIBRATED_ROWS
     configs = (Tile,)
     values: ClassVar = {
-        "shares": (1, 2, 4, 8, 16),
+        "simds_k": (1, 2, 4, 8, 16),
         "tiles": (1, 2, 4),
         "outputs": (1, 2, 4, 8),
         "run": (8, 16, 32, 64),
         "ahead": (1, 2, 4),
-        "sides": (1, 2),
+        "simds_n": (1, 2),
         "local": (32, 64, 128, 256),
     }
 

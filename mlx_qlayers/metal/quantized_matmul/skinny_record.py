@@ -28,14 +28,15 @@ class SkinnyRecord(QmvRecord):
         return (self.heuristic(device),)
 
     def admits(self, name: str) -> Sequence[int]:
-        return (False, True) if name == "together" else range(-(-self.k // 64) + 1)
+        return (False, True) if name == "warpgroup" else range(-(-self.k // 64) + 1)
 
     def completed(self, config: Tile) -> Tile:
         return config
 
     def why_not(self, config: Tile) -> str | None:
-        if self.k % config.run or config.cover not in (1, self.fmt.group_size // config.run):
-            return f"runs of {config.run}, {config.cover} of them, in rows of {self.k}"
+        blocks = 1, self.fmt.group_size // config.run
+        if self.k % config.run or config.block_tiles not in blocks:
+            return f"runs of {config.run}, {config.block_tiles} of them, in rows of {self.k}"
         # Whether a GPU has room for rows that stay is asked where the configuration is taken.
         used = config.memory(self.fmt) if config.stages else 0
         if used > device_of("cuda").threadgroup_memory:

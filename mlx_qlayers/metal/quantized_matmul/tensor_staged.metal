@@ -88,7 +88,7 @@ METAL_FUNC void staged_step(
   constexpr int threads = 32 * simds_m * simds_n, run = bits % 2 ? 32 : 16;
   constexpr int pieces = TENSOR_COLUMNS * simds_n * tile_k / run;
   constexpr int across = (STAGED_STRIDE - PADDING) / run;
-  packed_run<S, run * bits / 32> held[SHARE(pieces, threads)];
+  packed_run<S, run * bits / 32> held[PIECES_PER_THREAD(pieces, threads)];
   int row = transposed ? n : k, column = transposed ? k : n;
   int rows = transposed ? N : K, columns = transposed ? K : N;
   if (k < end) {

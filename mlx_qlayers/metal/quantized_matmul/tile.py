@@ -14,17 +14,17 @@ from ...runtime.launch import TemplateValue
 _AFFINE, _NVFP4 = (list(MODES).index(mode) for mode in ("affine", "nvfp4"))
 # Bytes that are declared beside dynamic shared memory, and aligned.
 _DECLARED = 2048
-_UNITS = {"fragments": "fragments", "run": "run", "tiles": "tiles"}
+_UNITS = {n: n for n in ("fragments", "run", "tiles", "simds_k", "ahead")} | {
+    "RESIDENT": "resident"
+}
 # Of each kernel its parameters, in their order, and the fields that they are.
 PARAMETERS: dict[str, dict[str, str]] = {
     "qmv": {name: name for name in ("rows", "outputs", "run", "lanes", "ways")},
-    "qmv_matrix": _UNITS
-    | {"stacks": "sides", "simds": "shares", "ahead": "ahead", "RESIDENT": "resident"},
-    "qmv_persistent": _UNITS | {"simds": "shares", "ahead": "ahead", "RESIDENT": "resident"},
+    "qmv_matrix": _UNITS | {"simds_n": "simds_n"},
+    "qmv_persistent": _UNITS,
     "qmm_skinny": _UNITS
-    | {"sides": "sides", "shares": "shares", "stages": "stages", "turns": "ahead"}
-    | {name: name for name in ("deep", "chunk", "cover", "together")}
-    | {"RESIDENT": "resident", "SHARED": "shared"},
+    | {"simds_n": "simds_n", "stages": "stages", "SHARED": "shared"}
+    | {name: name for name in ("stage_tiles", "chunk", "block_tiles", "warpgroup")},
 }
 
 
@@ -34,8 +34,8 @@ class Tile:
 
     Attributes:
         kernel: ``"qmv"`` for every processor and dtype; on the matrix units ``"qmv_matrix"``,
-            ``"qmv_persistent"``, whose threadgroups stay while each of its SIMD groups takes four
-            runs of every row, and ``"qmm_skinny"``, of up to 128 rows.
+            ``"qmv_persistent"``, whose SIMD groups take four runs of every row each, and
+            ``"qmm_skinny"``, of up to 128 rows.
         run: neighbouring elements of a row of the matrix that a thread takes at once. Of qmv a
             multiple of 16, or of 32 where ``bits`` is odd, that divides the group size; on the
             matrix units it divides K.
@@ -48,21 +48,21 @@ class Tile:
         fragments: operands of 8 columns: rows of x, in qmv times the groups that the four lanes of
             a row of the matrix take side by side (4 * run / group_size, in NVFP4 one).
         tiles: tiles of 16 rows of the matrix that a SIMD group computes.
-        sides: SIMD groups side by side, which share x, each with its tiles.
-        shares: such groups of them, which share K.
-        ahead: runs that a lane has under way for each row, 1, 2 or 4. Of qmm_skinny windows in the
-            text of its loop: with 2 no words are moved, but GPUs hold only so much text where they
-            read instructions from. Where x stays, so many are under way.
+        simds_n: SIMD groups of a threadgroup along N, each with its own tiles.
+        simds_k: SIMD groups of a threadgroup along K, whose sums are added at the end.
+        ahead: runs of each row that a lane loads ahead, 1, 2 or 4. In qmm_skinny the K tiles that
+            its loop is unrolled by: with 2 no words are moved between registers, but the loop may
+            outgrow the instruction cache. With ``stages`` 0, the K tiles that are loaded ahead.
         occupancy: SIMD groups, of qmm_skinny threadgroups, that a core should have registers for at
             once, on NVIDIA GPUs; 0 leaves that to the compiler.
-        stages: of qmm_skinny, windows of x in threadgroup memory, 1 or 2. With 2 one is filled
-            while the other is multiplied; with 0 ``deep`` windows of x stay there.
-        together: whether four SIMD groups multiply at once, on Hopper GPUs: ``sides`` is a multiple
-            of 4, ``fragments`` a power of two.
+        stages: of qmm_skinny, buffers for x in threadgroup memory, 1 or 2: one is filled while the
+            other is multiplied. With 0 ``stage_tiles`` of x are persistent there.
+        warpgroup: whether four SIMD groups multiply at once (a warpgroup), on Hopper GPUs:
+            ``simds_n`` is a multiple of 4, ``fragments`` a power of two.
         chunk: fragments of which sums are added at a time, at least.
-        cover: windows whose numbers are read at once: ``group_size / run``, or 1.
-        deep: windows of x in a stage, for which SIMD groups wait once; with ``stages`` 0 whole
-            groups. Where K has more, threadgroups share it, and another launch adds their sums.
+        block_tiles: K tiles whose scales are loaded at once: ``group_size / run``, or 1.
+        stage_tiles: K tiles of x in a stage, behind one barrier; with ``stages`` 0 whole groups.
+            A longer K is split among threadgroups, and another launch adds their sums.
     """
 
     kernel: str
@@ -74,15 +74,15 @@ class Tile:
     local: int = 64
     fragments: int = 0
     tiles: int = 1
-    sides: int = 1
-    shares: int = 1
+    simds_n: int = 1
+    simds_k: int = 1
     ahead: int = 1
     occupancy: int = 0
     stages: int = 1
-    together: bool = False
+    warpgroup: bool = False
     chunk: int = 1
-    cover: int = 1
-    deep: int = 1
+    block_tiles: int = 1
+    stage_tiles: int = 1
 
     @property
     def units(self) -> bool:
@@ -92,7 +92,7 @@ class Tile:
     @property
     def threads(self) -> int:
         """Threads of a threadgroup."""
-        return 32 * self.sides * self.shares if self.units else self.local
+        return 32 * self.simds_n * self.simds_k if self.units else self.local
 
     @property
     def resident(self) -> int:
@@ -101,27 +101,27 @@ class Tile:
         return self.occupancy // simds
 
     def takes(self, k: int) -> bool:
-        """Whether rows of so many elements are whole runs, and one that stays has enough."""
-        enough = self.kernel != "qmv_persistent" or k <= 4 * self.run * self.shares
+        """Whether rows of so many elements are whole runs, and few enough for qmv_persistent."""
+        enough = self.kernel != "qmv_persistent" or k <= 4 * self.run * self.simds_k
         return not self.units or (k % self.run == 0 and enough)
 
     def threadgroups(self, sizes: tuple[int, ...], gated: bool) -> int:
         """As many as matrices of so many rows take."""
         if self.units:
-            return -(-sum(-(-n // 16) for n in sizes) // (self.tiles * self.sides))
+            return -(-sum(-(-n // 16) for n in sizes) // (self.tiles * self.simds_n))
         height = self.outputs // 2 if gated else self.outputs
         tiles = sum(-(-n // height) for n in (sizes[:1] if gated else sizes))
         return -(-tiles * self.lanes // self.local)
 
     def parts(self, k: int) -> int:
-        """Threadgroups of qmm_skinny that share so many columns of x."""
-        return 1 if self.stages else -(-k // (4 * self.run * self.deep))
+        """The threadgroups of qmm_skinny among which K is split."""
+        return 1 if self.stages else -(-k // (4 * self.run * self.stage_tiles))
 
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory, on NVIDIA GPUs."""
-        stays = self.stages == 0 and device_of().dynamic_memory > 0
-        return _skinny_memory(**self._numbers()) if stays else 0
+        persistent = self.stages == 0 and device_of().dynamic_memory > 0
+        return _skinny_memory(**self._numbers()) if persistent else 0
 
     @property
     def runs(self) -> bool:
@@ -142,14 +142,14 @@ class Tile:
         if self.kernel == "qmv_persistent":
             mode = list(MODES).index(fmt.mode)
             return persistent_memory(mode=mode, group=fmt.group_size, **self._numbers())
-        of_kernel: Any = skinny_memory if self.kernel == "qmm_skinny" else threadgroup_memory
+        of_kernel: Any = skinny_memory if self.kernel == "qmm_skinny" else matrix_memory
         return int(of_kernel(**self._numbers()))
 
     def paired(self) -> Tile:
         """With tiles in pairs, as a gate joins them."""
         if self.kernel != "qmm_skinny":
             return replace(self, tiles=self.tiles + self.tiles % 2)
-        return replace(self, sides=self.sides + self.tiles * self.sides % 2)
+        return replace(self, simds_n=self.simds_n + self.tiles * self.simds_n % 2)
 
 
 def packed_template(fmt: Format, dtype: mx.Dtype, scales: mx.Dtype) -> dict[str, TemplateValue]:
@@ -163,17 +163,17 @@ def dynamic_memory() -> int:
     return device_of("cuda").dynamic_memory - _DECLARED
 
 
-def threadgroup_memory(*, simds: int, tiles: int, stacks: int, fragments: int, **_: object) -> int:
+def matrix_memory(*, simds_k: int, tiles: int, simds_n: int, fragments: int, **_: object) -> int:
     """Bytes that the kernel on the matrix units takes."""
-    return 4 * simds * fragments * 8 * stacks * (tiles * 16 + 1)
+    return 4 * simds_k * fragments * 8 * simds_n * (tiles * 16 + 1)
 
 
 def persistent_memory(
-    *, simds: int, tiles: int, fragments: int, mode: int, group: int, run: int, **_: object
+    *, simds_k: int, tiles: int, fragments: int, mode: int, group: int, run: int, **_: object
 ) -> int:
-    """The same where threadgroups stay."""
+    """The same of qmv_persistent."""
     slots = 1 if mode == _NVFP4 else 4 * run // group
-    return 4 * simds * fragments * 8 * (tiles * 16 // slots + 1)
+    return 4 * simds_k * fragments * 8 * (tiles * 16 // slots + 1)
 
 
 def registers(
@@ -213,7 +213,7 @@ def matrix_registers(
 
 
 def persistent_registers(*, ahead: int, **told: Any) -> int:
-    """The same where threadgroups stay: of their tiles `ahead` are in registers, a run of each."""
+    """The same of qmv_persistent: of its tiles `ahead` are in registers, a run of each."""
     return matrix_registers(**told | {"tiles": ahead, "ahead": 1})
 
 
@@ -227,16 +227,16 @@ def _skinny_memory(
     fragments: int,
     run: int,
     tiles: int,
-    sides: int,
-    shares: int,
+    simds_n: int,
+    simds_k: int,
     stages: int,
     chunk: int,
-    deep: int,
+    stage_tiles: int,
     **_: object,
 ) -> int:
-    """Bytes of windows of x, and later of sums."""
-    x = 4 * (shares * stages or 1) * deep * fragments * run
-    return -(-max(x, shares * 4 * tiles * sides * (8 * chunk + 2)) // 64) * 1024
+    """Bytes of K tiles of x, and later of sums."""
+    x = 4 * (simds_k * stages or 1) * stage_tiles * fragments * run
+    return -(-max(x, simds_k * 4 * tiles * simds_n * (8 * chunk + 2)) // 64) * 1024
 
 
 def skinny_registers(
@@ -246,11 +246,11 @@ def skinny_registers(
     fragments: int,
     run: int,
     tiles: int,
-    sides: int,
-    deep: int,
+    simds_n: int,
+    stage_tiles: int,
     **_: object,
 ) -> int:
     """Words of the arrays of a thread: sums, packed words and numbers, x, and operands."""
     numbers = 6 * (run // 16 if group == 16 else 1)
     of_tile = 4 * fragments + 4 * run * bits // 32 + numbers + 4 + 8
-    return tiles * of_tile + -(-deep * fragments // sides) * run // 2 + 4
+    return tiles * of_tile + -(-stage_tiles * fragments // simds_n) * run // 2 + 4

@@ -16,7 +16,7 @@ using namespace metal;
 // sizes: L, H, Hkv, D, dims, heads of a thread. rates, two floats each: the scale of positions and,
 // unless reciprocals are listed, the rate of each pair.
 template <typename T, bool traditional, bool listed>
-METAL_FUNC void turn(
+METAL_FUNC void rotate_pairs(
     const device T* q,
     const device T* k,
     const device float* freqs,
@@ -61,7 +61,7 @@ template <typename T, bool traditional, bool listed>
     device T* q_out,
     device T* k_out,
     uint3 at [[thread_position_in_grid]]) {
-  turn<T, traditional, listed>(q, k, freqs, sizes, rates, offset, q_out, k_out, at);
+  rotate_pairs<T, traditional, listed>(q, k, freqs, sizes, rates, offset, q_out, k_out, at);
 }
 
 template <typename T, bool traditional, bool listed>
@@ -76,5 +76,5 @@ template <typename T, bool traditional, bool listed>
     device T* k_out,
     uint3 at [[thread_position_in_grid]]) {
   int start = offset[int(at.z) / sizes[0]];
-  turn<T, traditional, listed>(q, k, freqs, sizes, rates, start, q_out, k_out, at);
+  rotate_pairs<T, traditional, listed>(q, k, freqs, sizes, rates, start, q_out, k_out, at);
 }

@@ -99,9 +99,9 @@ def test_through_threadgroup_memory(shape, widths, dtype, kind, extra, layout, h
     hold((*shape, *widths), dtype, kind, extra, layout=layout, handed=handed)
 
 
-def test_turns_of_all_simd_groups(monkeypatch):
+def test_simd_groups_in_lockstep(monkeypatch):
     """As on CUDA: of the last threadgroup some SIMD groups have no queries."""
-    monkeypatch.setattr(tensor, "_together", lambda at: True)
+    monkeypatch.setattr(tensor, "_lockstep", lambda at: True)
     shape = 1, 2, 1, 85, 90, 64, 64
     hold(shape, mx.float16, "causal", {"window": 50}, barriers=True, layout="random")
 

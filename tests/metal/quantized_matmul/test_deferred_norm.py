@@ -19,14 +19,14 @@ from tests.pairwise import in_turn, pairwise
 # Tiles at the edge of a matrix, whole threadgroups beyond it, more tiles of each.
 GIVEN = [
     (200, None),
-    (24, matrix(16, fragments=2, tiles=4, shares=1)),
-    (72, persistent(16, fragments=2, tiles=2, shares=3)),
+    (24, matrix(16, fragments=2, tiles=4, simds_k=1)),
+    (72, persistent(16, fragments=2, tiles=2, simds_k=3)),
 ]
 TAKEN = [
     ([41, 8, 24], None, None),
     ([41, 41], "silu", None),
-    ([41, 8, 24], None, persistent(16, fragments=2, tiles=3, shares=3)),
-    ([41, 41], "silu", persistent(16, fragments=2, tiles=4, shares=3, ahead=2)),
+    ([41, 8, 24], None, persistent(16, fragments=2, tiles=3, simds_k=3)),
+    ([41, 41], "silu", persistent(16, fragments=2, tiles=4, simds_k=3, ahead=2)),
 ]
 
 
@@ -37,7 +37,7 @@ def gives_squares(rows: int, n: int, config: Any, dtype: mx.Dtype = mx.bfloat16)
     (matrix,), weight = packed_matrices(rng, [n], 128, dtype), random(rng, (n,), dtype)
     config = config or qmv_config("cuda", rows, n, 128, dtype, AFFINE, "residual")
     given = (x, [matrix], AFFINE, config)
-    y, scaled, squares = qmv(*given, residual=residual, next_weight=weight)
+    y, scaled, squares = qmv(*given, residual=residual, deferred_weight=weight)
     (plain,) = qmv(*given, residual=residual)
     assert mx.array_equal(y, plain)
     both = to64(y) * to64(weight)
@@ -60,7 +60,7 @@ def takes_squares(
     squares = mx.array((to64(before) ** 2).reshape(rows, -1, 16).sum(-1).astype(np.float32))
     matrices = packed_matrices(rng, sizes, k, dtype)
     config = config or qmv_config("cuda", rows, sum(sizes), k, dtype, AFFINE)
-    options = {"norm": (None, 1e-3), "tile_squares": squares, "gate": gate}
+    options = {"norm": (None, 1e-3), "partial_squares": squares, "gate": gate}
     found = qmv(scaled, matrices, AFFINE, config, **options)
     normed = to64(scaled) / np.sqrt((to64(before) ** 2).mean(-1, keepdims=True) + 1e-3)
     truth, terms = fused64(normed, matrices, AFFINE, gate=gate)

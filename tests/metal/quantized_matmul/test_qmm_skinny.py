@@ -23,12 +23,12 @@ HALVES = (mx.float16, mx.bfloat16)
 # Ways to unpack: words, three of them, codes in two parts, small floats; on GPUs every format.
 KINDS = [Format(32, 3), Format(64, 8), FORMATS[-1]]
 # Shares of K of which some have no window, tiles of which some lie beyond the matrix, both stages.
-SMALL = skinny(16, fragments=3, tiles=1, sides=2, shares=4, stages=1, deep=2)
-WIDE = skinny(32, fragments=4, tiles=2, sides=3, shares=1, ahead=1, chunk=2, cover=2)
+SMALL = skinny(16, fragments=3, tiles=1, simds_n=2, simds_k=4, stages=1, stage_tiles=2)
+WIDE = skinny(32, fragments=4, tiles=2, simds_n=3, simds_k=1, ahead=1, chunk=2, block_tiles=2)
 # x stays in threadgroup memory: all of it, or what each of the threadgroups has that share K.
-STAYING = {"fragments": 3, "sides": 3, "shares": 2, "stages": 0}
-STAYS = skinny(16, **STAYING, tiles=2, ahead=3, chunk=2, cover=4, deep=5)
-SHARED = skinny(16, **STAYING, ahead=1)
+RESIDENT = {"fragments": 3, "simds_n": 3, "simds_k": 2, "stages": 0}
+PERSISTENT = skinny(16, **RESIDENT, tiles=2, ahead=3, chunk=2, block_tiles=4, stage_tiles=5)
+SHARED = skinny(16, **RESIDENT, ahead=1)
 
 
 def by_kernel(x, packed, fmt, config=None, device="host", bias=None):
@@ -50,7 +50,7 @@ def test_formats(fmt, dtype):
 
 
 @pytest.mark.parametrize(
-    "config", [SMALL, replace(WIDE, fragments=3, deep=2), STAYS, SHARED], ids=str
+    "config", [SMALL, replace(WIDE, fragments=3, stage_tiles=2), PERSISTENT, SHARED], ids=str
 )
 def test_configurations(config):
     """No whole window at the end of K, an odd number of them, rows and columns at edges."""
@@ -97,7 +97,7 @@ def test_fused(sizes, options):
 def test_deferred_norms():
     with use_backend("host"), checks():
         takes_squares(37, [41, 41], "silu", config=WIDE)
-        takes_squares(23, [41, 41], "silu", config=STAYS)
+        takes_squares(23, [41, 41], "silu", config=PERSISTENT)
         takes_squares(23, [41], None, config=SHARED)
         gives_squares(20, 200, SHARED)
 
@@ -114,7 +114,7 @@ def test_deferred_norms_on_gpus(gpu):
     with use_backend(gpu):
         gives_squares(64, 200, skinny_config(gpu, 64, 200, 128, AFFINE))
         takes_squares(33, [41, 8, 24], None, config=skinny_config(gpu, 33, 73, 192, AFFINE))
-        takes_squares(23, [41, 41], "silu", config=STAYS)
+        takes_squares(23, [41, 41], "silu", config=PERSISTENT)
         gives_squares(20, 200, SHARED)
 
 
@@ -122,9 +122,9 @@ def test_deferred_norms_on_gpus(gpu):
 def test_rows_that_stay_on_gpus(gpu):
     """Small, by parts, and as much as CUDA's shared memory holds."""
     largest = skinny(
-        32, fragments=4, tiles=1, sides=18, shares=1, stages=0, chunk=2, cover=2, deep=28
+        32, fragments=4, tiles=1, simds_n=18, stages=0, chunk=2, block_tiles=2, stage_tiles=28
     )
-    cases = [(STAYS, 23, 130, 320), (SHARED, 20, 130, 320)]
+    cases = [(PERSISTENT, 23, 130, 320), (SHARED, 20, 130, 320)]
     for config, rows, n, k in cases + [(largest, 31, 300, 3584)] * (gpu == "cuda"):
         x, packed = sample(AFFINE, mx.bfloat16, rows, n, k)
         check_product(by_kernel(x, packed, AFFINE, config), x, packed, AFFINE)

@@ -76,12 +76,12 @@ def test_matrix_units(fmt, dtype, rows):
 @pytest.mark.parametrize(
     "config",
     [
-        matrix(fragments=1, run=16, tiles=2, shares=3),
-        matrix(fragments=2, run=32, tiles=4, shares=1),
-        matrix(fragments=4, run=64, tiles=1, shares=2, sides=2),
-        matrix(fragments=2, run=32, tiles=1, shares=8),
-        persistent(fragments=4, run=64, tiles=2, shares=2, ahead=2),
-        persistent(fragments=1, run=16, tiles=3, shares=4),
+        matrix(fragments=1, run=16, tiles=2, simds_k=3),
+        matrix(fragments=2, run=32, tiles=4, simds_k=1),
+        matrix(fragments=4, run=64, tiles=1, simds_k=2, simds_n=2),
+        matrix(fragments=2, run=32, tiles=1, simds_k=8),
+        persistent(fragments=4, run=64, tiles=2, simds_k=2, ahead=2),
+        persistent(fragments=1, run=16, tiles=3, simds_k=4),
     ],
     ids=str,
 )
@@ -104,7 +104,7 @@ def test_matrix_units_in_other_configurations(config):
 def test_threadgroups_that_stay(fmt, dtype, rows):
     """Several formats, in more tiles than are under way at once."""
     like = configs.qmv_config("cuda", rows, 41, 256, dtype, fmt)
-    config = persistent(like.run, fragments=like.fragments, tiles=3, shares=8, ahead=2)
+    config = persistent(like.run, fragments=like.fragments, tiles=3, simds_k=8, ahead=2)
     with checks():
         check_all(fmt, dtype, rows, [(41, 4), (100, 256)], config=config)
 
@@ -114,7 +114,7 @@ def test_a_configuration_must_go_with_the_rows():
     with pytest.raises(ValueError, match="does not take rows of 192 elements"):
         by_kernel(x, packed, AFFINE, device="cuda", run=128)
     with pytest.raises(ValueError, match="does not take rows of 192 elements"):
-        by_kernel(x, packed, AFFINE, config=persistent(16, fragments=1, tiles=2, shares=2))
+        by_kernel(x, packed, AFFINE, config=persistent(16, fragments=1, tiles=2, simds_k=2))
 
 
 # For Apple's GPUs: runs of 16 to 80 bits, and bytes in one operand.
@@ -128,7 +128,7 @@ def test_matrix_units_with_runs_within_words(fmt):
 
 
 def test_matrix_units_with_runs_within_words_of_two_groups():
-    config = matrix(fragments=1, run=16, tiles=1, shares=2)
+    config = matrix(fragments=1, run=16, tiles=1, simds_k=2)
     with checks():
         check_all(Format(32, 3), mx.float16, 4, [(9, 3)], config=config)
 
@@ -137,7 +137,7 @@ def test_matrix_units_with_runs_within_words_of_two_groups():
 @pytest.mark.parametrize(("run", "fragments"), [(16, 1), (32, 2)])
 def test_matrix_units_with_runs_ahead(run, fragments, ahead):
     """SIMD groups with whole blocks of runs, with a part of one, or with none."""
-    config = matrix(run, fragments=fragments, tiles=2, shares=3, ahead=ahead)
+    config = matrix(run, fragments=fragments, tiles=2, simds_k=3, ahead=ahead)
     for k in (192, 4 * run * ahead * 4):
         rng = np.random.default_rng(k)
         x, packed = random(rng, (7, k), mx.bfloat16), random_packed(rng, 41, k, AFFINE, mx.bfloat16)

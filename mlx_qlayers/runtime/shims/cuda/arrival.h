@@ -5,9 +5,9 @@
 
 namespace mlx::core::cu {
 
-inline int arrive(int* ticket) {
+inline int arrive(int* semaphore) {
   __threadfence();
-  int before = atomicAdd(ticket, 1);
+  int before = atomicAdd(semaphore, 1);
   __threadfence();
   return before;
 }

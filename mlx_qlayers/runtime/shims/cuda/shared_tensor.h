@@ -36,10 +36,10 @@ struct row_statistics {
 };
 
 // Copies ROWS rows from p on to a tile of WIDTH columns; zeros beyond those that there are.
-template <int ROWS, int WIDTH, bool TOGETHER, typename T>
+template <int ROWS, int WIDTH, bool WARPGROUP, typename T>
 void copy_tile(T* to, const T* p, uint stride, int rows, int columns) {
   constexpr int EACH = 16 / sizeof(T), PACKS = WIDTH / EACH, STEP = MSL_GROUP_SIZE / PACKS;
-  auto place = place_in_tile<T, ROWS, WIDTH, TOGETHER>;
+  auto place = place_in_tile<T, ROWS, WIDTH, WARPGROUP>;
   if (reinterpret_cast<uint64_t>(p) % 16 == 0 && stride % EACH == 0 && columns % EACH == 0 &&
       ROWS % STEP == 0) {
     int row = threadIdx.x / PACKS, column = threadIdx.x % PACKS * EACH;
@@ -77,8 +77,8 @@ struct shared_operand {
   // A tile, twice where that leaves room for others: of 64 rows in dynamic memory, at `PACK`.
   template <typename T, int ROWS, int WIDTH, int MOST, int PACK = -1>
   struct slots {
-    static constexpr bool TOGETHER = products_together<T>(MSL_GROUP_SIZE / 32, 1, WIDTH, WIDTH);
-    static constexpr int PACKS = tile_elements<T, TOGETHER>(ROWS, WIDTH) * sizeof(T) / 16;
+    static constexpr bool WARPGROUP = uses_warpgroup<T>(MSL_GROUP_SIZE / 32, 1, WIDTH, WIDTH);
+    static constexpr int PACKS = tile_elements<T, WARPGROUP>(ROWS, WIDTH) * sizeof(T) / 16;
     static constexpr int SLOTS = PACKS > MOST / 16 ? 1 : 2;
     static T* at(int slot) {
       // All lanes have the same: said so, addresses are computed once a warp.
@@ -93,7 +93,7 @@ struct shared_operand {
       }
     }
     static void copy(int slot, const T* p, uint64_t stride, int rows, int columns) {
-      copy_tile<ROWS, WIDTH, TOGETHER>(at(slot), p, stride, rows, columns);
+      copy_tile<ROWS, WIDTH, WARPGROUP>(at(slot), p, stride, rows, columns);
     }
   };
 
@@ -163,7 +163,7 @@ struct shared_operand {
     // Two such products of one size would get the same registers for their left operands from
     // ptxas 13.0: those named in adjacent lines differ.
     constexpr int MOST = PLACE % 2 ? 16 : 2;
-    multiply_by_rows<T, WIDTH / 16, N / 8, WIDTH, tile::TOGETHER, false, MOST>(
+    multiply_by_rows<T, WIDTH / 16, N / 8, WIDTH, tile::WARPGROUP, false, MOST>(
         sums, operand, at, 0, threadIdx.x % 32);
     if (tile::SLOTS > 1) {
       right.tile = at;
@@ -188,7 +188,7 @@ struct shared_operand {
   template <typename T, typename E, typename S>
   void multiply_rows(const tensor<T, E, S>& rows, const tensor<T, E, S>& right, float* to) const {
     static_assert(
-        MSL_TOGETHER && TRANSPOSED && !ACCUMULATE && K == 0 && M == 16 && sizeof(T) == 2,
+        MSL_LOCKSTEP && TRANSPOSED && !ACCUMULATE && K == 0 && M == 16 && sizeof(T) == 2,
         "on CUDA: 16 rows of half precision by rows, or weights of rows that are added");
     int depth = rows.extents.values[0];
     if (depth <= 64)
@@ -205,7 +205,7 @@ struct shared_operand {
   // to (16 x N) += weights (16 x K) * right.
   template <typename W, typename T, typename E, typename S>
   void add_weighted(const W& weights, const tensor<T, E, S>& right, float* to) const {
-    static_assert(MSL_TOGETHER && !TRANSPOSED && ACCUMULATE && M == 16 && sizeof(T) == 2, "on CUDA: added");
+    static_assert(MSL_LOCKSTEP && !TRANSPOSED && ACCUMULATE && M == 16 && sizeof(T) == 2, "on CUDA: added");
     constexpr int WIDTH = (N + 63) / 64 * 64;
     using tile = slots<T, K, WIDTH, 16384, K == 64 ? 0 : -1>;
     // Rows that another operation was given are there still.
@@ -214,7 +214,7 @@ struct shared_operand {
     sum_fragment of_weights[K / 8], sums[N / 8];
     take_sums(of_weights, weights.elements);
     take_sums(sums, to);
-    add_weighted_rows<T, K, N / 8, WIDTH, tile::TOGETHER>(
+    add_weighted_rows<T, K, N / 8, WIDTH, tile::WARPGROUP>(
         sums, of_weights, at, 0, threadIdx.x % 32);
     put_sums(to, sums);
   }
@@ -245,7 +245,7 @@ struct shared_operand {
 #pragma unroll
       for (int i = 0; i < M / 2; i++)
         sums[i / 4].part[i / 2 % 2][i % 2] = to[(i / 4 * (N / 16) + t) * 4 + i % 4];
-      multiply_by_rows<T, K / 16, M / 8, K, tile::TOGETHER, true>(
+      multiply_by_rows<T, K / 16, M / 8, K, tile::WARPGROUP, true>(
           sums, operand[t], at, 0, threadIdx.x % 32);
 #pragma unroll
       for (int i = 0; i < M / 2; i++)

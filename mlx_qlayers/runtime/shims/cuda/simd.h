@@ -280,7 +280,7 @@ inline constexpr mem_flags operator|(mem_flags a, mem_flags b) {
   return static_cast<mem_flags>(static_cast<int>(a) | static_cast<int>(b));
 }
 inline void threadgroup_barrier(mem_flags) {
-#if MSL_TOGETHER
+#if MSL_LOCKSTEP
   // The copies of shared_tensor.h have arrived, and tensor cores see them.
   asm volatile("cp.async.wait_all;\n fence.proxy.async.shared::cta;" ::: "memory");
 #endif

@@ -17,7 +17,7 @@ constexpr bool HAS_WARPGROUPS = false;
 #endif
 
 template <typename T>
-constexpr bool products_together(int owners, int slices, int width, int other_width) {
+constexpr bool uses_warpgroup(int owners, int slices, int width, int other_width) {
   return HAS_WARPGROUPS && sizeof(T) == 2 && owners % 4 == 0 && width % (64 * slices) == 0 &&
       other_width % (64 * slices) == 0;
 }
@@ -28,13 +28,13 @@ struct alignas(1024) tile_packs {
 constexpr int tile_stride(int width, int bytes) {
   return (width * bytes / 16 | 1) * 16 / bytes;
 }
-template <typename T, bool TOGETHER>
+template <typename T, bool WARPGROUP>
 constexpr int tile_elements(int rows, int width) {
-  return TOGETHER ? rows * width : rows * tile_stride(width, sizeof(T));
+  return WARPGROUP ? rows * width : rows * tile_stride(width, sizeof(T));
 }
-template <typename T, int ROWS, int WIDTH, bool TOGETHER>
+template <typename T, int ROWS, int WIDTH, bool WARPGROUP>
 int place_in_tile(uint row, uint column) {
-  if constexpr (TOGETHER)
+  if constexpr (WARPGROUP)
     return (column / 64 * ROWS + row) * 64 + (column / 8 ^ row) % 8 * 8 + column % 8;
   else
     return row * tile_stride(WIDTH, sizeof(T)) + column;
@@ -150,10 +150,10 @@ constexpr int product_size() {
   return COUNT % 16 == 0 ? 16 : COUNT % 8 == 0 ? 8 : COUNT % 4 == 0 ? 4 : 2;
 }
 
-template <typename T, int STEPS, int COUNT, int WIDTH, bool TOGETHER, bool ADD = false, int MOST = 16>
+template <typename T, int STEPS, int COUNT, int WIDTH, bool WARPGROUP, bool ADD = false, int MOST = 16>
 void begin_by_rows(
     sum_fragment* products, const left_fragment<T>* left, const T* tile, int column, uint lane) {
-  if constexpr (TOGETHER) {
+  if constexpr (WARPGROUP) {
     constexpr int PART = product_size<COUNT>() < MOST ? product_size<COUNT>() : MOST;
     // Offsets that are added to a descriptor count packs of 16 bytes.
     ulong first = tile_operand(tile + column * 8 * COUNT, 0);
@@ -185,15 +185,15 @@ void begin_by_rows(
       }
   }
 }
-template <typename T, int STEPS, int COUNT, int WIDTH, bool TOGETHER, bool ADD = false, int MOST = 16>
+template <typename T, int STEPS, int COUNT, int WIDTH, bool WARPGROUP, bool ADD = false, int MOST = 16>
 void multiply_by_rows(
     sum_fragment* products,
     const left_fragment<T>* left,
     const T* tile,
     int column,
     uint lane) {
-  begin_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER, ADD, MOST>(products, left, tile, column, lane);
-  if constexpr (TOGETHER)
+  begin_by_rows<T, STEPS, COUNT, WIDTH, WARPGROUP, ADD, MOST>(products, left, tile, column, lane);
+  if constexpr (WARPGROUP)
     finish_products<0, COUNT>(products);
 }
 
@@ -217,10 +217,10 @@ void add_rows_by(sum_fragment* sums, F&& left, const T* tile, uint lane) {
   }
 }
 template <
-    typename T, int DEPTH, int COUNT, int WIDTH, bool TOGETHER, int PART = product_size<COUNT>()>
+    typename T, int DEPTH, int COUNT, int WIDTH, bool WARPGROUP, int PART = product_size<COUNT>()>
 void begin_weighted_rows(
     sum_fragment* sums, const left_fragment<T>* weights, const T* tile, int column, uint lane) {
-  if constexpr (TOGETHER) {
+  if constexpr (WARPGROUP) {
     ulong first = tile_operand(tile + column * DEPTH, DEPTH * 128);
     begin_products<COUNT>(sums);
 #pragma unroll
@@ -235,7 +235,7 @@ void begin_weighted_rows(
         sums, [&](int i) { return weights[i]; }, tile + column, lane);
   }
 }
-template <typename T, int DEPTH, int COUNT, int WIDTH, bool TOGETHER>
+template <typename T, int DEPTH, int COUNT, int WIDTH, bool WARPGROUP>
 void add_weighted_rows(
     sum_fragment* sums,
     const sum_fragment* weights,
@@ -249,8 +249,8 @@ void add_weighted_rows(
   // Their size differs from that of the products that made the weights: if both have the same number and
   // size, ptxas 13.0 gives the left operands of both the same registers.
   constexpr int WHOLE = product_size<COUNT>(), PART = DEPTH == 8 * COUNT ? WHOLE / 2 : WHOLE;
-  begin_weighted_rows<T, DEPTH, COUNT, WIDTH, TOGETHER, PART>(sums, left, tile, column, lane);
-  if constexpr (TOGETHER)
+  begin_weighted_rows<T, DEPTH, COUNT, WIDTH, WARPGROUP, PART>(sums, left, tile, column, lane);
+  if constexpr (WARPGROUP)
     finish_products<0, COUNT>(sums);
 }
 

@@ -56,10 +56,10 @@ void tiles_product(sum_fragment* sum, ulong left, ulong right, int add) {
   else
     tiles_product_128<LEFT_DOWN, DOWN>(sum, T(), left, right, add);
 }
-template <typename T, int STEPS, int COUNT, int ROWS, int OTHERS, int WIDTH, bool TOGETHER>
+template <typename T, int STEPS, int COUNT, int ROWS, int OTHERS, int WIDTH, bool WARPGROUP>
 void begin_rows_by_rows(
     sum_fragment* products, const T* left, int row, const T* tile, uint lane) {
-  if constexpr (TOGETHER) {
+  if constexpr (WARPGROUP) {
     constexpr int PART = product_size<COUNT>();
     // Offsets that are added to a descriptor count packs of 16 bytes.
     ulong rows = tile_operand(left + row / 64 * (64 * 64), 0), first = tile_operand(tile, 0);
@@ -80,14 +80,14 @@ void begin_rows_by_rows(
 #pragma unroll
     for (int i = 0; i < STEPS; i++)
       load_left(rows[i], left + (row * STRIDE + 16 * i), STRIDE, lane);
-    multiply_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(products, rows, tile, 0, lane);
+    multiply_by_rows<T, STEPS, COUNT, WIDTH, WARPGROUP>(products, rows, tile, 0, lane);
   }
 }
 
-template <typename T, int DEPTH, int COUNT, int LEFT, int WIDTH, bool TOGETHER, bool DOWN>
+template <typename T, int DEPTH, int COUNT, int LEFT, int WIDTH, bool WARPGROUP, bool DOWN>
 void begin_by_tile(
     sum_fragment* sums, const T* left, int from, const T* tile, int column, uint lane) {
-  if constexpr (TOGETHER) {
+  if constexpr (WARPGROUP) {
     constexpr int PART = product_size<COUNT>();
     ulong rows = tile_operand(left + from / 64 * 64 * (DOWN ? DEPTH : 64), DOWN ? DEPTH * 128 : 0);
     ulong first = tile_operand(tile + column / 64 * (64 * DEPTH) + column % 64, DEPTH * 128);
@@ -133,9 +133,9 @@ void release_operands(left_fragment<T>* operands) {
       asm volatile("" : "+r"(reinterpret_cast<uint&>(operands[i].part[p])) :: "memory");
 }
 
-template <typename T, int ROWS, int WIDTH, bool TOGETHER>
+template <typename T, int ROWS, int WIDTH, bool WARPGROUP>
 void store_left(const left_fragment<T>& f, T* tile, uint row, uint column, uint lane) {
-  if constexpr (TOGETHER) {
+  if constexpr (WARPGROUP) {
     // Lane l points at row l % 8 of part l / 8.
     uint r = row + lane % 16, c = column + lane / 16 * 8;
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"

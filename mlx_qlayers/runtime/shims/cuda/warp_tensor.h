@@ -9,7 +9,7 @@ namespace mlx::core::cu {
 
 // Whether warps share the rows of such a step: tensor cores read them from shared memory.
 template <int K>
-constexpr bool SHARES_ROWS = MSL_TOGETHER && HAS_WARPGROUPS && MSL_GROUP_SIZE % 128 == 0 && K % 64 == 0;
+constexpr bool SHARES_ROWS = MSL_LOCKSTEP && HAS_WARPGROUPS && MSL_GROUP_SIZE % 128 == 0 && K % 64 == 0;
 
 // The index along the depth K of a lane's element i in a row or column of an operand: runs of neighbours,
 // each one load of a row of x and one word of 4-bit codes. Both operands permute the depth alike, so
