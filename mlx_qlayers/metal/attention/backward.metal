@@ -1,40 +1,40 @@
 // The gradient of attention for its queries, from the norms that forward.metal left:
 //
 //   weights  = exp2(scores - top) / total
-//   d_scores = weights * (d_out v^T - delta) * bend,   delta = sum over the columns of d_out * out
+//   d_scores = weights * (d_out v^T - delta) * slope,   delta = sum over the columns of d_out * out
 //   d_q      = scale d_scores k
 //
 // attention_backward_queries: d_q and delta. A threadgroup owns ROWS = 16 * BLOCKS * SIMDS / SLICES
 // queries: grid (32 * SIMDS * ceil(L / ROWS), H, B), threadgroup (32 * SIMDS, 1, 1).
 //
-//   registers     left, d_left    q and d_out, BLOCKS x 16 queries, T, left operands, a slice each
-//                 sums            d_q, float, likewise
+//   registers     left, d_left    q and d_out, left operands of BLOCKS x 16 queries, a slice of columns
+//                 sums            d_q, float, of the same shape
 //                 scores          scores and d_weights, BLOCKS x 16 queries x TILE keys, float
-//                 norm, dots      norms and delta of each query; exact, delta as it is added up
-//   threadgroup   keys, values    TILE rows each, T; in the same place if ALTERNATE
-//                 exchange        parts of scores and d_weights, float, if SLICES > 1
-//   device        q, out, d_out and norms are read once, k and v once a threadgroup
+//                 norm, dots      norms and dot of each query
+//   threadgroup   keys, values    TILE rows each, T; one buffer for both if ALTERNATE
+//                 exchange        partial scores and d_weights, float, if SLICES > 1
+//   device        q, out, d_out and norms are read once, k and v once by each threadgroup
 //
-//   dot = sum of d_out * out, which is delta but for the rounding of out
-//   for each tile of keys that one of the queries may see:
-//     put keys and values in their places | barrier
+//   dot = sum of d_out * out, which is delta up to the rounding of out; slope is the softcap's derivative
+//   for each tile of keys that a query attends to:
+//     store keys and values to threadgroup memory | barrier
 //     scores = q * keys^T, d_weights = d_out * values^T, added up over the slices
 //     weights = exp2(scores - top) / total, delta += weights * d_weights
 //     if there is one tile only, dot = delta
-//     d_scores = weights * (d_weights - dot) * bend
-//     start reading the next tiles
+//     d_scores = weights * (d_weights - dot) * slope
+//     start loading the next tiles
 //     sums += d_scores * keys | barrier
 //   d_q = sums * scale
 //
-// attention_backward_mask: the gradient of the scores behind the softcap, (B, H, L, S), likewise.
+// attention_backward_mask: the gradient of an additive mask, (B, H, L, S), with the same grid.
 //
-// With ALTERNATE keys are put in place a second time for the last product. Where GPUs copy beside
-// registers, a tile is fetched when its place is free, or, AHEAD, one turn early to another place.
+// With ALTERNATE the keys are stored a second time for the last product. GPUs with asynchronous copies
+// fetch a tile when its buffer is free or, with AHEAD, one iteration early into a second buffer.
 
 #include "score_output.metal"
 #include "score_tile.metal"
 
-// The loop that both kernels over queries share: it computes d_q, or the gradient of the scores.
+// The loop of both kernels: it computes d_q, or the gradient of the scores.
 template <
     typename T,
     typename M,
@@ -120,7 +120,7 @@ METAL_FUNC void query_gradients(
   tile_reader<T, TILE, DV, WIDTH_V, THREADS, WARPGROUP, DIRECT> value_reader;
   key_reader.rows = k_rows;
   value_reader.rows = v_rows;
-  // Keys after the last one that a query of the tile sees are not read.
+  // Keys behind the last one that a query of the tile attends to are not read.
   key_reader.rows.count = value_reader.rows.count = last;
   key_reader.skip(first);
   value_reader.skip(first);
@@ -131,7 +131,7 @@ METAL_FUNC void query_gradients(
   const device M* mask_now = mask_from<false>(rule, first);
   for (int key = first; key < last; key += TILE) {
     if (!DIRECT) {
-      // After this barrier no SIMD group reads the last tiles any more.
+      // Behind this barrier no SIMD group reads the previous tiles.
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     if (LATE) {
@@ -187,9 +187,9 @@ METAL_FUNC void query_gradients(
     }
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
-      sum_fragment bends[COUNT];
+      sum_fragment slopes[COUNT];
       make_scores<MASK, SOFTCAP, false, COUNT>(
-          scores[0][b], bends, own + 16 * b, key, mask_now, rule, lane);
+          scores[0][b], slopes, own + 16 * b, key, mask_now, rule, lane);
       if (!all_seen(rule, own + 16 * b, 16, key, TILE)) {
         hide_unseen<false, COUNT>(scores[0][b], own + 16 * b, key, rule, lane);
       }
@@ -210,7 +210,7 @@ METAL_FUNC void query_gradients(
         int n = i / 2, p = i % 2;
         float2 d_weight = scores[1][b][n].part[p] - dots[b].part[p].x;
         float2 d_score = scores[0][b][n].part[p] * d_weight;
-        scores[0][b][n].part[p] = SOFTCAP && !OF_MASK ? d_score * bends[n].part[p] : d_score;
+        scores[0][b][n].part[p] = SOFTCAP && !OF_MASK ? d_score * slopes[n].part[p] : d_score;
       }
     }
     mask_now += mask_step<false>(rule, TILE);

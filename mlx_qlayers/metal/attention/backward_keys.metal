@@ -6,30 +6,29 @@
 // A threadgroup owns ROWS = 16 * BLOCKS * SIMDS / (SLICES * ROLES) keys: grid (32 * SIMDS *
 // ceil(S / ROWS), Hkv, B), threadgroup (32 * SIMDS, 1, 1). Products are transposed: rows are keys.
 //
-//   registers     left         BLOCKS x 16 rows, T, left operands, a slice of the columns: of k on
-//                              side 0, of v on side 1. With two ROLES a SIMD group has one side
-//                 sums         d_v on side 0, d_k on side 1, float, likewise
-//                 scores       scores on side 0, d_weights on side 1, BLOCKS x 16 x TILE, float
-//   threadgroup   tile         queries and behind them d_out, TILE rows each, T; in the same place
-//                              if ALTERNATE
+//   registers     left         left operands of BLOCKS x 16 rows, a slice of columns: of k for product 0,
+//                              of v for product 1. With two ROLES a SIMD group computes one product
+//                 sums         d_v of product 0, d_k of product 1, float, of the same shape
+//                 scores       scores of product 0, d_weights of product 1, BLOCKS x 16 x TILE, float
+//   threadgroup   tile         queries, then d_out, TILE rows each, T; one buffer for both if ALTERNATE
 //                 statistics   norms and delta of each of these queries
-//                 exchange     parts of scores, float, if SLICES > 1
-//                 shared       weights * bend, float, if ROLES is 2
-//   device        k and v are read once, q, d_out, norms and delta once a threadgroup
+//                 exchange     partial scores, float, if SLICES > 1
+//                 shared       weights * slope, float, if ROLES is 2
+//   device        k and v are read once, q, d_out, norms and delta once by each threadgroup
 //
-//   for each query head of the group, for each tile of queries that may see one of the keys:
-//     put queries and d_out in their places | barrier
-//     side 0: scores = k * queries^T             side 1: d_weights = v * d_out^T
+//   for each query head of the group, for each tile of queries that attends to a key:
+//     store queries and d_out to threadgroup memory | barrier
+//     product 0: scores = k * queries^T          product 1: d_weights = v * d_out^T
 //             weights = exp2(scores - top) / total
-//             share weights * bend | barrier
-//                                                d_scores = weights * bend * (d_weights - delta)
-//     start reading the next tiles
+//             write weights * slope to `shared` | barrier
+//                                                d_scores = weights * slope * (d_weights - delta)
+//     start loading the next tiles
 //             d_v += weights * d_out                     d_k += d_scores * queries
 //     barrier
 //
-// Sums stay in registers: no atomics, and every run adds in the same order. With ALTERNATE queries
-// are put in place a second time for the last product. If AVERAGE, `average` is added to each d_v:
-// the part that each key has in the queries that see none.
+// There are no atomics, so that results are deterministic. With ALTERNATE queries are stored a second time
+// for the last product. With AVERAGE, `average` is added to each row of d_v: the gradient through queries
+// that attend to no key, whose output is the mean of the values.
 
 #include "key_scores.metal"
 #include "score_output.metal"
@@ -88,7 +87,7 @@ template <
   threadgroup float2 exchange[PARTS];
   threadgroup float2 shared[SHARED];
   threadgroup float2 all_statistics[PLACES / 2 * STATISTICS];
-  // The queries; their cotangents are this many elements further.
+  // The queries; d_out follows OTHER elements behind.
   threadgroup T* tile = reinterpret_cast<threadgroup T*>(tiles.pack);
   threadgroup float2* statistics = all_statistics;
   constexpr int OTHER = ALTERNATE ? 0 : ELEMENTS;
@@ -129,7 +128,7 @@ template <
     d_reader.skip(first);
     if (AHEAD) {
       if (TWICE) {
-        // Copies that were started beyond the last tile of the previous head must not arrive later.
+        // Copies beyond the last tile of the previous head must be complete before new ones begin.
         wait_for_copies<0>();
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
@@ -138,7 +137,7 @@ template <
     }
     const device M* mask_now = mask_from<true>(rule, first);
     for (int query = first; query < last; query += TILE) {
-      // After this barrier no SIMD group reads the last tiles any more.
+      // Behind this barrier no SIMD group reads the previous tiles.
       if (!TWICE) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
@@ -191,36 +190,36 @@ template <
       if (SLICES > 1) {
         add_slices<PRODUCTS * BLOCKS * COUNT, SLICES, OWNERS>(scores[0][0], exchange, simd_group, lane);
       }
-      sum_fragment bent[BLOCKS][COUNT];
+      sum_fragment slopes[BLOCKS][COUNT];
       if (ROLES == 1 || role == 0) {
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
           make_weights_of_keys<T, MASK, SOFTCAP, COUNT, TILE>(
-              scores[0][b], bent[b], statistics_now, own + 16 * b, query, mask_now, rule, lane);
+              scores[0][b], slopes[b], statistics_now, own + 16 * b, query, mask_now, rule, lane);
         }
       }
       mask_now += mask_step<true>(rule, TILE);
       if (ROLES == 2) {
         threadgroup float2* place = shared + (block * 2 * BLOCKS * COUNT * 32 + lane);
-        // All slices hold the same values; one of them shares them.
+        // All slices hold the same values; one of them writes.
         if (role == 0 && slice == 0) {
 #pragma unroll
           for (int i = 0; i < 2 * BLOCKS * COUNT; i++) {
-            place[32 * i] = bent[0][i / 2].part[i % 2];
+            place[32 * i] = slopes[0][i / 2].part[i % 2];
           }
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (role == 1) {
 #pragma unroll
           for (int i = 0; i < 2 * BLOCKS * COUNT; i++) {
-            bent[0][i / 2].part[i % 2] = place[32 * i];
+            slopes[0][i / 2].part[i % 2] = place[32 * i];
           }
         }
       }
       if (ROLES == 1 || role == 1) {
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
-          make_d_scores<COUNT, TILE>(scores[PRODUCTS - 1][b], bent[b], statistics_now, lane);
+          make_d_scores<COUNT, TILE>(scores[PRODUCTS - 1][b], slopes[b], statistics_now, lane);
         }
       }
       if (EARLY) {

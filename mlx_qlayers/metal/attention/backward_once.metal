@@ -1,42 +1,42 @@
-// All gradients of attention with one look at each score, where sums of many threadgroups may be added
-// in any order: five products where backward.metal and backward_keys.metal need seven. Names as there.
+// All gradients of attention in one pass over the scores, with float32 atomics for d_q: five products where
+// backward.metal and backward_keys.metal need seven. The names are theirs.
 //
-// attention_backward_statistics  for each query what lowers its scores, and delta = sum of d_out * out:
+// attention_backward_statistics  of each query the log-sum-exp, and delta = sum of d_out * out:
 //                                four queries a SIMD group, grid (256 * ceil(L / 32), H, B)
 //
 // attention_backward_once        a threadgroup owns ROWS = 16 * SIMDS keys of one query head: grid (32 * SIMDS *
-//                                heads side by side, ceil(S / ROWS), B * (H / those heads)), threadgroup
+//                                neighbouring heads, ceil(S / ROWS), B * (H / those heads)), threadgroup
 //                                (32 * SIMDS, 1, 1)
 //
 //   registers     d_keys, d_values  16 keys x all columns, float
 //                 scores, d_weights 16 keys x TILE queries, float
-//                 d_queries         16 queries x a part of the columns, float
+//                 d_queries         16 queries x a slice of the columns, float
 //   threadgroup   keys, values      ROWS rows, T
-//                 queries, d_out    TILE rows each, T; three of them
-//                 d_scores          ROWS x TILE, T; two of them, as of the statistics of TILE queries
-//   device        k and v are read once, q, d_out and statistics once a threadgroup, and d_q is added to
+//                 queries, d_out    TILE rows each, T; three stages
+//                 d_scores          ROWS x TILE, T; two stages, as the statistics of TILE queries
+//   device        k and v are read once, q, d_out and statistics once by each threadgroup; d_q is added to
 //
 //   begin scores = keys * queries^T, d_weights = values * d_out^T
-//   for each tile of queries that may see one of the keys:
-//     start reading the next one
-//     weights = exp2(scores - lowered), begin d_values += weights * d_out
-//     d_scores = weights * bend * (d_weights - delta), to their place
-//     put queries, d_out and statistics of the next tile in their places | barrier
+//   for each tile of queries that attends to a key:
+//     start loading the next tile
+//     weights = exp2(scores - log-sum-exp), begin d_values += weights * d_out
+//     store d_scores = weights * slope * (d_weights - delta)
+//     store queries, d_out and statistics of the next tile | barrier
 //     begin d_queries = d_scores^T * keys, d_keys += d_scores * queries
-//     begin scores of the next tile, add d_queries to d_q, begin its d_weights
+//     begin scores of the next tile, add d_queries to d_q, begin the next d_weights
 //
-// attention_backward_rows        sums of 16 rows a SIMD group in q's dtype: grid (128 * ceil(rows / 64), heads of which
-//                                there are sums, B), threadgroup (128, 1, 1)
+// attention_backward_rows        converts the sums to q's dtype, 16 rows a SIMD group: grid (128 * ceil(rows / 64),
+//                                heads that have sums, B), threadgroup (128, 1, 1)
 //
-// Sums are float32, blocks of 16 rows in the order in which lanes hold them. If GROUPED, heads that share keys add to
-// those of the keys' gradients too; else d_k and d_v hold numbers of T, two to a float.
+// Sums are float32, in blocks of 16 rows in the order in which lanes hold them. If GROUPED, the query heads of a key
+// head add up d_k and d_v the same way; else d_k and d_v hold elements of T, two to a float.
 
 #include "common/tile_products.metal"
 #include "key_scores.metal"
 #include "score_output.metal"
 
-// Rows of a head in the sums: whole tiles, whatever their size. Those of a batch: of all query heads, and GROUPED of
-// the key heads twice.
+// Rows of a head in the sums, padded to whole tiles; and those of a batch entry: of all query heads and, if GROUPED,
+// of d_k and d_v for all key heads.
 METAL_FUNC ulong whole_tiles(int rows) {
   return ulong(rows + 127) / 128 * 128;
 }
@@ -178,7 +178,7 @@ template <
     uint simd_group [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   constexpr int THREADS = 32 * SIMDS, OWNERS = SIMDS / SLICES, ROWS = 16 * OWNERS;
-  // A SIMD group has 16 queries of a tile and a part of their columns.
+  // A SIMD group computes 16 queries of a tile and a slice of their columns.
   constexpr int PARTS = 16 * SIMDS / TILE, SEEN = TILE / SLICES, COUNT = SEEN / 8;
   constexpr int WIDTH = rounded_up(larger(D, DV), SLICES * larger(product_columns(), 16 * PARTS));
   constexpr int STEPS = WIDTH / 16, COLUMNS = WIDTH / SLICES / 8;
@@ -226,7 +226,7 @@ template <
   bool counted = thread_index < TILE;
   int i = first + int(thread_index);
   float2 held = counted && i < last ? of_queries[i] : float2(BLANK, 0.0f);
-  // The scores do not need the values yet.
+  // The first scores do not wait for the values.
   k_reader.template put<2, false>(keys, thread_index);
   reader.template put<2>(first_tile, thread_index);
   put_statistics<TILE>(first_statistics, held, thread_index);
@@ -237,7 +237,7 @@ template <
   left_fragment<T> left[SEEN / 16], d_left[SEEN / 16];
   clear<COLUMNS>(d_keys);
   clear<COLUMNS>(d_values);
-  // They have arrived before the first product begins.
+  // Both have arrived before the first product begins.
   finish_products<0, COLUMNS>(d_keys);
   finish_products<0, COLUMNS>(d_values);
   left_fragment<T> own_keys[KEPT ? STEPS : 1], own_values[KEPT ? STEPS : 1];
@@ -272,13 +272,13 @@ template <
     threadgroup T* next = first_tile + stage * 2 * OTHER;
     reader.skip(TILE);
     d_reader.skip(TILE);
-    // No SIMD group reads the previous contents any more.
+    // No SIMD group reads the previous contents.
     reader.fetch(next, thread_index);
     d_reader.fetch(next + OTHER, thread_index);
     i += TILE;
     held = counted && i < last ? of_queries[i] : float2(BLANK, 0.0f);
 
-    sum_fragment bent[COUNT];
+    sum_fragment slopes[COUNT];
     if (KEPT) {
       begin_by_rows<T, STEPS, COUNT, WIDTH, WARPGROUP>(d_weights, own_values, now + OTHER + seen_first, 0, lane);
     } else {
@@ -287,7 +287,7 @@ template <
     }
     int seen_from = slice * SEEN;
     make_weights_of_keys<T, MASK, SOFTCAP, COUNT, TILE>(
-        scores, bent, statistics_now + seen_from / 2, own, query + seen_from, mask_now, rule, lane);
+        scores, slopes, statistics_now + seen_from / 2, own, query + seen_from, mask_now, rule, lane);
     mask_now += mask_step<true>(rule, TILE);
 #pragma unroll
     for (int i = 0; i < SEEN / 16; i++) {
@@ -298,7 +298,7 @@ template <
           d_values, left, now + OTHER, 0, lane);
     }
     finish_products<SLICES == 1 ? 1 : 0, COUNT>(d_weights);
-    make_d_scores<COUNT, TILE>(d_weights, bent, statistics_now + seen_from / 2, lane);
+    make_d_scores<COUNT, TILE>(d_weights, slopes, statistics_now + seen_from / 2, lane);
 #pragma unroll
     for (int i = 0; i < SEEN / 16; i++) {
       left_from_sums(d_left[i], d_weights[2 * i], d_weights[2 * i + 1]);
@@ -309,7 +309,7 @@ template <
       left_fragment<T> seen = d_left[i];
 #pragma unroll
       for (int p = 0; p < 4; p++) {
-        // Keys beyond the last one may give infinite products.
+        // Keys beyond the last one may give infinities.
         uint pair = as_type<uint>(seen.part[p]);
         pair = own + fragment_row(lane) + p % 2 * 8 < rule.keys ? pair : 0u;
         seen.part[p] = as_type<metal::vec<T, 2>>(pair);
@@ -356,7 +356,7 @@ template <
     to += TILE * WIDTH;
     if (SLICES > 1) {
       finish_products<1, COLUMNS>(d_keys);
-      // After this barrier no SIMD group reads this tile and its scores any more.
+      // Behind this barrier no SIMD group reads this tile and its scores.
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     finish_products<0, COUNT>(scores);

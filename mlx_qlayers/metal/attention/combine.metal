@@ -1,12 +1,12 @@
-// Adds up what attention_decode computed of each split of the keys.
+// Combines the splits of attention_decode (flash decoding).
 
 #include "score.metal"
 
 #include <metal_stdlib>
 using namespace metal;
 
-// parts (B, L, H, splits, Dv + 2) to out (B, L, H, Dv), a threadgroup to a row; the SIMD groups
-// take every simds-th of the splits. Grid (32 * simds, H, B * L), threadgroup (32 * simds, 1, 1).
+// parts (B, L, H, splits, Dv + 2) to out (B, L, H, Dv). A threadgroup computes a row; each SIMD group
+// takes every simds-th split. Grid (32 * simds, H, B * L), threadgroup (32 * simds, 1, 1).
 template <typename T, typename N, int Dv, int simds, bool sinking>
 [[kernel]] void attention_combine(
     const device float* parts,

@@ -1,8 +1,8 @@
 // Attention of a few queries over a long cache: out = softmax(q k^T scale) v.
 //
-// The rows are the queries of all heads that share a key head: `share * L`. Keys are cut into
-// splits, and one threadgroup takes one split of one key head for 8 * columns rows (more rows
-// take further threadgroups), so that keys and values are read once. It computes
+// The rows are the L queries of all query heads of a key head. The keys are divided into splits; one
+// threadgroup computes one split of one key head for 8 * columns rows (further rows belong to further
+// threadgroups), so that keys and values are read once. It computes
 //
 //   for each tile of 16 * blocks * simds keys of the split:
 //     scores^T (keys x rows) = k q^T: 16 * blocks keys in each SIMD group            [registers]
@@ -10,13 +10,13 @@
 //     p and m' for all SIMD groups                                                   [threadgroup]
 //     out^T (Dv x rows) = out^T * exp2(m - m') + v^T p: `slice` of Dv in each        [registers]
 //
-// Keys and values go from device memory straight to registers, keys a tile ahead. In threadgroup
-// memory lie q, p, and a number a row and SIMD group. With one split the result is written; else
-// out without its divisor, m and sum, all float, and attention_combine adds the splits up.
+// Keys and values go from device memory straight to registers, keys one tile ahead. Threadgroup memory
+// holds q, p, and a float for each row and SIMD group. With one split the result is written; else the
+// unnormalized out, m and sum, all float, which attention_combine combines.
 //
 // Grid (32 * simds * splits, Hkv * row blocks, B), threadgroup (32 * simds, 1, 1).
 //
-// A key of another split has the score -infinity.
+// A key beyond its split has the score -infinity.
 
 #include "key_tiles.metal"
 
@@ -72,7 +72,7 @@ template <
     uint thread_index [[thread_index_in_threadgroup]],
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  // A lane reads `run` in every 4 * run numbers of a key, and run_v in every 8 * run_v of a value.
+  // A lane reads `run` of every 4 * run elements of a key, and run_v of every 8 * run_v of a value.
   const int width = bits == 0 ? 8 * sizeof(T) : bits;
   const int words = run * width / 32, steps = (D + 4 * run - 1) / (4 * run);
   const int widest = bits == 0 ? 16 / sizeof(T) : 8;
@@ -93,7 +93,7 @@ template <
   float scale = as_type<float>(options[0]), cap = as_type<float>(options[1]);
   int window = options[2];
 
-  // Without an array that hides keys too, every row sees a key inside its window.
+  // Only a mask array can leave a row without a key inside its window.
   int first = windowed && seen < BOOLEAN ? max(0, keys - L - window + 1) : 0;
   int split_keys = (keys - first + int(groups.x) - 1) / int(groups.x);
   split_keys = (split_keys + tile - 1) / tile * tile;
@@ -107,7 +107,7 @@ template <
       v, v_strides, v_scales, v_scales_strides, v_biases, v_biases_strides, batch, head,
       words_v * 4 / int(sizeof(K)));
 
-  // This lane's row of 8, its run in a key, its pair of columns.
+  // This lane's row of 8, and its run in a key, which is also its pair of columns.
   int near = fragment_row(lane), quarter = fragment_col(lane) / 2;
   int own = 16 * blocks * int(simd) + near;
   cache_run<S, words> key_runs[blocks * 2 * steps];

@@ -7,29 +7,29 @@
 //   registers     q            BLOCKS x 16 queries x D / SLICES, T, left operands
 //                 sums         BLOCKS x 16 queries x DV / SLICES, float
 //                 scores       BLOCKS x 16 queries x TILE keys, float; then the weights
-//                 top, total   what scores are lowered by, and the sum of weights, of each query
-//                 readers      a thread's packs of the next tile, on the way
-//   threadgroup   keys, values TILE rows each, T; in the same place if ALTERNATE
+//                 top, total   running maximum of the scores and sum of the weights of each query
+//                 readers      a thread's 16-byte vectors of the next tile, in flight
+//   threadgroup   keys, values TILE rows each, T; one buffer for both if ALTERNATE
 //                 exchange     partial scores, float, if SLICES > 1
-//   device        q, k, v, mask are read where they lie; each key and value once a threadgroup,
-//                 plain or packed (BITS > 0), and then with scales and biases of groups
+//   device        q, k, v and mask may have any strides; each key and value is read once by each
+//                 threadgroup, plain or quantized (BITS > 0)
 //
-//   for each tile of keys that one of the queries may see:
-//     start reading the tile's values
-//     scores = q * keys^T, added up over the slices; softcap, mask
-//     top' = max(top, scores), weights = exp2(scores - top'), shrink = exp2(top - top')
-//     total = total * shrink + weights, sums = sums * shrink
-//     put the values in their place | barrier | start reading the next tile's keys
+//   for each tile of keys that a query attends to:
+//     start loading the tile's values
+//     scores = q * keys^T, summed over the slices; softcap, mask
+//     top' = max(top, scores), weights = exp2(scores - top'), rescale = exp2(top - top')
+//     total = total * rescale + weights, sums = sums * rescale
+//     store the values | barrier | start loading the next tile's keys
 //     sums += weights * values
-//     put the keys in their place | barrier
+//     store the keys | barrier
 //   out = sums / total, norms = top, total
 //
-// Where the GPU has asynchronous copies (DIRECT), a tile is fetched as soon as its buffer is free: this takes
-// one more barrier after the scores, and both tiles have most of an iteration to arrive.
+// With asynchronous copies (DIRECT) a tile is fetched as soon as its buffer is free: this takes one more
+// barrier behind the scores, and both tiles have most of an iteration to arrive.
 //
-// Late queries, which see most keys where the mask is causal, come first. A sink is a weight that
-// total begins with. A query that sees no key gets `mean` and the norms BLANK and 1 if
-// AVERAGE.
+// Threadgroups of late queries, which attend to most keys under a causal mask, start first. A sink is a
+// weight that total begins with. A query that attends to no key gets `mean`, and the norms BLANK and 1,
+// if AVERAGE.
 
 #include "packed_tiles.metal"
 #include "query_scores.metal"
@@ -114,7 +114,7 @@ template <
       BITS == 0,
       tile_reader<T, TILE, DV, WIDTH_V, THREADS, WARPGROUP, DIRECT>,
       packed_reader<T, BITS, GROUP, TILE, DV, WIDTH_V, THREADS, WARPGROUP>> value_reader;
-  // Keys after the last one that a query of the tile sees are not read.
+  // Keys behind the last one that a query of the tile attends to are not read.
   key_reader.rows = cache_rows_of<BITS>(
       k, k_strides, k_scales, k_scales_strides, k_biases, k_biases_strides, batch,
       head / sizes[GQA_FACTOR], last);
@@ -137,7 +137,7 @@ template <
 #pragma unroll
     for (int p = 0; p < 2; p++) {
       top[b][p] = sink;
-      // One of the lanes that share a row starts with the sink.
+      // One of the four lanes of a row starts with the sink.
       total[b][p] = SINKS && fragment_col(lane) == 0 ? 1.0f : 0.0f;
     }
   }
@@ -169,21 +169,21 @@ template <
     }
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
-      sum_fragment bends[TILE / 8];
+      sum_fragment slopes[TILE / 8];
       make_scores<MASK, SOFTCAP, false, TILE / 8>(
-          scores[b], bends, own + 16 * b, key, mask_now, rule, lane);
+          scores[b], slopes, own + 16 * b, key, mask_now, rule, lane);
       if (!all_seen(rule, own + 16 * b, 16, key, TILE)) {
         hide_unseen<false, TILE / 8>(scores[b], own + 16 * b, key, rule, lane);
       }
-      float2 shrink;
-      shrink.x = make_weights<T, TILE / 8>(scores[b], 0, unit, top[b][0], total[b][0]);
-      shrink.y = make_weights<T, TILE / 8>(scores[b], 1, unit, top[b][1], total[b][1]);
-      // After a few tiles the largest scores seldom change.
-      if (simd_any(shrink.x != 1.0f || shrink.y != 1.0f)) {
+      float2 rescale;
+      rescale.x = make_weights<T, TILE / 8>(scores[b], 0, unit, top[b][0], total[b][0]);
+      rescale.y = make_weights<T, TILE / 8>(scores[b], 1, unit, top[b][1], total[b][1]);
+      // After a few tiles the maximum seldom changes.
+      if (simd_any(rescale.x != 1.0f || rescale.y != 1.0f)) {
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
-          sums[b][c].part[0] *= shrink.x;
-          sums[b][c].part[1] *= shrink.y;
+          sums[b][c].part[0] *= rescale.x;
+          sums[b][c].part[1] *= rescale.y;
         }
       }
     }

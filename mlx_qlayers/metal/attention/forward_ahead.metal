@@ -1,18 +1,19 @@
-// Attention of many queries as in forward.metal, where the scores of the next tile are computed beside
-// the products of the last one with the values. Names as there.
+// Attention of many queries as in forward.metal, where the scores of the next tile are computed while the
+// weights of the last one are multiplied with the values. The names are those of forward.metal.
 //
 //   scores = q * keys^T of the first tile
 //   for each tile of keys:
-//     put the next keys and these values in their places, arrive
-//     weights and shrink from the scores
-//     wait for the others | start reading the keys and values AHEAD of these
-//     finish the last sums, sums *= shrink
+//     store the next keys and these values, arrive at the barrier
+//     weights and rescale from the scores
+//     wait for the others | start loading the keys and values AHEAD tiles further
+//     finish the last sums, sums *= rescale
 //     begin scores of the next tile, sums += weights * values
 //     finish scores
 //
 // Between arrive and wait other SIMD groups may multiply: they alternate between products and weights (ping-pong).
 //
-// SIMDS * 16 queries a threadgroup: grid (32 * SIMDS * heads side by side, ceil(L / ROWS), B * (H / those heads)).
+// A threadgroup computes SIMDS * 16 queries: grid (32 * SIMDS * neighbouring heads, ceil(L / ROWS),
+// B * (H / those heads)).
 
 #include "common/tile_products.metal"
 #include "query_scores.metal"
@@ -63,8 +64,8 @@ template <
   threadgroup tile_packs<declared_packs(ELEMENTS * sizeof(T) / 16 + 1)> tiles;
   threadgroup T* keys = reinterpret_cast<threadgroup T*>(all_packs(tiles));
   threadgroup T* values = keys + (AHEAD + 1) * SIZE;
-  threadgroup ulong* meeting = reinterpret_cast<threadgroup ulong*>(values + (AHEAD + 2) * SIZE_V);
-  start_meeting(meeting, THREADS, thread_index);
+  threadgroup ulong* split_barrier = reinterpret_cast<threadgroup ulong*>(values + (AHEAD + 2) * SIZE_V);
+  start_split_barrier(split_barrier, THREADS, thread_index);
 
   uint3 part = part_of(group, groups, sizes);
   uint head = part.y, batch = part.z, kv_head = head / sizes[GQA_FACTOR];
@@ -74,7 +75,7 @@ template <
   int first = max(0, row + rule.reach - rule.window + 1) / TILE * TILE;
   tile_reader<T, TILE, D, WIDTH, THREADS, WARPGROUP, WARPGROUP> key_reader;
   tile_reader<T, TILE, DV, WIDTH_V, THREADS, WARPGROUP, WARPGROUP> value_reader;
-  // Keys after the last one that a query of the tile sees are not read.
+  // Keys behind the last one that a query of the tile attends to are not read.
   key_reader.rows = rows_of(k, k_strides, batch, kv_head, last);
   value_reader.rows = rows_of(v, v_strides, batch, kv_head, last);
   key_reader.skip(first);
@@ -85,7 +86,7 @@ template <
   sum_fragment sums[COLUMNS], scores[COUNT];
   float unit = is_raw(MASK, SOFTCAP) ? rule.scale : 1.0f;
   float sink = SINKS ? max(float(sinks[head]) * LOG2E, LOWEST) : LOWEST;
-  // One of the lanes that share a row starts with the sink.
+  // One of the four lanes of a row starts with the sink.
   float begun = SINKS && fragment_col(lane) == 0 ? 1.0f : 0.0f;
   float top[2] = {sink, sink}, total[2] = {begun, begun};
   load_left_rows<T, STEPS>(
@@ -113,20 +114,20 @@ template <
     threadgroup T* next_keys = keys + stage * SIZE;
     key_reader.template put<LATER, false>(next_keys, thread_index, BACK);
     value_reader.template put<LATER>(values_now, thread_index, BACK);
-    arrive_at(meeting);
+    arrive_at(split_barrier);
 
-    sum_fragment bends[COUNT];
-    make_scores<MASK, SOFTCAP, false, COUNT>(scores, bends, own, key, mask_now, rule, lane);
+    sum_fragment slopes[COUNT];
+    make_scores<MASK, SOFTCAP, false, COUNT>(scores, slopes, own, key, mask_now, rule, lane);
     if (!all_seen(rule, own, 16, key, TILE)) {
       hide_unseen<false, COUNT>(scores, own, key, rule, lane);
     }
     mask_now += mask_step<false>(rule, TILE);
-    float2 shrink;
-    shrink.x = make_weights<T, COUNT>(scores, 0, unit, top[0], total[0]);
-    shrink.y = make_weights<T, COUNT>(scores, 1, unit, top[1], total[1]);
+    float2 rescale;
+    rescale.x = make_weights<T, COUNT>(scores, 0, unit, top[0], total[0]);
+    rescale.y = make_weights<T, COUNT>(scores, 1, unit, top[1], total[1]);
     complete(min(total[0], total[1]));
-    // After this barrier no SIMD group reads the last keys or the values before the last ones any more.
-    wait_for(meeting, parity);
+    // Behind this barrier no SIMD group reads the last keys or the values before the last ones.
+    wait_for(split_barrier, parity);
     parity = 1 - parity;
     key_reader.skip(TILE);
     value_reader.skip(TILE);
@@ -136,12 +137,12 @@ template <
     place = place == AHEAD + 1 ? 0 : place + 1;
     finish_products<0, COLUMNS>(sums);
     release_operands<T, TILE / 16>(weights);
-    // After a few tiles the largest scores seldom change.
-    if (simd_any(shrink.x != 1.0f || shrink.y != 1.0f)) {
+    // After a few tiles the maximum seldom changes.
+    if (simd_any(rescale.x != 1.0f || rescale.y != 1.0f)) {
 #pragma unroll
       for (int c = 0; c < COLUMNS; c++) {
-        sums[c].part[0] *= shrink.x;
-        sums[c].part[1] *= shrink.y;
+        sums[c].part[0] *= rescale.x;
+        sums[c].part[1] *= rescale.y;
       }
     }
 #pragma unroll

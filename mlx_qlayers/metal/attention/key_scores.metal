@@ -2,19 +2,19 @@
 
 #include "score_tile.metal"
 
-// Scores of 16 keys and a tile of queries become weights; `bends` those with the softcap's
-// slope. `statistics` are TILE numbers of each kind: what lowers scores, deltas, factors.
+// Turns products of 16 keys and a tile of queries into weights; `slopes` gets them times the softcap's
+// derivative. `statistics` holds TILE floats of each kind: x of norm_of, delta, and y of norm_of.
 template <typename T, int MASK, bool SOFTCAP, int COUNT, int TILE, typename M>
 METAL_FUNC void make_weights_of_keys(
     thread sum_fragment* scores,
-    thread sum_fragment* bends,
+    thread sum_fragment* slopes,
     const threadgroup float2* statistics,
     int key,
     int query,
     const device M* mask,
     thread const score_rule<M>& rule,
     uint lane) {
-  make_scores<MASK, SOFTCAP, true, COUNT>(scores, bends, key, query, mask, rule, lane);
+  make_scores<MASK, SOFTCAP, true, COUNT>(scores, slopes, key, query, mask, rule, lane);
   if (!all_seen(rule, query, 8 * COUNT, key, 16)) {
     hide_unseen<true, COUNT>(scores, key, query, rule, lane);
   }
@@ -25,11 +25,11 @@ METAL_FUNC void make_weights_of_keys(
     float2 factor = sizeof(T) == 4 ? statistics[TILE + at] : float2(1.0f);
     float2 weight = weights_of<T>(scores[n].part[p], unit, statistics[at], factor);
     scores[n].part[p] = weight;
-    bends[n].part[p] = SOFTCAP ? weight * bends[n].part[p] : weight;
+    slopes[n].part[p] = SOFTCAP ? weight * slopes[n].part[p] : weight;
   }
 }
 
-// d_weights become d_scores.
+// Turns d_weights into d_scores.
 template <int COUNT, int TILE>
 METAL_FUNC void make_d_scores(
     thread sum_fragment* d_weights,

@@ -7,7 +7,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// q in the order in which a lane meets the runs of a key, with zeros behind D.
+// Stages q in the order in which lanes read the runs of a key, with zeros behind D.
 template <int D, int bits, int run, int parts, int step, int count, int threads, typename T>
 METAL_FUNC void stage_queries(
     threadgroup T* to,
@@ -27,8 +27,7 @@ METAL_FUNC void stage_queries(
   }
 }
 
-// scores^T = k q^T of one tile: `queries` are held in registers, or (not `kept`) read where they
-// lie.
+// scores^T = k q^T of one tile. `queries` are in registers if `kept`, else in threadgroup memory.
 template <
     typename T,
     int bits,
@@ -77,7 +76,7 @@ METAL_FUNC void multiply_keys(
   }
 }
 
-// out^T += v^T p of one tile: the p of `tall` blocks of 16 keys lie in threadgroup memory.
+// out^T += v^T p of one tile. The p of `tall` blocks of 16 keys are in threadgroup memory.
 template <typename T, int bits, int run, int steps, int tall, int columns, typename S, int words>
 METAL_FUNC void multiply_values(
     thread sum_fragment (*o)[columns],

@@ -1,8 +1,8 @@
-// Keys and values as attention reads them: runs of neighbouring numbers, plain or packed.
+// Keys and values as attention reads them: runs of contiguous elements, plain or quantized.
 //
-// A run stays in registers as it was read, until it is needed: whole words, and for packed numbers
-// (affine, `bits` > 0) the scale and bias of their group. Rows may lie anywhere (a cache is a slice
-// of a larger buffer); where they are aligned, a run is read by one load.
+// A run stays packed in registers until it is used: whole words and, for quantized elements (affine,
+// `bits` > 0), the scale and bias of their group. Rows may have any strides (a cache is a slice of a
+// larger buffer); if they are aligned, a run is read by one vector load.
 
 #include "common/fragment.metal"
 #include "quantized_matmul/packed.metal"
@@ -10,7 +10,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// The keys or the values of one head. Steps lead to the next row, spans to the next element.
+// The keys or the values of one head. A step is the stride of rows, a span that of elements.
 template <typename K, typename S>
 struct cache_rows {
   const device K* elements;
@@ -26,7 +26,7 @@ struct cache_run {
   S scale, bias;
 };
 
-// `aligned` if every run of so many elements is. Without bits there are no scales and biases.
+// `aligned` says whether every run is. Without bits there are no scales and biases.
 template <int bits, typename K, typename S>
 METAL_FUNC cache_rows<K, S> rows_of_head(
     const device K* elements,
@@ -67,8 +67,8 @@ METAL_FUNC void gather_words(thread uint* to, const device K* from, int span) {
   }
 }
 
-// Runs of a lane in blocks of 16 rows: `each` rows of a block, `steps` runs of a row, every `apart`
-// numbers from `at` on. Rows beyond `last` are read as it; numbers from `limit` (if any) on are zeros.
+// Runs of a lane in blocks of 16 rows: `each` rows of a block, `steps` runs of a row, one every `apart`
+// elements from `at` on. Rows beyond `last` repeat it; elements from `limit` (if any) on are zeros.
 template <
     int bits,
     int group,
@@ -115,7 +115,7 @@ METAL_FUNC void read_runs(
   }
 }
 
-// One branch for all runs, so that all of them are on their way at once.
+// One branch for all runs, so that all their loads are in flight at once.
 template <
     int bits,
     int group,
@@ -136,14 +136,14 @@ METAL_FUNC void read_tile(
   }
 }
 
-// Numbers come out of words in pairs: neighbours, or codes half a word apart. Element i of pair j.
+// Words are decoded in pairs: of neighbours, or of codes half a word apart. The index of element i of pair j.
 template <int bits>
 METAL_FUNC int pair_element(int j, int i) {
   const int half_word = bits == 0 ? 1 : 16 / bits;
   return j / half_word * 2 * half_word + j % half_word + i * half_word;
 }
 
-// The last argument of these only chooses the type.
+// The last argument of these selects the type.
 template <typename T>
 METAL_FUNC metal::vec<T, 2> plain_pair(const thread uint* words, int j, T) {
   return as_type<metal::vec<T, 2>>(words[j]);
@@ -152,8 +152,8 @@ METAL_FUNC float2 plain_pair(const thread uint* words, int j, float) {
   return float2(as_type<float>(words[2 * j]), as_type<float>(words[2 * j + 1]));
 }
 
-// Codes at bits 0 and 16 as numbers, exactly: an integer in the mantissa of 2^10 or 2^7 is that
-// much more than itself. Of 8 bits bfloat's mantissa takes 7 and one apart.
+// Codes at bits 0 and 16 as exact floats: an integer in the mantissa of 2^10 (half) or 2^7 (bfloat) is offset
+// by that power. bfloat's mantissa has 7 bits, so the eighth bit of a code is added apart.
 template <int bits>
 METAL_FUNC half2 code_pair(uint codes, half) {
   const uint mask = ((1u << bits) - 1) * 0x10001u;
@@ -175,7 +175,7 @@ METAL_FUNC float2 code_pair(uint codes, float) {
   return float2(float_from_integer(codes & mask), float_from_integer(codes >> 16 & mask));
 }
 
-// The numbers of a run, in pairs.
+// The elements of a run, in pairs.
 template <typename T, int bits, int count, typename S, int words>
 METAL_FUNC void unpack(thread metal::vec<T, 2>* to, const thread cache_run<S, words>& run) {
   const int width = bits == 0 ? 16 : bits, each = 16 / width;

@@ -1,19 +1,19 @@
 // Attention of a token to latent rows: out = softmax((q c^T + r p^T) scale) c, as DeepSeek-V3 decodes.
 //
-// Keys are rows c (B, 1, S, D) side by side with rows p (B, 1, S, R) that were turned by their positions;
-// values are c again. q (B, H, 1, D) and r (B, H, 1, R) may have any strides. Of the S rows those up to
-// `last` count, and of them those that `mask` (B or 1, 1, 1, S) shows.
+// Keys are rows c (B, 1, S, D), concatenated with rows p (B, 1, S, R) that have the rotary embedding; values
+// are c again. q (B, H, 1, D) and r (B, H, 1, R) may have any strides. Rows behind `last`, and those that
+// `mask` (B or 1, 1, 1, S) hides, do not count.
 //
-// A threadgroup takes `heads` heads and a split of the rows, a SIMD group a head's softmax:
+// A threadgroup computes `heads` heads and a split of the rows, a SIMD group the softmax of a head:
 //
 //   for each tile of 32 rows of the split:
-//     scores of 32 / heads rows for all heads, a lane every 32nd run of them       [registers]
+//     scores of 32 / heads rows for all heads, each lane every 32nd run            [registers]
 //     m' = max(m, scores); p = exp2(scores - m'); sum = sum * exp2(m - m') + p     [threadgroup]
 //     out = out * exp2(m - m') + p c: D / threads columns in each thread           [registers]
 //
-// With one split the result is written; else out without its divisor, m and sum, all float, which
-// attention_combine adds up. options is the scale times log2(e) as bits, splits, H, S, and whether there
-// is a mask for each of the batch.
+// With one split the result is written; else the unnormalized out, m and sum, all float, which
+// attention_combine combines. options: the bits of scale * log2(e), splits, H, S, and whether each
+// sequence has a mask of its own.
 // Grid (32 * heads * splits, H / heads, B), threadgroup (32 * heads, 1, 1).
 
 #include "common/load.metal"
@@ -24,7 +24,7 @@ using namespace metal;
 
 enum { SCALE, SPLITS, HEADS, LENGTH, MASKS };
 
-// This lane's elements of a row at `at`: runs of `run`, one in every 32 * run.
+// This lane's elements of a row at `at`: one run of `run` in every 32 * run.
 template <int count, int run, typename T>
 METAL_FUNC void lane_elements(thread float* to, const device T* array, size_t at, int lane) {
 #pragma unroll
@@ -43,7 +43,7 @@ METAL_FUNC void lane_elements(thread float* to, const device T* array, size_t at
   }
 }
 
-// Neighbours in a row.
+// Contiguous elements of a row.
 template <int count, typename T>
 METAL_FUNC void columns(thread float* to, const device T* array, size_t at) {
   lane_elements<32 * count, count>(to, array, at, 0);

@@ -1,7 +1,7 @@
-// Tiles of keys and values that are packed (mode affine), as mlx-lm's quantized caches keep them.
+// Tiles of quantized keys and values (mode affine), as mlx-lm's quantized caches keep them.
 //
 // A cache is a view of three larger buffers: words, scales and biases, each with strides of its own.
-// A tile gets the numbers, rounded to T, so that products with it are those with plain rows.
+// A tile holds dequantized elements in T, so that products are those of plain rows.
 
 #include "quantized_matmul/packed.metal"
 #include "score_tile.metal"
@@ -20,7 +20,7 @@ METAL_FUNC bool short_steps(head_rows<T> rows) {
   return rows.row < 1 << 23 && rows.row > -(1 << 23) && rows.column == 1;
 }
 
-// The rows of one head; of plain ones there are no scales and biases.
+// The rows of one head; plain rows have no scales and biases.
 template <int BITS, typename T>
 METAL_FUNC head_rows<T> cache_rows_of(
     const device T* x,
@@ -53,8 +53,8 @@ METAL_FUNC packed_rows<T> cache_rows_of(
   return rows;
 }
 
-// The tile_reader of packed rows. A thread holds its part as words, and dequantizes it when it
-// writes it to threadgroup memory.
+// The tile_reader of quantized rows. A thread holds packed words, and dequantizes them when it writes
+// them to threadgroup memory.
 template <
     typename T,
     int BITS,
@@ -125,7 +125,7 @@ struct packed_reader {
     }
   }
 
-  // One number of rows whose words cannot be read several at once.
+  // One element of rows that are not aligned for vector loads.
   METAL_FUNC T number_at(uint row, uint column) {
     if (int(row) >= rows.words.count || column >= WIDTH) {
       return T(0.0f);

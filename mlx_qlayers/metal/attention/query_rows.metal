@@ -1,6 +1,6 @@
-// The softmax of decoding attention's tiles: scores out of products, and the state of each row.
+// The softmax of decoding attention's tiles: scores from products, and the running state of each row.
 //
-// Products lie transposed in fragments, keys by rows: a lane holds a pair of rows in each eight.
+// Fragments are transposed, keys x rows: a lane holds two of every eight rows.
 
 #include "score.metal"
 #include "common/fragment.metal"
@@ -8,16 +8,16 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// The positions and masks of the two rows of each eight that a lane's sums belong to.
+// The positions and masks of the two rows in every eight that a lane holds.
 template <typename M, int columns>
 struct lane_rows {
   int position[columns][2];
   const device M* mask[columns][2];
 };
 
-// Scores of a tile out of products, and the largest of each row, for all SIMD groups. The lane's
-// keys are every eighth from `first` on; the mask of that key is mask_from elements behind a row's
-// start, and of the last key mask_end.
+// Turns the products of a tile into scores, and finds the maximum of each row over all SIMD groups. The
+// lane's keys are every eighth from `first` on. A row's mask has the value of `first` at mask_from, and
+// that of the last key at mask_end.
 template <int seen, bool windowed, bool capped, int blocks, int columns, typename M>
 METAL_FUNC void score_tile(
     thread sum_fragment (*s)[columns],
@@ -52,7 +52,7 @@ METAL_FUNC void score_tile(
   }
 }
 
-// The state of a softmax in a SIMD group: largest score and sum of each row, and its slice of out.
+// The online softmax of a SIMD group: maximum and sum of each row, and its slice of out.
 template <int columns, int fragments>
 struct attended_rows {
   float2 top[columns], sum[columns];
@@ -74,7 +74,7 @@ METAL_FUNC attended_rows<columns, fragments> nothing_attended() {
   return state;
 }
 
-// Adds the scores of a tile: their p for all SIMD groups, and the state so far fades.
+// Adds the scores of a tile: stores their p for all SIMD groups and rescales the state.
 template <typename T, int simds, int blocks, int columns, int fragments>
 METAL_FUNC void add_scores(
     thread attended_rows<columns, fragments>& state,
@@ -90,12 +90,12 @@ METAL_FUNC void add_scores(
     for (int g = 0; g < simds; g++) {
       state.top[t] = max(state.top[t], reduced[4 * (g * columns + t) + fragment_col(lane) / 2]);
     }
-    float2 fade = powers_of_2<T>(before - state.top[t]);
-    state.sum[t] *= fade;
+    float2 rescale = powers_of_2<T>(before - state.top[t]);
+    state.sum[t] *= rescale;
 #pragma unroll
     for (int n = 0; n < fragments; n++) {
-      state.o[n][t].part[0] *= fade;
-      state.o[n][t].part[1] *= fade;
+      state.o[n][t].part[0] *= rescale;
+      state.o[n][t].part[1] *= rescale;
     }
 #pragma unroll
     for (int b = 0; b < blocks; b++) {

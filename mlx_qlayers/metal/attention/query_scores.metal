@@ -1,11 +1,11 @@
-// The weights of queries, and what their sums become, where rows are queries and columns are keys.
+// The online softmax of tiles of queries x keys, and the stores of its results.
 
 #include "score_output.metal"
 #include "score_tile.metal"
 
-// Takes one more tile into what a row's scores are lowered by and its total; scores become weights.
-// Returns the factor for what was added up before: both lie on the grid of rounded numbers that the
-// exponents are measured from, so that weights of all tiles have one scale.
+// Updates a row's maximum and total with one more tile, and turns scores into weights. Returns the factor
+// that rescales earlier sums: it is computed from the rounded maxima, as the weights are, so that all tiles
+// have one scale.
 template <typename T, int COUNT>
 METAL_FUNC float make_weights(
     thread sum_fragment* scores, int part, float unit, thread float& top, thread float& total) {
@@ -17,9 +17,9 @@ METAL_FUNC float make_weights(
   highest = fragment_row_max(highest);
   float before = top;
   top = max(top, highest == LOWEST ? LOWEST : highest * unit);
-  // As long as no key was seen, weights are 0.
+  // Until a key is attended to, weights are 0.
   float base = top == LOWEST ? 0.0f : top, sum = 0.0f;
-  float shrink = power_of_2<T>(before - base);
+  float rescale = power_of_2<T>(before - base);
 #pragma unroll
   for (int n = 0; n < COUNT; n++) {
     float2 weight = float2(
@@ -28,11 +28,11 @@ METAL_FUNC float make_weights(
     scores[n].part[part] = weight;
     sum += weight.x + weight.y;
   }
-  total = fma(total, shrink, sum);
-  return shrink;
+  total = fma(total, rescale, sum);
+  return rescale;
 }
 
-// 16 rows of sums, from this column on, become the output; who has the first column stores the norms.
+// Stores 16 rows of sums, from this column on; the SIMD group of the first column stores the norms.
 template <typename T, int COUNT, int DV, bool AVERAGE>
 METAL_FUNC void store_output(
     thread sum_fragment* sums,

@@ -8,7 +8,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// Values of `seen`: from BOOLEAN on an array holds the mask.
+// Values of `seen`: from BOOLEAN on the mask is an array.
 #define ALL 0
 #define CAUSAL 1
 #define BOOLEAN 2
@@ -17,7 +17,7 @@ using namespace metal;
 #define LOWEST (-3.402823466e+38f)
 #define LOG2_E 1.44269504f
 
-// The score of a key out of its product with a query.
+// The score of a key from its product with a query.
 template <int seen, bool windowed, bool capped, typename M>
 METAL_FUNC float score(
     float x, float scale, float cap, const device M* mask, int64_t at, int after, int window) {

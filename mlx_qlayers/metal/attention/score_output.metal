@@ -2,7 +2,7 @@
 
 #include "score_tile.metal"
 
-// The gradient of a tile of scores to its place in an array (L, S).
+// Stores the gradient of a tile of scores to an array (L, S).
 template <int COUNT, typename M>
 METAL_FUNC void store_scores(
     thread const sum_fragment* scores,
@@ -25,7 +25,7 @@ METAL_FUNC void store_scores(
   }
 }
 
-// Row `row` and the next 15 of an output whose rows begin `stride` elements apart, times `factor`.
+// Stores 16 rows from `row` on, times `factor`; `stride` is the stride of rows.
 template <typename T, int COUNT>
 METAL_FUNC void store_rows(
     thread const sum_fragment* sums,

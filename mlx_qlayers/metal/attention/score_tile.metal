@@ -1,9 +1,9 @@
 // Code that the attention kernels share: tiles of rows in threadgroup memory, operands in registers,
 // scores and masks.
 //
-// A SIMD group owns 16 rows (or two blocks of 16) and, where heads are wide, one of SLICES slices
-// of the columns: its products are then parts of the scores, which the slices add up through
-// threadgroup memory. Scores are in units of log2.
+// A SIMD group owns 16 rows (or two blocks of 16) and, for wide heads, one of SLICES slices of the
+// columns: its products are then partial scores, which the slices add up through threadgroup memory.
+// Scores are in units of log2.
 
 #include "common/power.metal"
 #include "common/tile.metal"
@@ -11,15 +11,15 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// Indices into `sizes` and `factors`. Query i sees the existing keys j with
+// Indices into `sizes` and `factors`. Query i attends to the keys j with
 // i + REACH - WINDOW < j <= i + REACH.
 enum size { QUERIES, KEYS, HEADS, GQA_FACTOR, REACH, WINDOW };
 enum factor { SCALE, CAP, SLOPE };
 enum mask_kind { NO_MASK, BOOLEAN, ADDED };
 
 constant float LOG2E = 1.44269504f;
-// The score of a hidden key, and what lowers those of a query that sees none: exp2 of any score less
-// this is 0. Both are finite, so that no difference of them is NaN.
+// The score of a hidden key, and the maximum of a query that attends to none: exp2 of any score less BLANK
+// is 0. Both are finite, so that no difference of them is NaN.
 constant float LOWEST = -1.0e30f;
 constant float BLANK = 1.0e38f;
 
@@ -33,8 +33,8 @@ constexpr int packs_per_thread(int rows, int width, int bytes, int threads) {
   return (rows * width * bytes / 16 + threads - 1) / threads;
 }
 
-// The rows of one head, as the array's strides have them; `packed` if they can be read in packs of 16
-// bytes, and offsets in a tile of them are 32-bit numbers.
+// The rows of one head, with the array's strides. `packed` says whether they can be read in vectors of 16
+// bytes, with 32-bit offsets in a tile.
 template <typename T>
 struct head_rows {
   const device T* at;
@@ -57,8 +57,8 @@ METAL_FUNC head_rows<T> rows_of(
   return rows;
 }
 
-// A thread's shares of a tile have EACH elements of a row. If the threads cover whole rows at once, they
-// lie THREADS / (shares of a row) rows apart. The row and the column of share i:
+// Each thread loads vectors of EACH elements of a tile's rows. If THREADS vectors are whole rows, those of a
+// thread are THREADS / VECTORS rows apart. The row and the column of vector i:
 template <int PADDED, int EACH, int THREADS>
 METAL_FUNC uint2 vector_place(int i, uint thread_index) {
   constexpr int VECTORS = PADDED / EACH, STEP = THREADS / VECTORS;
@@ -66,7 +66,7 @@ METAL_FUNC uint2 vector_place(int i, uint thread_index) {
   uint index = WHOLE ? thread_index : thread_index + i * THREADS;
   return uint2(index / VECTORS + (WHOLE ? i * STEP : 0), index % VECTORS * EACH);
 }
-// The offset of element `from`, the first of a pack, in a tile: the distance of eight rows is constant.
+// The offset of element `from` of vector i in a tile; eight rows are a constant distance apart.
 template <typename T, int ROWS, int PADDED, int EACH, int THREADS, bool WARPGROUP>
 METAL_FUNC int vector_offset(int i, int from, uint thread_index) {
   constexpr int VECTORS = PADDED / EACH, STEP = THREADS / VECTORS;
@@ -76,10 +76,9 @@ METAL_FUNC int vector_offset(int i, int from, uint thread_index) {
   return place_in_tile<T, ROWS, PADDED, WARPGROUP>(place.x, place.y + from) + jump;
 }
 
-// Reads tile after tile of ROWS rows, WIDTH columns of which are there, from device memory to
-// threadgroup memory; what is outside is zero. A thread's share goes in packs of 16 bytes through
-// registers or, DIRECT, beside them into a tile that nobody uses any more. Where packs are not
-// possible, `put` moves elements.
+// Copies tile after tile of ROWS rows, with WIDTH columns, from device memory to threadgroup memory; the
+// padding is zero. A thread's vectors of 16 bytes go through registers or, with DIRECT, by asynchronous
+// copies into a tile that is free. Rows that are not aligned are copied element by element in `put`.
 template <typename T, int ROWS, int WIDTH, int PADDED, int THREADS, bool WARPGROUP, bool DIRECT>
 struct tile_reader {
   head_rows<T> rows;
@@ -88,7 +87,7 @@ struct tile_reader {
   enum { PACKS = PADDED * sizeof(T) / 16, V = 16 / sizeof(T), STEP = THREADS / PACKS };
   enum { WHOLE = THREADS % PACKS == 0, EVEN = ROWS * PACKS % THREADS == 0 };
 
-  // Starts to read the tile that `rows` begin with.
+  // Starts to load the tile that `rows` begin with.
   METAL_FUNC void fetch(threadgroup T* tile, uint thread_index) {
     uint2 own = vector_place<PADDED, V, THREADS>(0, thread_index);
     int left = rows.packed ? rows.count - int(own.x) : 0;
@@ -117,8 +116,8 @@ struct tile_reader {
     }
   }
 
-  // Puts the tile that begins `back` rows ahead of `rows` in its place: behind the next barrier it is there. LATER
-  // tiles may be fetched already. Of tiles that are put together only the last has to be SHOWN to products.
+  // Stores the tile that begins `back` rows ahead of `rows`; it is visible behind the next barrier. LATER tiles
+  // may be in flight already. Of several tiles that are stored at once, only the last has to be SHOWN to products.
   template <int LATER = 0, bool SHOWN = true>
   METAL_FUNC void put(threadgroup T* tile, uint thread_index, int back = 0) {
     if (DIRECT) {
@@ -155,11 +154,11 @@ struct tile_reader {
   }
 };
 
-// STEPS left operands of 16 rows, 16 columns each; zero outside the `width` columns.
+// Loads STEPS left operands of 16 rows, 16 columns each, with zeros outside the `width` columns.
 template <typename T, int STEPS>
 METAL_FUNC void load_left_rows(
     thread left_fragment<T>* f, head_rows<T> from, int width, int row, int column, uint lane) {
-  // Whole words: halves of one would be put together one by one, each behind a wait.
+  // Whole words: to combine two halves takes a wait for each.
   using word = metal::conditional_t<sizeof(T) == 2, uint, uint2>;
   word words[STEPS * 4];
 #pragma unroll
@@ -170,7 +169,7 @@ METAL_FUNC void load_left_rows(
       words[i] = *reinterpret_cast<const device word*>(from.at + (r * from.row + c));
     }
   }
-  // One after the other: as many addresses and elements at once would not fit into registers.
+  // Not unrolled: all addresses and elements at once would not fit into registers.
 #pragma clang loop unroll(disable)
   for (int i = 0; i < (from.packed ? 0 : STEPS * 4); i++) {
     int r = row + fragment_row(lane) + i % 2 * 8, c = column + i / 2 * 8 + fragment_col(lane);
@@ -198,8 +197,8 @@ METAL_FUNC void clear(thread sum_fragment* sums) {
   }
 }
 
-// Adds up what SLICES SIMD groups have that own the same rows, COUNT fragments each. All get the same
-// bits. Every OWNERS SIMD groups begin another slice.
+// Adds up COUNT fragments of the SLICES SIMD groups that own the same rows. All get the same bits. Each
+// OWNERS SIMD groups are one slice.
 template <int COUNT, int SLICES, int OWNERS>
 METAL_FUNC void add_slices(
     thread sum_fragment* parts, threadgroup float2* exchange, uint simd_group, uint lane) {
@@ -250,15 +249,15 @@ METAL_FUNC score_rule<M> rule_of(
   return rule;
 }
 
-// Which rows, head and batch a threadgroup of these has: those of `groups.x` heads, whose arrays fit into the
-// cache together, begin side by side with the same rows.
+// The rows, head and batch entry of a threadgroup. `groups.x` heads, whose arrays fit into the cache, run at the
+// same time with the same rows.
 METAL_FUNC uint3 part_of(uint3 group, uint3 groups, constant int* sizes) {
   uint parts = uint(sizes[HEADS]) / groups.x;
   return uint3(group.y, group.z % parts * groups.x + group.x, group.z / parts);
 }
 
-// The x and y with which the weights of a query are recomputed as 2^(score - x) y from the norms of the
-// forward pass. In 16 bits x holds the logarithm of the sum, which saves a product; in float32 its rounding shows.
+// The weights of a query are 2^(score - x) y, by the norms of the forward pass. For 16-bit types x includes the
+// logarithm of the sum, which saves a product; in float32 its rounding would show.
 template <typename T>
 METAL_FUNC float2 norm_of(const device float* norms, int query, int queries) {
   if (query >= queries) {
@@ -275,7 +274,7 @@ METAL_FUNC float2 weights_of(float2 scores, float unit, float2 lowered, float2 f
   return sizeof(T) == 4 ? weight * factor : weight;
 }
 
-// Whether every one of these queries sees every one of these keys, as far as positions tell.
+// Whether, by positions, all of these queries attend to all of these keys.
 template <typename M>
 METAL_FUNC bool all_seen(
     thread const score_rule<M>& rule, int first_query, int queries, int first_key, int keys) {
@@ -284,14 +283,13 @@ METAL_FUNC bool all_seen(
       first_key > last_query + rule.reach - rule.window;
 }
 
-// Without softcap and mask, products are used as scores directly, and `unit` is their factor in the
-// exponent; scores are in units of log2.
+// Without softcap and mask, products are used as scores directly; `unit` is their factor in the exponent.
 constexpr bool is_raw(int mask, bool softcap) {
   return mask == NO_MASK && !softcap;
 }
 
-// The address of the mask for the columns from `column` on, and the stride to the next column: loops
-// add it, since 64-bit multiplications take sixteen cycles on Apple GPUs.
+// The address of the mask for the columns from `column` on, and the stride of columns, which loops add:
+// a 64-bit multiplication takes sixteen cycles on Apple GPUs.
 template <bool TRANSPOSED, typename M>
 METAL_FUNC const device M* mask_from(thread const score_rule<M>& rule, int column) {
   return rule.mask + column * (TRANSPOSED ? rule.mask_query : rule.mask_key);
@@ -301,12 +299,12 @@ METAL_FUNC long mask_step(thread const score_rule<M>& rule, int columns) {
   return columns * (TRANSPOSED ? rule.mask_query : rule.mask_key);
 }
 
-// Turns COUNT fragments of products into scores. Rows are queries and columns are keys, or
-// TRANSPOSED the other way round. `mask` is that of `column`. `bends` gets the softcap's slopes.
+// Turns COUNT fragments of products into scores. Rows are queries and columns keys, or the other way round
+// if TRANSPOSED. `mask` points to that of `column`. `slopes` gets the derivative of the softcap.
 template <int MASK, bool SOFTCAP, bool TRANSPOSED, int COUNT, typename M>
 METAL_FUNC void make_scores(
     thread sum_fragment* scores,
-    thread sum_fragment* bends,
+    thread sum_fragment* slopes,
     int row,
     int column,
     const device M* mask,
@@ -323,12 +321,12 @@ METAL_FUNC void make_scores(
     for (int i = 0; i < 4; i++) {
       float score = scores[n].part[i / 2][i % 2] * (is_raw(MASK, SOFTCAP) ? 1.0f : rule.scale);
       if (SOFTCAP) {
-        float bent = precise::tanh(score);
-        score = bent * rule.cap;
-        bends[n].part[i / 2][i % 2] = 1.0f - bent * bent;
+        float tanh_score = precise::tanh(score);
+        score = tanh_score * rule.cap;
+        slopes[n].part[i / 2][i % 2] = 1.0f - tanh_score * tanh_score;
       }
       if (MASK != NO_MASK) {
-        // Outside the value does not matter: those scores are hidden, or their results are not stored.
+        // Outside, scores are hidden or their results are not stored.
         bool inside = row + i / 2 * 8 < rows && column + 8 * n + i % 2 < columns;
         M value = *(inside ? own + (i / 2 * 8 * down + (8 * n + i % 2) * across) : mask);
         if (MASK == BOOLEAN) {
@@ -343,8 +341,8 @@ METAL_FUNC void make_scores(
   }
 }
 
-// Hides what positions hide, in the same fragments: a row sees neighbouring columns. Rows of keys that
-// do not exist may see some: their results are not stored.
+// Hides keys by position, in the same fragments: a row attends to a range of columns. Rows beyond the last
+// key may keep some, since their results are not stored.
 template <bool TRANSPOSED, int COUNT, typename M>
 METAL_FUNC void hide_unseen(
     thread sum_fragment* scores,

@@ -1,8 +1,8 @@
-// Attention of a few queries over a long cache on a processor whose threads run one by one.
+// Attention of a few queries over a long cache on a CPU, whose threads run one by one.
 //
 // attention_decode with vector instructions instead of SIMD groups: one thread computes up to `max_rows`
 // rows of one key head. It converts `block` keys at a time to floats for all rows, so that keys and values
-// are read once. If `held` is given, only that many of the keys are attended to.
+// are read once. If `held` is given, only the first `held` keys are attended to.
 // Grid (Hkv, row blocks, B); no threadgroup memory.
 
 #include "kv_cache.metal"
@@ -11,7 +11,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// The numbers of row `key` as floats.
+// Row `key` as floats.
 template <int bits, int group, int width, typename K, typename S>
 METAL_FUNC void row_as_floats(thread float* to, cache_rows<K, S> rows, int key) {
   const device K* from = rows.elements + int64_t(key) * rows.step;
@@ -40,7 +40,7 @@ METAL_FUNC void row_as_floats(thread float* to, cache_rows<K, S> rows, int key) 
   }
 }
 
-// In as many parts as a processor with vectors adds side by side, and these in pairs.
+// The dot product in as many partial sums as a vector has elements, which are then added in pairs.
 template <int width>
 METAL_FUNC float dot_product(const thread float* a, const thread float* b) {
   const int ways = width % 32 == 0 ? 32 : 8;
@@ -60,21 +60,21 @@ METAL_FUNC float dot_product(const thread float* a, const thread float* b) {
   return parts[0];
 }
 
-// o = o * fade + shares * values, for one row.
+// o = o * rescale + weights * values, for one row.
 template <int width, int block>
 METAL_FUNC void add_values(
-    thread float* o, float fade, const thread float* shares, const thread float* values, int count) {
+    thread float* o, float rescale, const thread float* weights, const thread float* values, int count) {
   const int ways = width % 32 == 0 ? 32 : 8;
   for (int d = 0; d < width; d += ways) {
     float parts[ways];
 #pragma unroll
     for (int i = 0; i < ways; i++) {
-      parts[i] = o[d + i] * fade;
+      parts[i] = o[d + i] * rescale;
     }
     for (int key = 0; key < count; key++) {
 #pragma unroll
       for (int i = 0; i < ways; i++) {
-        parts[i] = fma(shares[key], values[key * width + d + i], parts[i]);
+        parts[i] = fma(weights[key], values[key * width + d + i], parts[i]);
       }
     }
 #pragma unroll
@@ -135,7 +135,7 @@ template <
   cache_rows<K, S> value_rows = rows_of_head<bits>(
       v, v_strides, v_scales, v_scales_strides, v_biases, v_biases_strides, batch, head, 1);
 
-  alignas(64) float queries[max_rows * D], o[max_rows * Dv], shares[block], tile[block * (D > Dv ? D : Dv)];
+  alignas(64) float queries[max_rows * D], o[max_rows * Dv], weights[block], tile[block * (D > Dv ? D : Dv)];
   float scores[max_rows * block], top[max_rows], sum[max_rows];
   for (int row = 0; row < rows; row++) {
     int h = head * share + (first_row + row) / L, l = (first_row + row) % L;
@@ -150,7 +150,7 @@ template <
     sum[row] = 0.0f;
   }
 
-  // Without an array that hides keys too, every row sees a key inside its window.
+  // Only a mask array can leave a row without a key inside its window.
   int first = windowed && seen < BOOLEAN ? max(0, keys - L - window + 1) : 0;
   for (int base = first; base < keys; base += block) {
     int count = min(block, keys - base);
@@ -178,12 +178,12 @@ template <
         top[row] = max(top[row], scores[row * block + i]);
       }
       for (int i = 0; i < count; i++) {
-        shares[i] = fast::exp2(scores[row * block + i] - top[row]);
-        total += shares[i];
+        weights[i] = fast::exp2(scores[row * block + i] - top[row]);
+        total += weights[i];
       }
-      float fade = fast::exp2(before - top[row]);
-      sum[row] = sum[row] * fade + total;
-      add_values<Dv, block>(o + row * Dv, fade, shares, tile, count);
+      float rescale = fast::exp2(before - top[row]);
+      sum[row] = sum[row] * rescale + total;
+      add_values<Dv, block>(o + row * Dv, rescale, weights, tile, count);
     }
   }
 

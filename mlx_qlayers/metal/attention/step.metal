@@ -5,21 +5,21 @@
 // values may be packed as by mx.quantize (`bits` > 0): then k and v are packed too before any query attends
 // to them, and a row of the append buffer holds words, scales, biases and padding.
 // With `sinking`, sinks (H,) are scores of keys without a value. With `normed`, each head of q and k
-// goes through an RMS norm first, of which q_norm and k_norm (D,) are the weights.
+// goes through an RMS norm first, with the weights q_norm and k_norm (D,).
 //
-// The rows are the queries of the heads that share a key head. One threadgroup computes one split of the
+// The rows are the queries of the query heads of a key head. One threadgroup computes one split of the
 // keys of the cache or of the append buffer for 8 * columns rows, tile by tile as attention_decode does; the
 // token's own key starts the softmax of the append buffer's first split. Without split-K one threadgroup
 // computes all. Its SIMD groups form `teams` of `simds`, each with tiles and a softmax of its own until the end.
 //
 // The threadgroups along x beyond the splits copy the append buffer, so that no threadgroup that computes
 // attention waits for the copy; rows behind the token's become zeros. Threadgroup memory holds q and the
-// token's key after the rotary embedding, p, and a number for each row and SIMD group. Without split-K the
-// result is written; else o without its divisor, m and sum, all float, which attention_combine adds up. With
-// `joined`, the last threadgroup of a row block adds up o with its divisor in T, m and sum in float. It has to
-// see other threadgroups' writes, which Metal 3.1 does not guarantee, so only CUDA is launched like this. The
-// split-K `semaphores`, one for each of (B, Hkv, row blocks), are 0 and become 0 again, so that
-// launches that do not run at the same time may share them.
+// token's key after the rotary embedding, p, and a float for each row and SIMD group. Without split-K the
+// result is written; else the unnormalized o, m and sum, all float, which attention_combine combines. With
+// `joined`, splits write the normalized o in T, m and sum in float, and the last threadgroup of a row block
+// combines them. It has to see other threadgroups' writes, which Metal 3.1 does not guarantee, so only CUDA is
+// launched like this. The split-K `semaphores`, one for each of (B, Hkv, row blocks), are 0 before and after a
+// launch, so that launches that do not run at the same time may share them.
 //
 // Grid (32 * simds * teams * x, Hkv * row blocks, B), threadgroup (32 * simds * teams, 1, 1).
 
@@ -79,7 +79,7 @@ template <
     uint thread_index [[thread_index_in_threadgroup]],
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  // A lane reads `run` in every 4 * run numbers of a key, and run_v in every 8 * run_v of a value.
+  // A lane reads `run` of every 4 * run elements of a key, and run_v of every 8 * run_v of a value.
   const int run = bits > 0 ? 16 : 16 / sizeof(T), steps = (D + 4 * run - 1) / (4 * run);
   const int padded = 4 * run * steps, widest = bits > 0 ? 8 : run, width = bits > 0 ? bits : 8 * sizeof(T);
   const int run_v = slice / 8 < widest ? slice / 8 : widest, words = run * width / 32;
@@ -89,7 +89,7 @@ template <
   const int count = 8 * columns, depths = padded / 16, sums = slice / 4 * columns;
   // Rows of 16 * odd bytes keep matrix loads free of bank conflicts.
   const int q_step = padded + 16 / sizeof(T), p_step = count + (columns % 2 == 0 ? 8 : 0);
-  // Elements of a row in the cache; in the append buffer, of eight numbers or words at a time.
+  // Elements of a row in the cache, and in the append buffer, where rows are whole vectors of eight elements.
   const int count_k = bits > 0 ? D * bits / 32 : D, count_v = bits > 0 ? Dv * bits / 32 : Dv;
   const int groups_k = D / group_size, groups_v = Dv / group_size, half_size = sizeof(T) / 2;
   const int whole_k = bits > 0 ? (count_k + groups_k * half_size + 7) / 8 * 8 : D;
@@ -176,7 +176,7 @@ template <
     }
   }
 
-  // This lane's row of 8, its run in a key, its pair of columns.
+  // This lane's row of 8, and its run in a key, which is also its pair of columns.
   int near = fragment_row(lane), quarter = fragment_col(lane) / 2;
   int own = 16 * blocks * member + near;
   const bool kept = columns * depths <= 16;
@@ -195,7 +195,7 @@ template <
       int t = i / 2, c = i % 2;
       float top = own_tops[8 * t + 2 * quarter + c], own_weight = 1.0f, sunk = 0.0f;
       if (sinking) {
-        // A score without a value. Its softmax begins with it and the token's own.
+        // The softmax starts with the sink, a score without a value, and the token's own score.
         int row = min(first_row + 8 * t + 2 * quarter + c, rows - 1);
         float own_top = top, sink = float(sinks[head * rows + row]) * LOG2_E;
         top = max(max(own_top, sink), LOWEST);
@@ -288,7 +288,7 @@ template <
       tops[team][t][quarter] = state.top[t];
     }
   }
-  // The other teams' sums, for the first.
+  // The other teams store their sums for the first.
   int of_team = member * 32 + int(lane);
 #pragma unroll
   for (int i = 0; i < sums; i++) {
@@ -305,19 +305,19 @@ template <
     if (team > 0 || first_row + row >= rows) {
       continue;
     }
-    float top = LOWEST, total = 0.0f, fades[teams];
+    float top = LOWEST, total = 0.0f, rescales[teams];
 #pragma unroll
     for (int g = 0; g < teams; g++) {
       top = max(top, tops[g][t][quarter][c]);
     }
 #pragma unroll
     for (int g = 0; g < teams; g++) {
-      fades[g] = teams == 1 ? 1.0f : power_of_2<T>(tops[g][t][quarter][c] - top);
+      rescales[g] = teams == 1 ? 1.0f : power_of_2<T>(tops[g][t][quarter][c] - top);
       for (int m = 0; m < simds; m++) {
-        total += fades[g] * reduced[g * simds + m][t][quarter][c];
+        total += rescales[g] * reduced[g * simds + m][t][quarter][c];
       }
     }
-    // A split without a key has nothing to divide.
+    // A split without a key has the sum 0.
     float factor = !split ? 1.0f / total : joined && total > 0.0f ? 1.0f / total : 1.0f;
     int64_t at = first + row, of_split = at * splits + group.x;
     device P* to = split && !joined ? out + of_split * (Dv + 2) : out + at * Dv;
@@ -329,11 +329,11 @@ template <
       float pair[2];
 #pragma unroll
       for (int part = 0; part < 2; part++) {
-        pair[part] = fades[0] * state.o[n][t].part[part][c];
+        pair[part] = rescales[0] * state.o[n][t].part[part][c];
 #pragma unroll
         for (int g = 1; g < teams; g++) {
           float other = taken[((g - 1) * sums + 4 * (n * columns + t) + 2 * part + c) * 32 * simds + of_team];
-          pair[part] += fades[g] > 0.0f ? fades[g] * other : 0.0f;
+          pair[part] += rescales[g] > 0.0f ? rescales[g] * other : 0.0f;
         }
         pair[part] *= factor;
       }

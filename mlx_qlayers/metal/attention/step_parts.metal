@@ -1,5 +1,5 @@
 // The parts of a step of decoding: the rotary embedding of q and k, the copy of the append buffer, the score of
-// the token's own key, and the sum of the splits.
+// the token's own key, and the combination of the splits.
 
 #include "common/arrival.metal"
 #include "key_tiles.metal"
@@ -12,10 +12,10 @@ using namespace metal;
 enum step_option {
   CACHE_ROWS, APPEND_ROWS, APPEND_SPLITS, SPLITS, ROWS_PER_KV_HEAD, SCALE, MASK_OF_SEQUENCE, MASK_OF_HEAD,
   LEAST_OF_GROUP, NORM_EPSILON, ROTATION };
-// More splits than these are not added up in one launch.
+// The most splits that one launch combines.
 #define MOST_JOINED 64
 
-// The index of element d of a row in the order in which lanes read a key's runs.
+// The position of element d of a row in the order in which lanes read a key's runs.
 template <int run, int bits>
 METAL_FUNC int staged_at(int d) {
   const int half_word = bits == 0 ? 1 : 16 / bits;
@@ -24,7 +24,7 @@ METAL_FUNC int staged_at(int d) {
   return (d / (4 * run) * (run / 4) + pair / 2) * 16 + pair % 2 * 8 + rest / run * 2 + element / half_word % 2;
 }
 
-// The scales and biases of packed rows: in arrays of their own, or without arrays within the rows.
+// Sets the scales and biases of packed rows: in arrays of their own, or `inside` the rows.
 template <typename K, typename T>
 METAL_FUNC void set_groups(
     thread cache_rows<K, T>& rows, const device T* scales, const device T* biases, int words, int groups, bool inside) {
@@ -35,13 +35,13 @@ METAL_FUNC void set_groups(
   rows.scale_span = rows.bias_span = 1;
 }
 
-// The nearest integer, of two the even one as MLX has it on a CPU, or the one away from 0 as on GPUs.
+// Rounds half to even, as MLX does on a CPU, or half away from zero, as it does on GPUs.
 METAL_FUNC float nearest(float x, bool even) {
   return even ? rint(x) : round(x);
 }
 
-// Packs a row as mx.quantize does, and leaves in its place what the packed one says. A SIMD group
-// takes a quantization group; the largest of its numbers is at least `least`.
+// Quantizes a row as mx.quantize does, and replaces it by its dequantized elements. A SIMD group
+// computes a quantization group; the maximum of a group is at least `least`.
 template <int D, int group_size, int bits, int whole, int run, bool staged, int simds, typename K, typename T>
 METAL_FUNC void pack_row(
     device K* out, threadgroup T* row, bool writes, float least, uint simd, uint lane) {
@@ -96,7 +96,7 @@ METAL_FUNC void pack_row(
   }
 }
 
-// This thread's part of the append buffer's rows but the token's, eight numbers at a time.
+// Copies this thread's part of the append buffer, all rows but the token's, eight elements at a time.
 template <int width, typename T>
 METAL_FUNC void copy_append(
     device T* to, const device T* from, int held, int rows, int copy_thread, int copy_threads) {
@@ -141,10 +141,10 @@ METAL_FUNC void norm_rows(
   }
 }
 
-// Applies the rotary embedding to rows of q (the last one is repeated) and, from row `count` on, of k, and
-// stages them in threadgroup memory; if `normed`, rows are multiplied by RMS norm factors and weights first.
+// Applies the rotary embedding to `count` rows of q (the last one is repeated) and to k, the row behind them,
+// and stages them in threadgroup memory; if `normed`, rows are multiplied by RMS norm factors and weights first.
 // `rates` holds pairs of floats as bits: the scale of positions, an unused one, and the frequency of each pair
-// of elements. Each angle is computed once by every thread that shares its rows.
+// of elements. A thread computes each angle once for all of its rows.
 template <
     typename T,
     int D,
@@ -203,7 +203,7 @@ METAL_FUNC void rotate_rows(
   }
 }
 
-// The scores of the token's own key, a row to a SIMD group.
+// The scores of the token's own key; a SIMD group computes a row.
 template <typename T, bool masked, int padded, int step, int count, int simds>
 METAL_FUNC void own_scores(
     threadgroup float* scores,
@@ -229,8 +229,8 @@ METAL_FUNC void own_scores(
   }
 }
 
-// The sum of all splits of some rows, by a whole threadgroup: parts (rows, splits, Dv) with their m
-// and sum to out (rows, Dv). A row's weights lie in threadgroup memory.
+// Combines all splits of some rows, by a whole threadgroup: parts (rows, splits, Dv) with their m and sum to
+// out (rows, Dv). The weights of the splits are in threadgroup memory.
 template <typename T, int Dv, int most, int simds>
 METAL_FUNC void add_splits(
     device T* out,

@@ -1,23 +1,22 @@
 // Attention of many queries by Metal 4's tensor operations: out = softmax(q k^T scale) v.
 //
-// A SIMD group computes 16 queries of one head, and of the columns of its values one of SPLIT parts:
+// A SIMD group computes 16 queries of one head and one of SPLIT parts of the columns of v:
 //
 //   grid (32 * SIMDS * ceil(L / (16 * SIMDS)), H * SPLIT, B), threadgroup (32 * SIMDS, 1, 1);
-//   threadgroup memory 64 * SIMDS * (TILE + 2), used where tensors are not compatible
+//   threadgroup memory 64 * SIMDS * (TILE + 2), used if cooperative tensors are not compatible
 //
 //   scores         16 x TILE, a cooperative destination; then the weights
 //   sums           16 x DV / SPLIT, a cooperative destination
 //   top, total     statistics of the rows of scores
 //
-//   for each TILE keys that one of the queries may see:
+//   for each TILE keys that a query attends to:
 //     scores = q * keys^T, from inline tensors; softcap, mask, by index
-//     highest = reduce_rows(scores), top' = max(top, highest), shrink = exp2(top - top')
-//     scores = exp2(scores - top'), total = total * shrink + reduce_rows(scores), sums *= shrink
-//     sums += weights * values, the weights handed over as tensor_score.metal says
+//     highest = reduce_rows(scores), top' = max(top, highest), rescale = exp2(top - top')
+//     scores = exp2(scores - top'), total = total * rescale + reduce_rows(scores), sums *= rescale
+//     sums += weights * values, with the weights as left operand, see tensor_score.metal
 //
-// There is no barrier of the threadgroup but where SIMD groups read LOCKSTEP. The last turn takes the
-// last TILE keys: those that were there before are hidden. Needs TILE keys, Metal 4 and macOS 26.2;
-// never run on an M5.
+// Threadgroup barriers are needed only in LOCKSTEP. The last iteration takes the last TILE keys, and hides
+// those that the one before took. Needs TILE keys, Metal 4 and macOS 26.2; never run on an M5.
 
 #include "tensor_score.metal"
 
@@ -45,7 +44,7 @@ METAL_FUNC void write_value(
   }
 }
 
-// The turns of a SIMD group whose weights go through threadgroup memory, and what it writes.
+// The loop of a SIMD group whose weights go through threadgroup memory, and its stores.
 template <
     typename T, typename M, int DV, int MASK, bool SOFTCAP, bool AVERAGE, int SPLIT, int TILE,
     bool LOCKSTEP>
@@ -93,17 +92,17 @@ METAL_FUNC void attend_in_memory(
         highest = max(highest, half_scores[i]);
       }
       top = max(top, max(highest, simd_shuffle_xor(highest, 1)));
-      float lowered = top == LOWEST ? 0.0f : top, shrink = power_of_2<T>(before - lowered);
+      float lowered = top == LOWEST ? 0.0f : top, rescale = power_of_2<T>(before - lowered);
       for (int i = 0; i < TILE / 2; i++) {
         half_scores[i] = power_of_2<T>(half_scores[i] - lowered);
         sum += half_scores[i];
       }
-      total = fma(total, shrink, sum_of_both(sum));
+      total = fma(total, rescale, sum_of_both(sum));
       if (lane % 2 == 0) {
-        of_rows[lane / 2] = shrink;
+        of_rows[lane / 2] = rescale;
       }
       simdgroup_barrier(mem_flags::mem_threadgroup);
-      if (simd_any(shrink != 1.0f)) {
+      if (simd_any(rescale != 1.0f)) {
 #pragma unroll
         for (ushort i = 0; i < sums.get_capacity(); i++) {
           if (sums.is_valid_element(i)) {
@@ -135,7 +134,7 @@ METAL_FUNC void attend_in_memory(
   }
 }
 
-// The same where tensors hand over what they hold; false, and nothing done, where they do not.
+// The same with compatible cooperative tensors; returns false, with nothing done, if they are not.
 template <
     typename T, typename M, int DV, int MASK, bool SOFTCAP, bool AVERAGE, int SPLIT, int TILE,
     bool LOCKSTEP>
@@ -159,7 +158,7 @@ METAL_FUNC bool attend_in_registers(
   auto top = STATISTIC(by_keys);
   auto total = STATISTIC(by_keys);
   auto highest = STATISTIC(by_keys);
-  auto shrink = STATISTIC(by_keys);
+  auto rescale = STATISTIC(by_keys);
   auto sums = SUMS(by_values, true);
   if (!by_values.template is_compatible_as_left_input<float, T, float>(scores) ||
       !mpp::tensor_ops::is_iterator_compatible(scores, top) ||
@@ -198,8 +197,8 @@ METAL_FUNC bool attend_in_registers(
       if (top.is_valid_element(i)) {
         float before = top[i];
         top[i] = max(before, highest[i] == LOWEST ? LOWEST : highest[i] * unit);
-        // As long as no key was seen, weights are 0.
-        shrink[i] = power_of_2<T>(before - (top[i] == LOWEST ? 0.0f : top[i]));
+        // Until a key is attended to, weights are 0.
+        rescale[i] = power_of_2<T>(before - (top[i] == LOWEST ? 0.0f : top[i]));
       }
     }
 #pragma unroll
@@ -211,20 +210,20 @@ METAL_FUNC bool attend_in_registers(
     }
     mpp::tensor_ops::reduce_rows(
         scores, highest, mpp::tensor_ops::reduction_operation::sum, 0.0f);
-    bool shrinks = false;
+    bool rescales = false;
 #pragma unroll
     for (ushort i = 0; i < total.get_capacity(); i++) {
       if (total.is_valid_element(i)) {
-        total[i] = fma(total[i], shrink[i], highest[i]);
-        shrinks = shrinks || shrink[i] != 1.0f;
+        total[i] = fma(total[i], rescale[i], highest[i]);
+        rescales = rescales || rescale[i] != 1.0f;
       }
     }
-    // After a few turns the largest scores seldom change.
-    if (simd_any(shrinks)) {
+    // After a few iterations the maximum seldom changes.
+    if (simd_any(rescales)) {
 #pragma unroll
       for (auto each = sums.begin(); each != sums.end(); each++) {
         if (each.is_valid_element()) {
-          *each *= *shrink.map_iterator(each);
+          *each *= *rescale.map_iterator(each);
         }
       }
     }
@@ -239,7 +238,7 @@ METAL_FUNC bool attend_in_registers(
 #pragma unroll
   for (ushort i = 0; i < total.get_capacity(); i++) {
     if (total.is_valid_element(i)) {
-      shrink[i] = 1.0f / total[i];
+      rescale[i] = 1.0f / total[i];
     }
   }
 #pragma unroll
@@ -253,7 +252,7 @@ METAL_FUNC bool attend_in_registers(
       continue;
     }
     write_value<T, AVERAGE>(
-        *each, *shrink.map_iterator(each), *top.map_iterator(each), *total.map_iterator(each), of,
+        *each, *rescale.map_iterator(each), *top.map_iterator(each), *total.map_iterator(each), of,
         mean, out, norm, query, c);
   }
   return true;

@@ -1,19 +1,19 @@
 // The gradients of keys and values by Metal 4's tensor operations, as in backward_keys.metal. A SIMD group
-// owns 16 rows, and of the columns of its result one of SPLIT parts; threadgroup memory as in
+// owns 16 rows and one of SPLIT parts of the columns of its result; threadgroup memory as in
 // tensor_forward.metal.
 //
 // attention_tensor_keys     d_v (VALUES) or d_k: grid (32 * SIMDS * ceil(S / (16 * SIMDS)),
-//                           Hkv * SPLIT, B); a loop over the heads that share the keys, and queries
+//                           Hkv * SPLIT, B); a loop over the query heads of a key head, and queries
 //
 //   weights^T = exp2(keys * q^T - top) / total, d_weights^T = values * d_out^T
-//   d_v += weights^T * d_out, or d_k += (weights * (d_weights - delta) * bend)^T * q
+//   d_v += weights^T * d_out, or d_k += (weights * (d_weights - delta) * slope)^T * q
 //
-// The last turn takes the last TILE queries, and hides those that were there before. Needs TILE queries;
-// never run on an M5.
+// The last iteration takes the last TILE queries, and hides those that the one before took. Needs TILE
+// queries; never run on an M5.
 
 #include "tensor_score.metal"
 
-// False, and nothing done, where scores are to be HANDED over and are not compatible.
+// Returns false, with nothing done, if HANDED and the cooperative tensors are not compatible.
 template <
     typename T, typename M, int D, int DV, int MASK, bool SOFTCAP, bool AVERAGE, bool VALUES,
     int SIMDS, int SPLIT, int TILE, bool LOCKSTEP, bool HANDED>

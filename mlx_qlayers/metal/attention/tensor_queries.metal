@@ -1,22 +1,22 @@
 // The gradients of queries by Metal 4's tensor operations, from the norms of the forward pass, as in
-// backward.metal. A SIMD group owns 16 rows, and of the columns of its result one of SPLIT parts;
-// threadgroup memory as in tensor_forward.metal. The last turn of a loop takes the last TILE keys, and
-// hides those that were there before.
+// backward.metal. A SIMD group owns 16 rows and one of SPLIT parts of the columns of its result;
+// threadgroup memory as in tensor_forward.metal. The last iteration takes the last TILE keys, and hides
+// those that the one before took.
 //
 // attention_tensor_queries  d_q and delta: grid (32 * SIMDS * ceil(L / (16 * SIMDS)), H * SPLIT, B)
 //
 //   weights = exp2(q * keys^T - top) / total, d_weights = d_out * values^T
 //   delta += reduce_rows(weights * d_weights)
-//   d_q += (weights * (d_weights - dot) * bend) * keys,   dot = sum of d_out * out
+//   d_q += (weights * (d_weights - dot) * slope) * keys,   dot = sum of d_out * out
 //
-//   or, where the gradient of an additive mask is asked for, d_scores = weights * (d_weights - dot)
-//   alone, (B, H, L, S), without `bend`
+//   or, for the gradient of an additive mask, d_scores = weights * (d_weights - dot) alone,
+//   (B, H, L, S), without `slope`
 //
 // Needs TILE keys; never run on an M5.
 
 #include "tensor_score.metal"
 
-// The other inputs of a head's queries, and its outputs: d_scores or the gradients.
+// The other inputs of a head's queries, and the outputs: d_scores, or d_q and delta.
 template <typename T>
 struct query_arrays {
   head_rows<T> out, d_out;
@@ -27,7 +27,7 @@ struct query_arrays {
   float slope;
 };
 
-// The weight of a query and a key, and in what it grows with the score.
+// The weight of a query and a key, and the slope of the softcap.
 template <typename T, int MASK, bool SOFTCAP, typename M>
 METAL_FUNC float2 weight_and_slope(
     float product, float2 norm, int query, int other, int key, thread const score_rule<M>& rule) {
@@ -68,7 +68,7 @@ METAL_FUNC void write_query(
   }
 }
 
-// The turns of a SIMD group whose scores go through threadgroup memory, and what it writes.
+// The loop of a SIMD group whose scores go through threadgroup memory, and its stores.
 template <
     int D, int DV, int MASK, bool SOFTCAP, int SPLIT, int TILE, bool LOCKSTEP, typename T, typename M,
     typename P, typename Q>
@@ -159,7 +159,7 @@ METAL_FUNC void add_queries_in_memory(
   }
 }
 
-// The same where tensors hand over what they hold; false, and nothing done, where they do not.
+// The same with compatible cooperative tensors; returns false, with nothing done, if they are not.
 template <
     int D, int DV, int MASK, bool SOFTCAP, int SPLIT, int TILE, bool LOCKSTEP, typename T, typename M,
     typename P, typename O, typename Q>
@@ -262,7 +262,7 @@ METAL_FUNC bool add_queries_in_registers(
     }
     auto left = add.template get_left_input_cooperative_tensor<float, T, float>(scores);
     if (arrays.d_scores) {
-      // No sums.
+      // The mask's gradient has no sums.
     } else if (SPLIT == 1) {
       add.run(left, some_keys, sums);
     } else {

@@ -1,8 +1,8 @@
 // Code that the attention kernels with Metal 4's tensor operations share: rows of a head as a tensor,
 // scores by index, and how scores become the left operand of the next product:
 //
-//   HANDED   as its cooperative input, where they answer that they are compatible
-//   else     through threadgroup memory. There lanes 2 r and 2 r + 1 have row r, half of it each.
+//   HANDED   as a cooperative input, if the tensors say that they are compatible
+//   else     through threadgroup memory, where lanes 2 r and 2 r + 1 hold half of row r each
 
 #include "common/power.metal"
 #include "score_tile.metal"
@@ -11,16 +11,16 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// Rows of a SIMD group; a turn of its loop takes TILE rows of the other side.
+// Rows of a SIMD group; an iteration takes TILE rows of the other operand.
 #define TENSOR_ROWS 16
-// Rows whose SIMD groups take the same turns, each its own or LOCKSTEP.
+// Rows whose SIMD groups have the same loop bounds: in LOCKSTEP those of the threadgroup.
 #define STEP_ROWS (LOCKSTEP ? SIMDS * TENSOR_ROWS : TENSOR_ROWS)
-// The threadgroup memory of a SIMD group where cooperative tensors are not compatible: scores, and
-// two numbers for each row. On CUDA, where SIMD groups read LOCKSTEP, they always are.
+// Threadgroup memory of a SIMD group whose cooperative tensors are not compatible: scores, and two
+// floats for each row. On CUDA, which runs in LOCKSTEP, they always are compatible.
 #define STEP_FLOATS (TENSOR_ROWS * (TILE + 2))
 #define ALL_STEP_FLOATS (LOCKSTEP ? 1 : SIMDS * STEP_FLOATS)
 
-// Products with TILE rows of the other side: their scores, what weights add, and statistics of rows.
+// Products with TILE rows of the other operand: scores, weighted sums, and reductions of rows.
 #define ADDED_TILE mpp::tensor_ops::matmul2d_descriptor( \
     TENSOR_ROWS, COLUMNS, TILE, false, false, sizeof(T) == 2, \
     mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate)
@@ -35,7 +35,7 @@ using namespace metal;
   product.template get_row_reduction_destination_cooperative_tensor< \
       tensor_of<T>, tensor_of<T>, float>()
 
-// A SIMD group's first row and column, the elements from row to row of its result, and its turns.
+// A SIMD group's first row and column, the stride of rows of its result, and its loop bounds.
 struct own_range {
   int own, column, row, first, last;
 };
@@ -52,7 +52,7 @@ struct left_scores<P, T, true> {
       ((thread product*)nullptr)->template get_left_input_cooperative_tensor<float, T, float>())>;
 };
 
-// Rows from `first` on, of which columns are neighbours.
+// Rows from `first` on; columns are contiguous.
 template <typename T>
 using tensor_of = metal::tensor<device T, metal::dextents<int, 2>, metal::tensor_inline>;
 template <typename T>
@@ -69,9 +69,9 @@ METAL_FUNC float2 score_and_slope(
     float product, int query, int key, thread const score_rule<M>& rule) {
   float score = is_raw(MASK, SOFTCAP) ? product : product * rule.scale, slope = 1.0f;
   if (SOFTCAP) {
-    float bent = precise::tanh(score);
-    score = bent * rule.cap;
-    slope = 1.0f - bent * bent;
+    float tanh_score = precise::tanh(score);
+    score = tanh_score * rule.cap;
+    slope = 1.0f - tanh_score * tanh_score;
   }
   if (MASK != NO_MASK && query < rule.queries && key < rule.keys) {
     M value = rule.mask[query * rule.mask_query + key * rule.mask_key];
@@ -85,7 +85,7 @@ METAL_FUNC float2 score_and_slope(
   return float2(score, slope);
 }
 
-// Whether positions let a query see a key, of those from `first` on.
+// Whether, by positions, a query attends to a key, of the keys from `first` on.
 template <typename M>
 METAL_FUNC bool is_seen(thread const score_rule<M>& rule, int query, int key, int first) {
   int low = max(first, query + rule.reach - rule.window + 1);
@@ -98,7 +98,7 @@ METAL_FUNC bool sees(thread const score_rule<M>& rule, int query, int key, int f
   return uint(query - low) < uint(max(0, min(rule.queries, key - rule.reach + rule.window) - low));
 }
 
-// A row's part of a lane, in scores that were put into threadgroup memory; and what both lanes have.
+// The half row of a lane, in scores that are in threadgroup memory; and the sum of both lanes.
 template <int TILE>
 METAL_FUNC threadgroup float* half_row(threadgroup float* memory, uint lane) {
   return memory + lane / 2 * TILE + lane % 2 * (TILE / 2);
@@ -129,7 +129,7 @@ METAL_FUNC void put_scores(threadgroup float* memory, thread C& scores) {
   simdgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// sums += scores * right, the scores of 16 rows in threadgroup memory, which is free afterwards.
+// sums += scores * right. The scores of 16 rows are in threadgroup memory, which is free afterwards.
 template <int TILE, typename P, typename R, typename C>
 METAL_FUNC void add_from_memory(
     thread P& add, threadgroup float* memory, thread R& right, thread C& sums) {
@@ -139,7 +139,7 @@ METAL_FUNC void add_from_memory(
   simdgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// sums += scores * right, handed over or through threadgroup memory.
+// sums += scores * right, with scores as a cooperative input or through threadgroup memory.
 template <typename T, int TILE, bool HANDED, typename P, typename S, typename R, typename C>
 METAL_FUNC void add_scores(
     thread P& add, threadgroup float* memory, thread S& scores, thread R& right, thread C& sums) {

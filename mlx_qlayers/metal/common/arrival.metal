@@ -1,7 +1,7 @@
-// Counts the threadgroups of one launch without waiting: the last to arrive sees what all others wrote.
+// Counts the threadgroups of one launch without waiting: the last to arrive sees the writes of all others.
 //
-// On NVIDIA GPUs these come from the CUDA shim. Before Metal 3.2 a threadgroup has no way to see what
-// another one wrote, so that kernels there use none of it; the CPU's threads see it anyway.
+// On NVIDIA GPUs this comes from the CUDA shim. Before Metal 3.2 a threadgroup cannot see the writes of
+// another one, so that no kernel uses it there; threads of a CPU see them anyway.
 
 #include <metal_stdlib>
 using namespace metal;

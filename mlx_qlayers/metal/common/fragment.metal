@@ -9,8 +9,8 @@
 //   sum:    row    fragment_row(lane) + 8 * p,        column fragment_col(lane) + i
 //   right:  depth  right_depth(lane, i) + 8 * p,      column right_column(lane, i)
 //
-// The maps differ between GPUs: ask these functions, never compute them. On NVIDIA GPUs the
-// functions of this file come from the CUDA shim, one tensor core instruction to a product.
+// The layouts differ between GPUs: use these functions, never compute them. On NVIDIA GPUs the
+// functions of this file come from the CUDA shim, with one tensor core instruction for a product.
 // Every lane must take part. Rows in threadgroup memory begin at multiples of 16 bytes, rows in
 // device memory at multiples of two elements.
 
@@ -115,7 +115,7 @@ METAL_FUNC void load_right_transposed(thread right_fragment<T>& f, P p, uint str
   }
 }
 
-// Two operands side by side, columns 0 to 7 and 8 to 15.
+// Two neighbouring operands, columns 0 to 7 and 8 to 15.
 template <typename T, typename P>
 METAL_FUNC void load_right_pair(thread right_fragment<T>* f, P p, uint stride, uint lane) {
   load_right(f[0], p, stride, lane);
@@ -128,11 +128,11 @@ METAL_FUNC void load_right_transposed_pair(
   load_right_transposed(f[1], p + 8 * stride, stride, lane);
 }
 
-// `count` operands from 4 * count neighbours of each column, 2 * pairs by 2 * pairs of them: depth d
+// Loads `count` operands from 4 * count contiguous elements of each column, 2 * pairs at a time: depth d
 // of operand j of each pairs / 2 is element d % 8 / 2 * step + d % 2 * pairs + 2 * j + d / 8, so that
 // a lane unpacks words whose low and high halves are `pairs` elements apart. Columns from `columns`
-// on are zero. p is the same in all lanes, `offset`, a multiple of 2 * pairs elements, need not be.
-// Loads may complete while other work is done; `weave` makes operands of them.
+// on are zero. p is uniform, `offset`, a multiple of 2 * pairs elements, need not be.
+// Loads may complete while other work is done; `interleave` makes operands of them.
 template <typename T, int count>
 struct loaded_run {
   right_fragment<T> operands[count];
@@ -157,14 +157,14 @@ METAL_FUNC void load_run(
   }
 }
 template <int pairs, typename T, int count>
-METAL_FUNC void weave(thread right_fragment<T>* f, loaded_run<T, count> run) {
+METAL_FUNC void interleave(thread right_fragment<T>* f, loaded_run<T, count> run) {
 #pragma unroll
   for (ushort k = 0; k < count; k++) {
     f[k] = run.operands[k];
   }
 }
 
-// The 16 or 8 bits of a number, or zero where it is not `inside`.
+// The 16 or 8 bits of a scale, or zero if it is not `inside`.
 template <typename S>
 METAL_FUNC void load_bits(thread uint& to, const device S* from, bool inside) {
   to = 0;
@@ -174,8 +174,8 @@ METAL_FUNC void load_bits(thread uint& to, const device S* from, bool inside) {
   }
 }
 
-// Operands in which bfloat holds codes of 8 bits: one, for which they are converted, or two of four
-// bits each, where products cost less than that.
+// Operands for 8-bit codes in bfloat: one, with a conversion, or two of four bits each, where a product is
+// cheaper than a conversion.
 #define BYTE_PARTS 1
 
 // (x & mask) | bits, one instruction on NVIDIA GPUs.
@@ -184,8 +184,8 @@ METAL_FUNC uint masked_or(uint x, uint mask, uint bits) {
 }
 
 // Small floats shifted into halves are 2^shift times too small, and some are subnormal, which matrix
-// units may take for zero. This makes them as large as they are; where subnormal operands count,
-// that is left to the sums, which lack scale_left.
+// units may flush to zero. This scales them; GPUs whose matrix units keep subnormals leave the factor to
+// the sums, as scale_left.
 template <int shift>
 METAL_FUNC half2 scaled_up(half2 x) {
   return x * half2(half(1 << shift));
@@ -195,7 +195,7 @@ METAL_FUNC float scale_left() {
   return 1.0f;
 }
 
-// Elements i and i + 4 of a word of E2M1 codes, times a scale that leaves them exact; they lack
+// Elements i and i + 4 of a word of E2M1 codes, times a scale that leaves them exact, without the factor
 // scale_left<14>.
 template <typename T>
 METAL_FUNC metal::vec<T, 2> scaled_e2m1_pair(uint codes, int i, float scale) {
@@ -225,8 +225,8 @@ METAL_FUNC void sum_columns(thread sum_fragment& sum, const thread right_fragmen
   sum.part[0] = sum.part[1] = fragment_column_sum(all);
 }
 
-// Sums of squares of the elements of a right operand's columns, however the lanes share them;
-// store_squares gives those of column c to p[c].
+// Sums of squares of the columns of right operands, in any layout; store_squares writes that of column c
+// to p[c].
 struct square_sums {
   float2 part;
 };
@@ -252,7 +252,7 @@ METAL_FUNC metal::vec<T, 2> fused_pair(metal::vec<T, 2> x, metal::vec<T, 2> y, m
   return metal::vec<T, 2>(fma(float2(x), float2(y), float2(z)));
 }
 
-// Two neighbouring sums, columns 0 to 7 and 8 to 15, as the left operand of the next product.
+// Two neighbouring sum fragments, columns 0 to 7 and 8 to 15, as the left operand of the next product.
 template <typename T>
 METAL_FUNC void left_from_sums(thread left_fragment<T>& f, sum_fragment low, sum_fragment high) {
   f.part[0] = metal::vec<T, 2>(low.part[0]);
@@ -297,7 +297,7 @@ METAL_FUNC void multiply_accumulate(
   }
 }
 
-// The product alone.
+// The product without an addend.
 template <typename T>
 METAL_FUNC void multiply(thread sum_fragment& sum, left_fragment<T> left, right_fragment<T> right) {
   sum.part[0] = float2(0);
@@ -305,7 +305,7 @@ METAL_FUNC void multiply(thread sum_fragment& sum, left_fragment<T> left, right_
   multiply_accumulate(sum, left, right);
 }
 
-// Element (row, column) goes to p[row * stride + column], rounded to T.
+// Stores element (row, column), rounded to T, at p[row * stride + column].
 template <typename T, typename P>
 METAL_FUNC void store_sum(sum_fragment f, P p, uint stride, uint lane) {
   p += fragment_row(lane) * stride + fragment_col(lane);

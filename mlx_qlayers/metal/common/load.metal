@@ -1,19 +1,18 @@
-// Several words of device memory at once, from an array that may begin anywhere.
+// Vector loads from an array that may begin at any element of its buffer, as a view does.
 //
-// An array may be a view that begins at any element of its buffer. Only the offset from its first element
-// is known: a multiple of its size, or of 16 bytes. The array's alignment is the same for all lanes and
-// loads, so the width of the loads is decided once, before the loop.
-// On NVIDIA GPUs, which read 16 bytes only from multiples of 16, the functions of this file come from
-// the CUDA shim; Metal's packed vectors need the alignment of their elements and no more.
+// Only the offset from the array's first element is known: a multiple of the load's size, or of 16 bytes.
+// The alignment is the same for all lanes and loads, so the width of the loads is decided once, before
+// the loop. On NVIDIA GPUs, which load 16 bytes only from multiples of 16, the functions of this file come
+// from the CUDA shim; Metal's packed vectors need no more than the alignment of their elements.
 
 #include <metal_stdlib>
 using namespace metal;
 
-// Cache hints, for GPUs that have them: words that only one thread reads need not evict others from a cache,
-// and in rows that are soon read to their end the following words are prefetched.
+// Cache hints, for GPUs that have them: words that are read once need not stay in a cache, and in rows that
+// are soon read to their end the following words are prefetched.
 enum caching { CACHED, READ_ONCE, READ_AHEAD };
 
-// 32 bits of elements of 8 or 16.
+// 32 bits of elements of 8 or 16 bits.
 template <typename T>
 METAL_FUNC uint joined_word(const device T* from) {
   const int each = 4 / sizeof(T);
@@ -25,15 +24,15 @@ METAL_FUNC uint joined_word(const device T* from) {
   return *reinterpret_cast<thread uint*>(elements);
 }
 
-// Whether an array begins where words cannot be read several at once. Arrays of words do so on some
-// GPUs, where READINGS is 2: a loop that has no instruction to spare has a copy for them.
+// Whether an array begins where vectors cannot be loaded. On GPUs where arrays of words can do so,
+// READINGS is 2: hot loops are compiled twice, for aligned and other arrays.
 #define READINGS 1
 template <typename T>
 METAL_FUNC bool begins_odd(const device T* array) {
   return sizeof(T) < 4 && reinterpret_cast<ulong>(array) % 4 != 0;
 }
 
-// `count` words of an array that begins at one, odd or not; `to` begins at a multiple of 16 bytes.
+// Loads `count` words of an array of words; `to` begins at a multiple of 16 bytes.
 template <int count, caching how = CACHED>
 METAL_FUNC void load_packs(thread uint* to, const device uint* from, bool odd) {
   const int width = count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1;
@@ -51,7 +50,7 @@ METAL_FUNC void load_packs(thread uint* to, const device uint* from, bool odd) {
   }
 }
 
-// The same from element `at` of any array on.
+// The same from element `at` on of an array of any type.
 template <int count, caching how = CACHED, typename T, typename I>
 METAL_FUNC void load_words(thread uint* to, const device T* array, I at) {
   const device T* from = array + at;

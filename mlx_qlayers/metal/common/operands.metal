@@ -1,7 +1,7 @@
-// Windows of rows, read from device memory and laid into threadgroup memory as right operands.
+// K tiles of rows, loaded from device memory and stored in threadgroup memory as right operands.
 //
-// A K tile is 8 rows of 4 * run elements; `run` and `pairs` are those of load_run. A SIMD group reads it
-// and, when its memory is free, places it: operands 2 t and 2 t + 1 of a lane lie at t * 32 + lane, in
+// A K tile is 8 rows of 4 * run elements; `run` and `pairs` are those of load_run. A SIMD group loads it
+// and, when its memory is free, stores it: operands 2 t and 2 t + 1 of a lane are at t * 32 + lane, in
 // the order of their parts. If WARPGROUP it becomes 8 of the ROWS rows of a tile (see tile.metal).
 
 #include "tile.metal"
@@ -9,7 +9,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// Whether numbers below the normal ones are multiplied exactly: Apple GPUs take some of them for zero.
+// Whether subnormal numbers are multiplied exactly: Apple GPUs flush some of them to zero.
 #define EXACT_BELOW_NORMAL false
 
 template <typename T, int run>
@@ -17,7 +17,7 @@ struct row_k_tile {
   loaded_run<T, run / 4> rows;
 };
 
-// Elements k to k + 4 * run of `count` rows of K; beyond K they are zero, beyond the rows anything.
+// Elements k to k + 4 * run of `count` rows of K elements; zeros beyond K, undefined beyond the rows.
 template <int pairs, typename T, int run>
 METAL_FUNC void load_row_k_tile(
     thread row_k_tile<T, run>& k_tile, const device T* x, int k, int K, int count, uint lane) {
@@ -25,12 +25,12 @@ METAL_FUNC void load_row_k_tile(
   load_run<pairs>(k_tile.rows, x, k, K, run, k + depth < K ? max(count, 0) : 0, lane);
 }
 
-// The K tile from row `first` on.
+// Stores the K tile as rows from `first` on.
 template <int pairs, int ROWS, bool WARPGROUP, typename T, int run>
 METAL_FUNC void place_row_k_tile(
     threadgroup uint4* to, int first, thread row_k_tile<T, run>& k_tile, uint lane) {
   right_fragment<T> values[run / 4];
-  weave<pairs>(values, k_tile.rows);
+  interleave<pairs>(values, k_tile.rows);
 #pragma unroll
   for (int t = 0; t < run / 8; t++) {
     to[(first / 8 * (run / 8) + t) * 32 + lane] = uint4(
@@ -41,8 +41,8 @@ METAL_FUNC void place_row_k_tile(
   }
 }
 
-// A barrier of the threadgroup's memory for SIMD groups simds * part to simds * (part + 1). All parts
-// must come to it as often: most GPUs know barriers of one SIMD group or of all.
+// A barrier of the threadgroup's memory for SIMD groups simds * part to simds * (part + 1). All parts must
+// reach it equally often: most GPUs have barriers of one SIMD group or of all only.
 template <int simds>
 METAL_FUNC void barrier_of_some(int part) {
   if (simds == 1) {

@@ -3,7 +3,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// 2^x: the hardware's few bits less are lost in what a 16-bit type rounds, not in float32.
+// 2^x. The error of the fast version is below the rounding of a 16-bit type, but not of float32.
 template <typename T>
 METAL_FUNC float power_of_2(float x) {
   return sizeof(T) == 4 ? precise::exp2(x) : fast::exp2(x);

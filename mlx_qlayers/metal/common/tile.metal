@@ -1,32 +1,32 @@
 // Tiles of rows in threadgroup memory, and products with them.
 //
-// WARPGROUP: four neighbouring SIMD groups, each with rows of its own, multiply with the same tile at
-// the same time, and the GPU does that at once (uses_warpgroup). NVIDIA's Hopper GPUs can: there
-// the functions of this file come from the CUDA shim. A tile then begins at a multiple of 1024
-// bytes, and its elements lie in another order: ask place_in_tile.
+// WARPGROUP: four neighbouring SIMD groups, each with rows of its own, multiply with the same tile in one
+// operation (see uses_warpgroup). NVIDIA's Hopper GPUs have it: there the functions of this file come from
+// the CUDA shim. A tile then begins at a multiple of 1024 bytes and has a swizzled layout: use
+// place_in_tile.
 
 #include "fragment.metal"
 
 #include <metal_stdlib>
 using namespace metal;
 
-// Whether products of rows of these widths can be made together: a SIMD group of `owners` that own
-// rows multiplies with one of `slices` slices of the columns.
+// Whether products of rows of these widths can use a warpgroup: each of `owners` SIMD groups owns rows, and
+// multiplies with one of `slices` slices of the columns.
 template <typename T>
 constexpr bool uses_warpgroup(int owners, int slices, int width, int other_width) {
   return false;
 }
 
-// Packs of 16 bytes, as many as tiles take.
+// Storage of tiles, in vectors of 16 bytes.
 template <int COUNT>
 struct tile_packs {
   uint4 pack[COUNT];
 };
-// From row to row: an odd number of packs, so that rows begin in different banks.
+// The stride of rows: an odd number of 16-byte vectors, so that rows begin in different banks.
 constexpr int tile_stride(int width, int bytes) {
   return (width * bytes / 16 | 1) * 16 / bytes;
 }
-// Elements that a tile takes, and where one of them lies; the next ones of its pack lie behind it.
+// The elements of a tile with its padding, and the place of one of them; a 16-byte vector is contiguous.
 template <typename T, bool WARPGROUP>
 constexpr int tile_elements(int rows, int width) {
   return rows * tile_stride(width, sizeof(T));
@@ -36,17 +36,17 @@ METAL_FUNC int place_in_tile(uint row, uint column) {
   return row * tile_stride(WIDTH, sizeof(T)) + column;
 }
 
-// A pack of 16 bytes from device memory, or zeros, on its way until wait_for_copies.
+// Copies 16 bytes from device memory, or zeros; asynchronous until wait_for_copies.
 template <typename T>
 METAL_FUNC void copy_pack(threadgroup T* to, const device T* from, bool inside) {
   *reinterpret_cast<threadgroup uint4*>(to) =
       inside ? *reinterpret_cast<const device uint4*>(from) : uint4(0);
 }
-// Ends a batch of this thread's copies; waits for all batches but the LATER last ones.
+// Commits this thread's copies as a group; waits for all groups but the LATER last ones.
 METAL_FUNC void end_copies() {}
 template <int LATER>
 METAL_FUNC void wait_for_copies() {}
-// Makes this thread's copies and writes visible, after the next barrier, to products made together.
+// Makes this thread's copies and writes visible to a warpgroup's products behind the next barrier.
 METAL_FUNC void show_to_products() {}
 
 // products = left * tile^T, or += if ADD: 16 rows by the tile's COUNT * 8 rows, from this column on.

@@ -1,6 +1,6 @@
-// Products that go on beside the SIMD group where the GPU can do that, and sums of many threadgroups.
+// Products that are asynchronous where the GPU can do that, and sums of many threadgroups.
 //
-// Between the start of a product and finish_products its sums must not be accessed, nor its operands
+// Between the begin of a product and finish_products its sums must not be accessed, nor its operands
 // changed. On NVIDIA GPUs the functions of this file come from the CUDA shim.
 
 #include "tile.metal"
@@ -8,12 +8,12 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// The number of columns of a tile that are multiplied; there may be zeros after the last.
+// The number of columns of a tile that are multiplied; the last ones may be padding.
 constexpr int product_columns() {
   return 16;
 }
 
-// Packs that a kernel declares, and where all of them are: CUDA has more than can be declared.
+// The storage that a kernel declares, and the address of all of it: CUDA has dynamic shared memory.
 constexpr int declared_packs(int count) {
   return count;
 }
@@ -33,8 +33,8 @@ METAL_FUNC void begin_by_rows(
   multiply_by_rows<T, STEPS, COUNT, WIDTH, WARPGROUP>(products, left, tile, column, lane);
 }
 
-// The same over all columns, of rows `row` to `row` + 15 of a tile of ROWS rows with some of OTHERS rows. Those of four
-// SIMD groups of a WARPGROUP follow each other.
+// The same over all columns, of rows `row` to `row` + 15 of a tile of ROWS rows with rows of a tile of OTHERS. The
+// rows of the four SIMD groups of a WARPGROUP are contiguous.
 template <typename T, int STEPS, int COUNT, int ROWS, int OTHERS, int WIDTH, bool WARPGROUP>
 METAL_FUNC void begin_rows_by_rows(
     thread sum_fragment* products,
@@ -100,16 +100,16 @@ METAL_FUNC void begin_by_tile(
   begin_weighted_rows<T, DEPTH, COUNT, WIDTH, WARPGROUP>(sums, rows, tile, column, lane);
 }
 
-// Waits for all products that were begun but the LATER last ones; these sums are there.
+// Waits for all products that were begun but the LATER last ones; then these sums are valid.
 template <int LATER, int COUNT>
 METAL_FUNC void finish_products(thread sum_fragment* sums) {}
 // Orders the following code after the computation of x, which is not negative.
 METAL_FUNC void complete(float x) {}
-// Their left operands may change from here on.
+// From here on their left operands may change.
 template <typename T, int COUNT>
 METAL_FUNC void release_operands(thread left_fragment<T>* operands) {}
 
-// 16 x 16 numbers to a tile of ROWS rows.
+// Stores 16 x 16 elements to a tile of ROWS rows.
 template <typename T, int ROWS, int WIDTH, bool WARPGROUP>
 METAL_FUNC void store_left(
     left_fragment<T> f, threadgroup T* tile, uint row, uint column, uint lane) {
@@ -121,8 +121,7 @@ METAL_FUNC void store_left(
   }
 }
 
-// Adds 16 rows of COUNT * 8 columns to 128 * COUNT sums of other threadgroups too, which lie in the order of
-// the lanes.
+// Adds 16 rows of COUNT * 8 columns atomically to 128 * COUNT sums in device memory, in the order of lanes.
 template <int COUNT>
 METAL_FUNC void add_block(
     device atomic<float>* to, thread const sum_fragment* sums, float factor, uint lane) {
@@ -133,10 +132,10 @@ METAL_FUNC void add_block(
   }
 }
 
-// A split barrier (arrive and wait) of `count` threads; it is started after an ordinary barrier. Waits alternate
-// between parity 0 and 1.
-METAL_FUNC void start_meeting(threadgroup ulong* meeting, int count, uint thread_index) {}
-METAL_FUNC void arrive_at(threadgroup ulong* meeting) {}
-METAL_FUNC void wait_for(threadgroup ulong* meeting, int parity) {
+// A split barrier (arrive and wait) of `count` threads, which is initialised before an ordinary barrier. Waits
+// alternate between parity 0 and 1.
+METAL_FUNC void start_split_barrier(threadgroup ulong* split_barrier, int count, uint thread_index) {}
+METAL_FUNC void arrive_at(threadgroup ulong* split_barrier) {}
+METAL_FUNC void wait_for(threadgroup ulong* split_barrier, int parity) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }

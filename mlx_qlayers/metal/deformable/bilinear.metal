@@ -3,14 +3,14 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// V channels, which are read and written at once.
+// V channels, which are loaded and stored as a vector.
 template <typename T, int V, int ALIGN>
 struct alignas(ALIGN) pack {
   T at[V];
 };
 
-// Along one axis: the first of two pixels, the share of the second, and how that changes with the
-// location. Every location that is beyond both ends gets -2.
+// Along one axis: the first of two pixels, the weight of the second, and the derivative of that weight.
+// A location beyond both ends has first = -2.
 struct bilinear_axis {
   int first;
   float part;
@@ -29,12 +29,12 @@ bilinear_axis find_axis(float location, int size) {
   }
   float low = floor(pixel);
   axis.part = pixel - low;
-  // A float may round the last pixel's number up.
+  // The position of the last pixel may be rounded up.
   axis.first = low >= -1 && low <= last ? min(int(low), size - 1) : -2;
   return axis;
 }
 
-// Offsets of the pixels from the first of all levels, -1 where there is none, and their shares.
+// Offsets of the pixels from the first of all levels, -1 for those outside, and their weights.
 template <typename I>
 struct bilinear_taps {
   bilinear_axis x;

@@ -2,15 +2,15 @@
 // (B, S, H, D), S the pixels of all levels, at locations (B, L, H, levels, POINTS, 2) with weights
 // (B, L, H, levels, POINTS). Samples are bilinear, coordinates and sums float32.
 //
-// LANES threads side by side compute one head of RUN queries after one another, each every
-// LANES-th pack of V channels. There is no threadgroup memory. Groups of threads are counted by
-// batch, run of queries and head, threads through x, then y: R groups take the grid
+// LANES neighbouring threads compute one head of RUN queries, one after the other; each thread has every
+// LANES-th vector of V channels. There is no threadgroup memory. Groups of threads are numbered by
+// batch, run of queries and head, threads along x, then y: R groups take the grid
 // (min(R * LANES, 2^30), as many as it takes, 1).
 //
 // deformable_forward    sums a head's samples in registers, STEP points at a time, and writes it
 //                       once. Threads need not fill threadgroups.
 // deformable_gradient   adds a head's cotangent to the pixels' d_values, which begin as zeros: by
-//                       float32 atomics, or where RUN is all queries, plainly. Lanes add up
+//                       float32 atomics or, if RUN is all queries, without. Lanes add up
 //                       d_locations and d_weights by shuffles, so that the grid must be whole
 //                       threadgroups.
 
@@ -19,7 +19,7 @@
 // Indices into `options`.
 enum option { GROUPS, RUN, QUERIES, HEADS, WIDTH, LEVELS, PIXELS_PER_IMAGE };
 
-// Which head of which queries a group of threads computes.
+// The head and the queries of a group of threads.
 struct group_of_queries {
   uint image;
   uint head;

@@ -1,19 +1,19 @@
-// Rows times the matrices of the experts that they chose, few rows: each matrix is read once.
+// Few rows times the matrices of the experts that they chose; each matrix is read once.
 //
-// Product p of P takes expert right[p] of E, and row p / share of x. A matrix is (E, N, K) packed;
-// `group` elements of a row share a scale. shape is P, N, K, share. Sums are float32.
+// Product p of P is that of row p / per_row of x with expert right[p] of E. A matrix is (E, N, K), packed;
+// `group` elements of a row have one scale. shape: P, N, K, per_row. Sums are float32.
 //
 // experts_products   y (P, N) and y1 = x * w^T + bias and the same with w1, or with a gate
-//                    activation(y) * y1 alone, or y without w1. Of GATE_CLIPPED shape has the bits
-//                    of three floats behind. With `squares` (R, ceil(K / 16)), those of 16 columns
-//                    of x as it was before it was multiplied by a norm's weight, products are
-//                    divided by the root of their mean and `epsilon`. A SIMD group takes `outputs` rows of
-//                    the matrices, or half as many of both, for the products of an expert, `rows` at
-//                    a time: the first product that chose it does it for all, the others nothing.
+//                    activation(y) * y1 alone, or y without w1. For GATE_CLIPPED the bits of three
+//                    floats follow in shape. With `squares` (R, ceil(K / 16)), the partial sums of
+//                    squares of a deferred RMS norm, products are multiplied by its factor. A SIMD
+//                    group computes `outputs` rows of a matrix, or half as many of both, for all
+//                    products of an expert, `rows` at a time: the SIMD group of the expert's first
+//                    product does it for all, the others do nothing.
 //                    Grid (32 * tiles of N, P, 1), threadgroup any multiple of 32.
 // experts_combined   y (R, N): the sum over a row's products p of scores[p] * (x[p] * w^T + bias), and
 //                    the residual (R, N).
-//                    The `simds` SIMD groups of a threadgroup share the products of a row.
+//                    The `simds` SIMD groups of a threadgroup divide the products of a row.
 //                    Grid (32 * simds * tiles of N, R, 1), threadgroup (32 * simds, 1, 1); in
 //                    threadgroup memory a float for each output and SIMD group.
 
@@ -26,7 +26,7 @@ using namespace metal;
 enum { PRODUCTS, OUTPUTS, DEPTH, PER_ROW, LIMIT, ALPHA, SHIFT };
 #define GATE_CLIPPED 4
 
-// (clip(up) + shift) * gate * sigmoid(alpha * gate), gate clipped from above; what is no number stays.
+// (clip(up) + shift) * gate * sigmoid(alpha * gate), with gate clipped from above; NaN propagates.
 METAL_FUNC float clipped_product(float gate, float up, const constant int* shape) {
   const float limit = as_type<float>(shape[LIMIT]);
   gate = gate > limit ? limit : gate;
@@ -35,8 +35,8 @@ METAL_FUNC float clipped_product(float gate, float up, const constant int* shape
   return (up + as_type<float>(shape[SHIFT])) * (gate / denominator);
 }
 
-// This lane's part of rows of x, `count` of them at `at`, times rows of two matrices, from `row` on,
-// of which each has `height` up to `last`: sums[m * outputs + n].
+// This lane's part of `count` rows of x at `at`, times `height` rows of each of two matrices from `row` on,
+// at most up to `last`: sums[m * outputs + n].
 template <int mode, int group, int bits, int rows, int outputs, int height, int run, typename T, typename S>
 METAL_FUNC void add_products(
     thread float* sums,
@@ -135,7 +135,7 @@ template <
     uint3 id [[thread_position_in_grid]]) {
   const int P = shape[PRODUCTS], N = shape[OUTPUTS], K = shape[DEPTH];
   const int lane = id.x % 32, first = int(id.x / 32) * height, begin = id.y;
-  // A tile beyond N is there to fill the last threadgroup.
+  // A tile beyond N only fills the last threadgroup.
   if (first >= N) {
     return;
   }

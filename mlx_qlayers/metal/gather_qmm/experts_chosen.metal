@@ -1,13 +1,13 @@
-// Chooses the experts of rows by their logits.
+// The router of a mixture of experts.
 //
-// experts_chosen   right and weights (R, J): the experts with the J largest of E numbers of a row, and
-//                  their shares. The numbers are scores of logits, plus a bias, or logits, whose
-//                  shares are a softmax of the chosen. Of `groups` of them
-//                  the `dropped` lowest, by their largest or by the sum of two, count as FILL. Shares
-//                  are scores, FILL too where `masked`; `normed` by their sum plus EPSILON, at least
-//                  FLOOR; times FACTOR, times the expert's of `factors`. Of SPARSEMIXER the share
-//                  of each is a softmax of the logits that are left and near it, by EPSILON.
-//                  A SIMD group takes a row; a lane every 32nd logit, `per` of them.
+// experts_chosen   right and weights (R, J): the experts with the J largest of E values of a row, and
+//                  their routing weights. The values are scores of logits, plus a bias, or the logits
+//                  themselves, whose weights are a softmax of the chosen. Of `groups` of experts the
+//                  `dropped` lowest, by their maximum or by the sum of the two largest, count as FILL.
+//                  Weights are scores, or FILL if `masked`; if `normed`, divided by their sum plus
+//                  EPSILON, at least FLOOR; times FACTOR, times the expert's entry of `factors`. With
+//                  SPARSEMIXER the weight of each is a softmax over the remaining logits near it, by
+//                  EPSILON. A SIMD group computes a row, a lane every 32nd logit, `per` of them.
 //                  Grid (32, R, 1), threadgroup (32, 1, 1).
 
 #include <metal_stdlib>
@@ -16,7 +16,7 @@ using namespace metal;
 enum { SOFTMAX, SIGMOID, SQRT_SOFTPLUS, LOGITS, SPARSEMIXER };
 enum { FILL, EPSILON, FLOOR, FACTOR };
 
-// A number as an unsigned one of the same order; one that is none comes last, or first of all.
+// A float as an unsigned integer of the same order; NaN comes last, or first.
 METAL_FUNC uint ordered(float x, bool none_is_last) {
   if (isnan(x)) {
     return none_is_last ? 0xFFFFFFFFu : 1u;
@@ -29,8 +29,8 @@ METAL_FUNC float unordered(uint key) {
   return as_type<float>(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key);
 }
 
-// The key of a row's next largest number, and its index in `at`; 0 if none is left. Among equal
-// numbers it is the first or the last.
+// Removes and returns the largest key of a row, with its index in `at`; 0 if none is left. Of equal keys it
+// takes the first or the last.
 template <int per, bool last>
 METAL_FUNC uint taken_largest(thread uint* keys, thread uint& at, uint lane) {
   uint best = keys[0], place = lane;
@@ -96,7 +96,7 @@ template <
       float small = 1 / (1 + metal::precise::exp(abs(values[i])));
       values[i] = values[i] < 0 ? small : 1 - small;
     } else if (score == SQRT_SOFTPLUS) {
-      // log(1 + least), to the last bit for small ones too.
+      // log1p(least), which is exact for small arguments too.
       const float least = metal::precise::exp(-abs(values[i])), more = 1 + least;
       const float rest = more == 1 ? least : metal::precise::log(more) * (least / (more - 1));
       values[i] = metal::precise::sqrt((values[i] > 0 ? values[i] : 0.0f) + rest);

@@ -1,11 +1,11 @@
 // Products of rows, sorted by the quantized matrix that each chose among E, in tiles.
 //
 // gather_qmm_list    lists the tiles: matrix, first row and end of up to `tile` rows that chose the
-//                    same one. right (P,) holds the sorted choices of blocks of M rows; shape is
-//                    P, E, M, tile and the length of the list, the rest of which is empty rows.
+//                    same one. right (P,) holds the sorted choices of blocks of M rows; shape: P, E, M,
+//                    tile and the length of the list, which is padded with empty tiles.
 //                    One threadgroup of `threads` threads, a power of two.
 // gather_qmm_tiles   y (R, N) = x (R, K) * w^T, or x * w, by the list: as qmm in
-//                    quantized_matmul/qmm.metal, with the same memory. shape is N, K.
+//                    quantized_matmul/qmm.metal, with the same memory. shape: N, K.
 //                    Grid (threads * tiles in the list, ceil(N / tile_n), 1).
 
 #include "quantized_matmul/qmm.metal"
@@ -93,7 +93,7 @@ template <
     uint thread_index [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   constexpr int rows = tile_m / simds_m / 16, columns = tile_n / simds_n / 8;
-  // Read and written 16 bytes at a time, which an array of T would not be aligned for.
+  // uint4, since an array of T would not be aligned for vectors of 16 bytes.
   threadgroup uint4 x_packs[stages * X_TILE * sizeof(T) / 16];
   threadgroup uint4 w_packs[stages * W_TILE * sizeof(T) / 16];
   threadgroup T* x_tiles = reinterpret_cast<threadgroup T*>(x_packs);

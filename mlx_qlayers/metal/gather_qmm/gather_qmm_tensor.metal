@@ -1,6 +1,6 @@
 // Products of sorted rows with the quantized matrices that they chose, by tensor operations: the list
 // of tiles is that of gather_qmm.metal, a tile is computed as in quantized_matmul/qmm_tensor.metal,
-// with the same memory. shape is N, K.
+// with the same memory. shape: N, K.
 // Grid (threads * tiles in the list, ceil(N / (32 * simds_n)), 1).
 
 #include "quantized_matmul/qmm_tensor.metal"

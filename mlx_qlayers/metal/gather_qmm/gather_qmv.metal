@@ -1,19 +1,19 @@
 // Products of rows with quantized matrices that each row chooses among E: a mixture of experts.
 //
-// Result r of R belongs to pair p = r / M, which names a matrix, right[p], and M rows of x: block
-// left[p] where `listed`, else block p / share. w is (E, N, K) packed, or (E, K, N) in
-// gather_qmm_columns; `group` elements of a row share a scale. shape is R, N, K, M, share.
+// Result r of R belongs to pair p = r / M, which names a matrix, right[p], and M rows of x: block left[p]
+// if `listed`, else block p / per_block. w is (E, N, K), or (E, K, N) in gather_qmm_columns, packed;
+// `group` elements of a row have one scale. shape: R, N, K, M, per_block.
 //
-// `rows` neighbouring results make a tile with some columns. It reads a matrix once for each of its
-// runs, neighbours that chose the same matrix: few where the choices are sorted, right in any order.
+// A tile is `rows` neighbouring results by some columns. It reads a matrix once for each run of neighbours
+// that chose the same one: runs are few if the choices are sorted, and any order is right.
 //
 // gather_qmm_rows      y (R, N) = x * w^T: `outputs` rows of w by the `lanes` threads of one SIMD
 //                      group, or by one thread where `lanes` is 1. A thread takes runs of `run`
 //                      elements of K, every lanes-th.
 //                      Grid (tiles of N * lanes, ceil(R / rows), 1).
 // gather_qmm_columns   y (R, N) = x * w: `wide` neighbouring threads take `run` columns each, and
-//                      `chunk` rows of w at a time; the SIMD group's lanes / wide such sets share K,
-//                      and chunk is 1. Grid as above.
+//                      `chunk` rows of w at a time; the lanes / wide sets of a SIMD group divide K, with
+//                      chunk 1. Grid as above.
 //
 // No threadgroup memory. Sums are float32; `scaled` results are multiplied by factors[right[p]].
 
@@ -50,7 +50,7 @@ METAL_FUNC size_t row_of_x(const device uint* left, int r, constant int* shape) 
   return block * shape[ROWS_PER_PAIR] + r % shape[ROWS_PER_PAIR];
 }
 
-// The result after the run of equal choices that begins at result r.
+// The end of the run of equal choices that begins at result r.
 METAL_FUNC int end_of_run(const device uint* right, int r, int end, int per_pair) {
   uint matrix = right[r / per_pair];
   for (r++; r < end && right[r / per_pair] == matrix; r++) {
@@ -93,7 +93,7 @@ template <
   }
   alignas(64) float sums[rows][outputs][ways] = {};
 
-  // A tile beyond N, there to fill the last threadgroup, reads nothing.
+  // A tile beyond N only fills the last threadgroup.
   for (int start = 0, end = 0; start < count && first < N; start = end) {
     end = end_of_run(right, begin + start, begin + count, per_pair) - begin;
     size_t matrix = size_t(right[(begin + start) / per_pair]) * N;
@@ -111,7 +111,7 @@ template <
             decoded_scale<mode>(scales[place]),
             bias);
       }
-      // Indices known at compile time keep the sums of a GPU's thread in registers.
+      // Indices that are known at compile time keep the sums in registers.
 #pragma unroll(lanes > 1 ? rows : 1)
       for (int m = lanes > 1 ? 0 : start; m < (lanes > 1 ? rows : end); m++) {
         if (lanes > 1 && rows > 1 && (m < start || m >= end)) {
@@ -138,7 +138,7 @@ template <
 #pragma unroll(lanes > 1 ? outputs : 1)
 #pragma clang loop vectorize(disable)
     for (int n = 0; n < outputs; n++) {
-      // In pairs: one after another would round more often.
+      // Added in pairs, which rounds less often than one by one.
 #pragma unroll
       for (int pair = ways / 2; pair > 0; pair /= 2) {
         for (int j = 0; j < pair; j++) {

@@ -1,14 +1,14 @@
-// GPTQ of a block of 128 columns of W (batch, N, 128): each column is quantized, and its error,
-// weighed by U (batch, 128, 128), taken off the columns behind it. U is the block on the diagonal of
-// the upper Cholesky factor of the inverse Hessian.
+// GPTQ of a block of 128 columns of W (batch, N, 128): each column is quantized, and its error, times a row
+// of U (batch, 128, 128), is subtracted from the columns behind it. U is the diagonal block of the upper
+// Cholesky factor of the inverse Hessian.
 //
-// gptq_block         A group of GROUP columns (32, 64 or 128) gets the scale and bias that leave the
-//                    least error of SEARCH ranges, all or less of what its weights span by then,
-//                    rounded to the format T in which they are stored. codes is a byte a weight,
-//                    errors (w - q) / U[k][k].
-// gptq_fixed_block   With a scale and a bias for each weight that were chosen before.
+// gptq_block         A group of GROUP columns (32, 64 or 128) gets the scale and bias with the least error
+//                    of SEARCH ranges, from half to all of the range of its updated weights, rounded
+//                    to T, in which they are stored. codes has a byte for each weight, errors is
+//                    (w - q) / U[k][k].
+// gptq_fixed_block   The same with a scale and a bias for each weight that were chosen before.
 //
-// A SIMD group takes a row: a lane holds columns lane, lane + 32, lane + 64, lane + 96.
+// A SIMD group computes a row: a lane holds columns lane, lane + 32, lane + 64, lane + 96.
 // Grid (32 * batch * N, 1, 1), no threadgroup memory.
 
 #include <metal_stdlib>
@@ -55,7 +55,7 @@ METAL_FUNC void fit(
   }
 }
 
-// The columns from 32 * QUARTER on, one after the other.
+// Quantizes the 32 columns from 32 * QUARTER on, one after the other.
 template <int QUARTER>
 METAL_FUNC void quantize_quarter(
     thread float* w,
@@ -108,28 +108,28 @@ template <typename T, int BITS, int GROUP, int SEARCH>
     importance[i] = 1.0f / (pivot * pivot);
   }
   device uint8_t* to = codes + row * 128;
-  device float* wrong = errors + row * 128;
+  device float* error_row = errors + row * 128;
   fit<T, 0, WIDE, SEARCH>(x, importance, levels, scale[0], bias[0]);
 #pragma unroll
   for (int i = 1; i < WIDE; i++) {
     scale[i] = scale[0];
     bias[i] = bias[0];
   }
-  quantize_quarter<0>(x, scale, bias, own, levels, to, wrong, lane);
+  quantize_quarter<0>(x, scale, bias, own, levels, to, error_row, lane);
   if (WIDE == 1) {
     fit<T, 1, 1, SEARCH>(x, importance, levels, scale[1], bias[1]);
   }
-  quantize_quarter<1>(x, scale, bias, own, levels, to, wrong, lane);
+  quantize_quarter<1>(x, scale, bias, own, levels, to, error_row, lane);
   if (WIDE < 4) {
     fit<T, 2, WIDE == 1 ? 1 : 2, SEARCH>(x, importance, levels, scale[2], bias[2]);
     scale[3] = scale[2];
     bias[3] = bias[2];
   }
-  quantize_quarter<2>(x, scale, bias, own, levels, to, wrong, lane);
+  quantize_quarter<2>(x, scale, bias, own, levels, to, error_row, lane);
   if (WIDE == 1) {
     fit<T, 3, 1, SEARCH>(x, importance, levels, scale[3], bias[3]);
   }
-  quantize_quarter<3>(x, scale, bias, own, levels, to, wrong, lane);
+  quantize_quarter<3>(x, scale, bias, own, levels, to, error_row, lane);
   if (lane == 0) {
 #pragma unroll
     for (int i = 0; i < 4; i += WIDE) {
@@ -162,9 +162,9 @@ template <int BITS>
     bias[i] = biases[at];
   }
   device uint8_t* to = codes + row * 128;
-  device float* wrong = errors + row * 128;
-  quantize_quarter<0>(x, scale, bias, own, levels, to, wrong, lane);
-  quantize_quarter<1>(x, scale, bias, own, levels, to, wrong, lane);
-  quantize_quarter<2>(x, scale, bias, own, levels, to, wrong, lane);
-  quantize_quarter<3>(x, scale, bias, own, levels, to, wrong, lane);
+  device float* error_row = errors + row * 128;
+  quantize_quarter<0>(x, scale, bias, own, levels, to, error_row, lane);
+  quantize_quarter<1>(x, scale, bias, own, levels, to, error_row, lane);
+  quantize_quarter<2>(x, scale, bias, own, levels, to, error_row, lane);
+  quantize_quarter<3>(x, scale, bias, own, levels, to, error_row, lane);
 }

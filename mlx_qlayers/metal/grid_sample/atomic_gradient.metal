@@ -2,17 +2,17 @@
 //
 // grid_sample_gradient_x         LANES threads add a point's cotangent to its pixels of d_x.
 //
-// In half precision d_x would be read and written once more to be rounded. Where points touch few pixels, shares are
-// listed as in sorted_gradient.metal, and of a pixel's shares the last one owns it:
+// In half precision d_x would be read and written once more to be rounded. If points touch few pixels, terms are
+// listed as in sorted_gradient.metal, and the last term of a pixel is its owner:
 //
-// grid_sample_find_rows          one thread a share: `row` has twice one more than the owner's number, and 1 more if
-//                                there are others; 0 is a pixel that nothing touches.
-// grid_sample_gradient_x_rows    LANES threads add a share that does not own its pixel to the owner's sums.
-// grid_sample_gradient_x_spread  LANES threads write PIXELS pixels: the owner's share and its sums, or zeros.
+// grid_sample_find_rows          one thread for each term: `row` is 2 * (owner + 1), plus 1 if the pixel has other
+//                                terms; 0 for a pixel that no point touches.
+// grid_sample_gradient_x_rows    LANES threads add a term that is no owner to the owner's sums.
+// grid_sample_gradient_x_spread  LANES threads write PIXELS pixels: the owner's term plus its sums, or zeros.
 
 #include "taps.metal"
 
-// Lanes take neighbouring channels, so that one SIMD group's atomics fall into few cache lines.
+// Lanes take neighbouring channels, so that the atomics of a SIMD group touch few cache lines.
 template <typename T, typename G, int NDIM, int TAPS, int LANES>
 [[kernel]] void grid_sample_gradient_x(
     const device G* grid,
@@ -88,7 +88,7 @@ template <typename T, typename I, int K, int LANES>
   }
 }
 
-// V numbers that begin at a multiple of V; `packed` if those of the array begin where a pack may.
+// V elements at a multiple of V; `packed` if the array is aligned for vector loads.
 template <typename T, int V>
 pack<T, V, V * sizeof(T)> read_pack(const device T* from, bool packed) {
   using some = pack<T, V, V * sizeof(T)>;
@@ -103,7 +103,7 @@ pack<T, V, V * sizeof(T)> read_pack(const device T* from, bool packed) {
   return x;
 }
 
-// The same for several pixels, whose rows are then looked up together.
+// The same for several pixels, whose rows are looked up at the same time.
 enum { PIXELS = 4 };
 
 template <typename T, int K, int V, int LANES>

@@ -2,15 +2,15 @@
 // (N, *out, NDIM), and the gradients of both. An output is a weighted sum of TAPS pixels along each
 // axis: 1 (nearest), 2 (linear) or 4 (cubic). Coordinates and sums are float32.
 //
-// LANES threads side by side compute a run of RUN points (on a GPU one, on a CPU some, whose loads
-// then overlap); each takes every LANES-th pack of V channels. There is no threadgroup memory.
-// Lanes shuffle, so that the grid must be whole threadgroups. Threads are counted through x, then y:
-// R runs take the grid (min(R * LANES, 2^30), as many as it takes, 1).
+// LANES neighbouring threads compute a run of RUN points (one on a GPU, several on a CPU, whose loads then
+// overlap); each has every LANES-th vector of V channels. There is no threadgroup memory. Lanes shuffle,
+// so that the grid must be whole threadgroups. Threads are numbered along x, then y: R runs take the grid
+// (min(R * LANES, 2^30), as many as it takes, 1).
 //
-// With ONCE these threads have a pack for each channel; NEAR is for images of few channels, whose
-// lines hold both pixels of a row that a point lies between: see neighbours.metal.
+// With ONCE the threads have one vector for each channel; NEAR is for images of few channels, where one
+// cache line holds both pixels of a row around a point: see neighbours.metal.
 //
-// grid_sample_forward            out = the sample at each point; x is read where it lies.
+// grid_sample_forward            out = the sample at each point; x may have any strides.
 // grid_sample_gradient_grid      LANES threads add up d_grid of one point by shuffles.
 // The gradient of x: atomic_gradient.metal, and sorted_gradient.metal without atomics.
 
@@ -21,7 +21,7 @@ bool is_aligned(const device T* data, int bytes) {
   return reinterpret_cast<ulong>(data) % bytes == 0;
 }
 
-// Whether every pixel's channels lie side by side and begin where a pack may.
+// Whether the channels of every pixel are contiguous and aligned for vector loads.
 template <typename T, int NDIM, int ALIGN>
 bool has_packs(const device T* x, const constant int64_t* strides) {
   bool packs = strides[NDIM + 1] == 1 && is_aligned(x, ALIGN);
@@ -50,8 +50,8 @@ point_pixels<T, NDIM, TAPS> find_pixels(
   return pixels;
 }
 
-// V channels of each pixel of a point; zeros where it is outside. If NEAR, neighbours in a row are
-// read together where all four may be.
+// V channels of each pixel of a point; zeros for pixels outside. If NEAR, neighbours in a row are loaded
+// together, if that is possible for all four.
 template <typename T, int NDIM, int TAPS, int V, int ALIGN, bool NEAR>
 void load_pixels(
     thread const point_pixels<T, NDIM, TAPS>& pixels,
@@ -164,8 +164,8 @@ template <
   }
 }
 
-// A thread's part of the gradient of one point: along each axis the sample with slopes in place of
-// weights, times the cotangent.
+// A thread's part of the gradient of one point: for each axis the sample with the weights' derivatives in
+// place of weights, times the cotangent.
 template <typename T, int NDIM, int TAPS, int V, int ALIGN, int LANES, bool ONCE, bool NEAR>
 void add_slopes(
     const device T* image,
@@ -208,7 +208,7 @@ void add_slopes(
     }
 #pragma clang loop unroll(full)
     for (int k = 0; k < tap_count(NDIM, TAPS); k++) {
-      // Pixels outside are zeros, which a NaN slope turns into NaN.
+      // Pixels outside are zeros, which a NaN derivative turns into NaN.
       d_point[axis] += is_inside(taps, k) ? 0.0f : 0.0f * slope_of(taps, k, axis);
     }
   }

@@ -1,10 +1,10 @@
-// The two pixels of a row that a point lies between, read together. GPUs look up a line of memory for
-// each address of a SIMD group; points without order share none, so that fewer, larger reads take
-// less: of three float32 channels one row takes 2.25 reads of 16 bytes instead of 6 of 4.
+// Loads the two pixels of a row around a point together. GPUs look up a cache line for each address of a
+// SIMD group, and points in no order have no line in common, so that fewer, wider loads are faster: three
+// float32 channels of a row take 2.25 loads of 16 bytes instead of 6 of 4.
 
 #include "taps.metal"
 
-// Rows of images whose pixels lie side by side: what may be read, none where they do not.
+// The range that may be read, of images whose pixels are contiguous; empty for others.
 template <typename T>
 struct image_rows {
   const device T* begin;
@@ -24,7 +24,7 @@ image_rows<T> rows_of_images(
   return rows;
 }
 
-// Whether four pixels are inside, with all of the 16 bytes that each element is one of.
+// Whether four pixels are inside, with all of the 16-byte vectors that their elements are part of.
 template <typename T, int V>
 bool has_neighbours(thread const image_rows<T>& rows, const device T* const thread* at) {
   constexpr int MARGIN = 16 / sizeof(T) - 1;
@@ -46,7 +46,7 @@ struct part_of_word<T, 2> {
   }
 };
 
-// V channels of the pixel at `from` and V of the next one, in reads of 16 bytes.
+// V channels of the pixel at `from` and V of the next one, by loads of 16 bytes.
 template <typename T, int V>
 struct neighbours {
   enum : int { BYTES = 2 * V * sizeof(T), PACKS = (BYTES + 31 - sizeof(T)) / 16 };
@@ -71,7 +71,7 @@ struct neighbours {
     words[4 * PACKS] = words[4 * PACKS + 1] = 0;
   }
 
-  // The words move to the front by 8, 4 and 2 bytes, as `skip` has it in binary.
+  // Shifts the words by 8, 4 and 2 bytes, by the bits of `skip`.
   template <int ALIGN>
   void take(thread pack<T, V, ALIGN>* values) {
     constexpr int WORDS = (BYTES + 3) / 4, PER_WORD = 4 / sizeof(T);

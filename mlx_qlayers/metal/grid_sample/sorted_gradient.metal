@@ -1,21 +1,21 @@
-// The gradient of x of grid_sample.metal without atomics, bit-identical from run to run. What a
-// point adds to a pixel is a share; shares are listed first, K to a point, and then added up in a
-// fixed order. Threads are counted as in grid_sample.metal.
+// The deterministic gradient of x of grid_sample.metal, without atomics. A term is what a point adds to a
+// pixel; the terms are listed first, K for each point, and then added up in a fixed order. Threads are
+// numbered as in grid_sample.metal.
 //
-// grid_sample_list_terms one thread lists the pixels and weights of one point's taps.
-// grid_sample_gradient_x_bands   for few threads: each owns a band of pixels and looks through the
-//                                shares of all images that its band is part of. Grid (bands, 1, 1).
+// grid_sample_list_terms         one thread lists the pixels and weights of one point's taps.
+// grid_sample_gradient_x_bands   for few threads: each owns a band of pixels and scans the terms of all
+//                                images that its band is part of. Grid (bands, 1, 1).
 //
-// For many threads, shares are sorted by pixel:
+// For many threads, terms are sorted by pixel:
 //
-// grid_sample_carries            LANES threads add up, for one block of BLOCK sorted shares, those
+// grid_sample_carries            LANES threads add up, for one block of BLOCK sorted terms, those
 //                                at its start that belong to the last pixel of the block before.
-// grid_sample_gradient_x_sorted  LANES threads begin at one sorted share; where it is the first of
-//                                its pixel they add up the pixel's shares and write d_x.
+// grid_sample_gradient_x_sorted  LANES threads begin at one sorted term; if it is the first of its
+//                                pixel they add up the pixel's terms and write d_x.
 
 #include "taps.metal"
 
-// A pixel with many shares takes a thread for each so many.
+// The sum of a pixel with many terms is divided among threads in blocks of this size.
 enum { BLOCK = 256 };
 
 // Pixels are numbered through the batch; taps outside get -1.
@@ -74,7 +74,7 @@ template <typename T, typename I, int K>
   }
 }
 
-// The sum of neighbouring shares of one pixel, from i to the end of it or of the block.
+// The sum of the sorted terms of one pixel, from i to the last one or to the end of the block.
 template <typename T, typename I, int K>
 float sum_in_block(
     const device I* pixel,

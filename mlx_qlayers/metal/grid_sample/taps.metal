@@ -1,5 +1,5 @@
-// Which pixels a point of a grid needs, and how much of each: its taps. Along each axis there are 1
-// (nearest), 2 (linear) or 4 (cubic); coordinates and weights are float32.
+// The taps of a point: its pixels and their weights. Along each axis there are 1 (nearest), 2 (linear) or
+// 4 (cubic); coordinates and weights are float32.
 
 #include <metal_stdlib>
 using namespace metal;
@@ -9,14 +9,14 @@ enum padding_mode { ZEROS, BORDER, REFLECTION };
 enum option { PADDING, ALIGN_CORNERS, POINTS, POINTS_PER_IMAGE, CHANNELS };
 enum extent { WIDTH, HEIGHT, DEPTH };
 
-// V channels of a pixel that are read and written at once.
+// V channels of a pixel, which are loaded and stored as a vector.
 template <typename T, int V, int ALIGN>
 struct alignas(ALIGN) pack {
   T at[V];
 };
 
-// The pixels that a point needs along one axis: where they are (-1: outside), their weights, and
-// how these change with the coordinate.
+// The taps of a point along one axis: pixels (-1 if outside), weights, and the derivatives of the weights
+// with respect to the coordinate.
 template <int TAPS>
 struct axis_taps {
   int at[TAPS];
@@ -33,13 +33,13 @@ constexpr int tap_count(int ndim, int taps) {
   return ndim == 2 ? taps * taps : taps * taps * taps;
 }
 
-// Which of an axis's taps belongs to tap k of a point.
+// The index along an axis of tap k of a point.
 constexpr int tap_on_axis(int taps, int k, int axis) {
   return axis == 0 ? k % taps : axis == 1 ? k / taps % taps : k / (taps * taps);
 }
 
-// Brings a position outside back in. `sign` is how it then moves with the coordinate: forth, back,
-// or not at all on a border.
+// Applies the padding mode to a position outside. `sign` is the derivative: 1, -1 (reflected), or 0 (at a
+// border).
 template <int NDIM, bool GRADIENT>
 float pad(float pixel, int size, int padding, bool align_corners, thread float& sign) {
   sign = 1;
@@ -90,12 +90,12 @@ axis_taps<TAPS> find_axis_taps(float coordinate, int size, int padding, bool ali
     pixel = pad<NDIM, GRADIENT>(pixel, size, padding, align_corners, sign);
   }
   if (NDIM == 3 && !(abs(pixel) < 2147483648.0f)) {
-    // PyTorch moves what no integer can hold out of a volume; in an image NaN stays.
+    // As in PyTorch, a position that no integer can hold is outside of a volume; in an image NaN propagates.
     pixel = -100.0f;
   }
   float low = TAPS == 1 ? rint(pixel) : floor(pixel);
   float part = pixel - low;
-  // Beyond 2^24 a float steps over pixels: from here on positions are integers. -100 is outside.
+  // Beyond 2^24 floats skip pixels, so positions are integers from here on. -100 is outside.
   int first = abs(low) < 2147483648.0f ? int(low) : -100;
   if (TAPS == 4) {
     first -= 1;
@@ -124,7 +124,7 @@ axis_taps<TAPS> find_axis_taps(float coordinate, int size, int padding, bool ali
   return taps;
 }
 
-// LANES neighbouring threads of a SIMD group share a point; each of its coordinates is read by one of them.
+// LANES neighbouring threads of a SIMD group have the same point; one of them reads each coordinate.
 template <typename G, int NDIM, int TAPS, int LANES, bool GRADIENT>
 point_taps<NDIM, TAPS> find_taps(
     const device G* grid, uint point, uint lane, constant int* size, constant int* options) {
@@ -165,7 +165,7 @@ float weight_of(thread const point_taps<NDIM, TAPS>& taps, int k) {
   return weight;
 }
 
-// How the weight of tap k changes with one of the point's coordinates.
+// The derivative of the weight of tap k with respect to one coordinate.
 template <int NDIM, int TAPS>
 float slope_of(thread const point_taps<NDIM, TAPS>& taps, int k, int along) {
   float slope = 1;
@@ -177,7 +177,7 @@ float slope_of(thread const point_taps<NDIM, TAPS>& taps, int k, int along) {
   return slope;
 }
 
-// The offset of tap k from the start of its image, in an array with these strides.
+// The offset of tap k from the start of its image, by these strides.
 template <int NDIM, int TAPS>
 long offset_of(
     thread const point_taps<NDIM, TAPS>& taps, int k, const constant int64_t* strides) {

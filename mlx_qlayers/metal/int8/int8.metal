@@ -1,17 +1,17 @@
-// Products in 8-bit integers: rows of x are rounded to int8 as they come, w was at conversion.
+// Products in 8-bit integers: rows of x are quantized to int8 in each call, w at conversion.
 //
 // int8_rows     q (M, K) = round(r (M, K) / scale), scale (M,) = the largest |r| of a row / 127, where
 //               r is x (M, K), or activation(x) * other (M, K) with a gate, or with normed the RMS
-//               norm of x, of which the weight is other (K,) if normed is 2; of r each `block`
-//               columns (0 or 16 to 128) are mixed by an eighth of a Hadamard matrix before. One
-//               threadgroup a row, `runs` times 8 neighbours a thread, with K at most 8 * threads *
-//               runs; shape: K, and the bits of epsilon. Grid (threads * M, 1, 1), threadgroup
+//               norm of x, with the weight other (K,) if normed is 2. Each `block` columns of r (0, or
+//               16 to 128) are multiplied by 1/8 of a Hadamard matrix first. A threadgroup computes a
+//               row, a thread `runs` times 8 contiguous elements, with K at most 8 * threads * runs.
+//               shape: K, and the bits of epsilon. Grid (threads * M, 1, 1), threadgroup
 //               (threads, 1, 1).
 // int8_product  y (M, N) = row_scales * (q (M, K) * w (N, K)^T) * column_scales + bias, by Metal 4's
 //               tensor operations: sums of int32 over all of the depth in a cooperative destination
 //               of tile_m x tile_n, spread over 8 SIMD groups. Grid (ceil(M / tile_m) * 256,
-//               ceil(N / tile_n), 1), threadgroup (256, 1, 1). SHARED is the shared memory that the
-//               operation takes where it is made of loads and products: on CUDA; 0 elsewhere.
+//               ceil(N / tile_n), 1), threadgroup (256, 1, 1). SHARED is the dynamic shared memory
+//               that the operation takes on CUDA; 0 elsewhere.
 //
 // K is a multiple of 16. Needs Metal 4, macOS 26.2; int8_product was never run on an M5.
 
@@ -23,10 +23,10 @@
 using namespace metal;
 
 #define INT8_SIMDS 8
-// Elements that a thread reads and writes at once.
+// Elements that a thread loads and stores as a vector.
 #define INT8_RUN 8
 
-// Neighbours of a row as numbers.
+// Contiguous elements of a row as floats.
 template <typename T>
 METAL_FUNC void read_run(thread float* to, const device T* x, size_t at) {
   alignas(16) uint words[INT8_RUN * sizeof(T) / 4];
@@ -38,7 +38,7 @@ METAL_FUNC void read_run(thread float* to, const device T* x, size_t at) {
   }
 }
 
-// Columns of a block times a Hadamard matrix, 8 of them in each of block / 8 lanes.
+// Multiplies the columns of a block by a Hadamard matrix; each of block / 8 lanes holds 8 columns.
 template <int block>
 METAL_FUNC void mix_run(thread float* values, uint lane) {
 #pragma unroll
@@ -62,7 +62,7 @@ METAL_FUNC void mix_run(thread float* values, uint lane) {
   }
 }
 
-// activation() by the hardware's exponential and quotient: 8 bits keep less digits than these.
+// activation() with fast exponential and division, whose error is below the rounding to 8 bits.
 template <int gate>
 METAL_FUNC float quick_activation(float x) {
   if (gate == GATE_GELU) {
@@ -120,7 +120,7 @@ template <typename T, int threads, int runs, int block, int gate, int normed>
     }
     factor *= precise::rsqrt(sum / K + as_type<float>(shape[1]));
   }
-  // Bits of numbers without a sign are in their order, and a NaN is the largest.
+  // The bits of positive floats have the order of their values, and NaN is the largest.
   uint most = 0;
 #pragma unroll
   for (int r = 0; r < runs; r++) {
@@ -168,7 +168,7 @@ template <typename T, int threads, int runs, int block, int gate, int normed>
   }
 }
 
-// Whether the element one slot further, or one before, is that one column further, or before.
+// Whether the element in the next slot, or in the one before, is that of the next column, or of the one before.
 template <typename C>
 METAL_FUNC bool has_neighbour(thread C& sums, ushort i, int step, int column, int row) {
   ushort other = ushort(int(i) + step);
@@ -179,8 +179,8 @@ METAL_FUNC bool has_neighbour(thread C& sums, ushort i, int step, int column, in
   return index[0] == column + step && index[1] == row;
 }
 
-// Element i of a tile at (m, n) to y (M, N), with the next one where that is its neighbour; nothing
-// where it was written as one.
+// Stores element i of a tile at (m, n) to y (M, N), together with the next element if that is its neighbour;
+// stores nothing if the element before has stored it.
 template <typename T, typename C>
 METAL_FUNC void write_element(thread C& sums, ushort i, device T* y, int m, int M, int n, int N) {
   if (!sums.is_valid_element(i)) {
@@ -223,7 +223,7 @@ template <typename T, int tile_m, int tile_n, bool biased, int SHARED>
   operand right((device int8_t*)w + size_t(n) * K, metal::dextents<int, 2>(K, N - n));
   auto sums = product.template get_destination_cooperative_tensor<operand, operand, int>();
   product.run(left, right, sums);
-  // Scales first, writing after: so that each scale is read once.
+  // Scaled first and stored afterwards, so that each scale is loaded once.
 #pragma unroll
   for (ushort i = 0; i < sums.get_capacity(); i++) {
     if (sums.is_valid_element(i)) {

@@ -1,32 +1,30 @@
 // Factorisations and triangular solves in float32, of batches of matrices.
 //
-// All are sums of products of blocks of 32: a thread owns one column of a block row, x[32], and
-// subtracts what tiles of 32 x 32 in threadgroup memory contribute to it. Inputs are read by their
-// strides, (batch, row, column), so that transposed, reversed or sliced ones are not copied.
-// Every matrix is padded with the identity to whole blocks.
+// All are blocked by 32: a thread owns one column of a block row, x[32], and subtracts products with tiles
+// of 32 x 32 in threadgroup memory. Inputs are read by their strides, (batch, row, column), so that
+// transposed, reversed or sliced ones are not copied. Matrices are padded with the identity to whole blocks.
 //
-// cholesky_block     R of W = R^T R, from the upper triangle of W (batch, n, n): one threadgroup a
-//                    matrix, one thread a column, n at most THREADS. info: what it was before or,
+// cholesky_block     R of W = R^T R, from the upper triangle of W (batch, n, n): one threadgroup for a
+//                    matrix, one thread for a column, n at most THREADS. info: its previous value or,
 //                    if that is 0, the order of the first leading minor that is not positive, plus
 //                    `first`; from there on R is NaN. Grid (THREADS * batch, 1, 1), 9 KiB.
 // solve_lower        X of L X = B, from the lower triangle of L (batch, n, n), B (batch, n, m).
 //                    Grid (batch * m in whole THREADS, 1, 1), 5 KiB.
-// subtract_product   B - A X, A (batch, n, k), X (batch, k, m); with UPPER only what blocks that
-//                    reach above the diagonal hold, else 0. ACROSS threads with EACH columns a
-//                    thread compute 32 rows, a threadgroup 32 * THREADS / ACROSS. Of more than one
-//                    group along z each takes its part of k, and B is subtracted from in the first;
-//                    their sum is the result, y (groups, batch, n, m).
+// subtract_product   B - A X, A (batch, n, k), X (batch, k, m); with UPPER only the blocks that reach
+//                    above the diagonal, else 0. ACROSS threads with EACH columns compute 32 rows, a
+//                    threadgroup 32 * THREADS / ACROSS. With split-K each group along z takes a part of
+//                    k, and the first adds B; the result is the sum of y (groups, batch, n, m).
 //                    Grid (batch * m in whole blocks, n in whole blocks, parts),
 //                    5 KiB * THREADS / ACROSS.
 
 #include <metal_stdlib>
 using namespace metal;
 
-// Rows of tiles begin at multiples of 16 bytes, and neighbours of a column in different banks. Behind
-// a row there is place for its pivot and the inverse of that.
+// Rows of tiles begin at multiples of 16 bytes and in different banks. The padding of a row holds its pivot
+// and the inverse of the pivot.
 constant int TILE_STRIDE = 36;
 
-// x[k] -= row[k] * factor; rows lie at multiples of 16 bytes.
+// x[k] -= row[k] * factor; rows begin at multiples of 16 bytes.
 METAL_FUNC void subtract_row(thread float* x, const threadgroup float* row, float factor) {
   const threadgroup float4* fours = reinterpret_cast<const threadgroup float4*>(row);
 #pragma unroll
@@ -39,7 +37,7 @@ METAL_FUNC void subtract_row(thread float* x, const threadgroup float* row, floa
   }
 }
 
-// y[p] of 32 rows above, all read before one is used.
+// Loads y[p] of 32 rows, all before one is used.
 METAL_FUNC void load_column(thread float* y, const device float* from, int64_t stride, bool inside) {
 #pragma unroll
   for (int p = 0; p < 32; p++) {
@@ -57,8 +55,8 @@ METAL_FUNC void subtract_tile(
   }
 }
 
-// A thread's part of 32 x 32 elements a[k][p]: 0 beyond the columns, and where k - p is less than `least`;
-// values below the last row are not used. All are read before write_tile uses the first.
+// Loads a thread's part of 32 x 32 elements a[k][p]: 0 beyond the columns, and where k - p is less than `least`;
+// elements below the last row are not used. All are loaded before write_tile stores the first.
 template <int THREADS, typename P>
 METAL_FUNC void read_tile(
     thread float* own,
@@ -69,11 +67,11 @@ METAL_FUNC void read_tile(
     int columns,
     int least,
     uint thread_index) {
-  bool along_rows = column_stride == 1;  // neighbouring threads read neighbours
+  bool along_rows = column_stride == 1;  // neighbouring threads load neighbours
   int near = thread_index % 32, far = thread_index / 32;
   int near_end = along_rows ? columns : rows, far_end = along_rows ? rows : columns;
   int64_t far_stride = along_rows ? row_stride : column_stride;
-  // Loads without a condition, of the last element again where there is no further one.
+  // Loads are unconditional: beyond the last element they repeat it.
   a += min(near, near_end - 1) * (along_rows ? column_stride : row_stride);
 #pragma unroll
   for (int u = 0; u < 1024 / THREADS; u++) {
@@ -84,7 +82,7 @@ METAL_FUNC void read_tile(
   }
 }
 
-// tile[p][k] = a[k][p] by all threads of the group, of what read_tile gave them; [p][k - p] if skewed.
+// tile[p][k] = a[k][p], or tile[p][k - p] if skewed, from the parts that read_tile loaded.
 template <int THREADS>
 METAL_FUNC void write_tile(
     threadgroup float* tile,
@@ -101,20 +99,20 @@ METAL_FUNC void write_tile(
   }
 }
 
-// x / pivot, from about 1 / pivot: rounded once.
+// x / pivot from an approximate inverse, rounded once.
 METAL_FUNC float quotient(float x, float pivot, float inverse) {
   float found = x * inverse;
   return fma(fma(-found, pivot, x), inverse, found);
 }
 
-// The same where it may overflow, or the inverse is 0, which says that it cannot be used.
+// The same where it may overflow; an inverse of 0 stands for one that cannot be used.
 METAL_FUNC float divided(float x, float pivot, float inverse) {
   float found = quotient(x, pivot, inverse);
   return inverse != 0 && abs(found) < INFINITY ? found : x / pivot;
 }
 
-// One row of x = L^-1 x: of x[0], which is done, times a row of a skewed tile; the others move up, so
-// that a loop over rows is short, and its code in the cache.
+// One row of x = L^-1 x: subtracts x[0], which is done, times a row of a skewed tile; the others move up,
+// so that the loop over rows need not be unrolled and fits into the instruction cache.
 METAL_FUNC void move_up(thread float* x, const threadgroup float* row) {
   const threadgroup float4* fours = reinterpret_cast<const threadgroup float4*>(row);
   float done = x[0];
@@ -130,7 +128,7 @@ METAL_FUNC void move_up(thread float* x, const threadgroup float* row) {
   }
 }
 
-// The first `rows` of x = L^-1 x to rows of `out`, for L in a skewed tile with pivots.
+// Stores the first `rows` of x = L^-1 x to rows of `out`, for L in a skewed tile with pivots.
 METAL_FUNC void solve_tile(
     thread float* x,
     const threadgroup float* tile,
@@ -253,7 +251,7 @@ template <int THREADS>
   int batch = group / groups, c = group % groups * THREADS + thread_index;
   int64_t row = l_strides[1], col = l_strides[2], left = batch * l_strides[0];
   device float* out = x + size_t(batch) * n * m + c;
-  float part[1024 / THREADS];  // of the next tile, which is read while this one is multiplied
+  float part[1024 / THREADS];  // of the next tile, which is loaded while this one is multiplied
   read_tile<THREADS>(part, l + left, row, col, min(32, n), n, 0, thread_index);
   for (int j = 0; j < n; j += 32) {
     float own[32];
@@ -282,7 +280,7 @@ template <int THREADS>
     }
     if (thread_index < 32) {
       float pivot = int(thread_index) < rows ? tile[thread_index * TILE_STRIDE] : 1.0f;
-      // Denormal inverses may be flushed to 0, those of denormal numbers are infinite.
+      // Denormal inverses may be flushed to 0, and those of denormal numbers are infinite.
       bool usable = abs(pivot) > 0x1p-60f && abs(pivot) < 0x1p60f;
       *reinterpret_cast<threadgroup float2*>(tile + thread_index * TILE_STRIDE + 32) =
           float2(pivot, usable ? 1.0f / pivot : 0.0f);
@@ -320,7 +318,7 @@ template <int THREADS, int ACROSS, int EACH, bool UPPER>
   bool wanted = !UPPER || first + EACH * ACROSS > top;
   float sums[EACH][32];
   int start = group.z * part;
-  // For the next row of x, clamped to the last one: there may be more threads than columns.
+  // The columns of a thread, clamped to the last one: there may be more threads than columns.
   int64_t right[EACH];
 #pragma unroll
   for (int u = 0; u < EACH; u++) {
@@ -334,7 +332,7 @@ template <int THREADS, int ACROSS, int EACH, bool UPPER>
     }
   }
   int64_t left = batch * a_strides[0] + min(i, n - 1) * a_strides[1];
-  // Always AHEAD rows of x more than are used.
+  // AHEAD rows of x are loaded before they are used.
   float factors[AHEAD][EACH];
 #pragma unroll
   for (int h = 0; h < AHEAD; h++) {

@@ -1,20 +1,20 @@
 // QR of panels of at most 32 columns by Householder reflections, in float32.
 //
-// qr_panel     H and tau of A (batch, m, b), read by its strides, as LAPACK's geqrf has them: R in
-//              the upper triangle of H, below it the reflections v but for their leading 1, and
-//              tau of I - tau v v^T. V (batch, m, min(m, b)) has the reflections whole, and the
-//              product of them all is I + V S^-1 V^T with the upper triangle S. One threadgroup a
-//              matrix: a lane owns a column, a SIMD group every SIMDS-th row.
+// qr_panel     H and tau of A (batch, m, b), read by its strides, as in LAPACK's geqrf: R in the upper
+//              triangle of H, below it the reflections v without their leading 1, and tau of
+//              I - tau v v^T. V (batch, m, min(m, b)) has the whole reflections, whose product is
+//              I + V S^-1 V^T with the upper triangle S. One threadgroup computes a matrix: a lane
+//              owns a column, a SIMD group every SIMDS-th row.
 //              Grid (32 * SIMDS * batch, 1, 1), 128 * (SIMDS + 1) bytes.
 //
-// A pass over the rows applies reflection j and adds up what reflection j + 1 needs, the products of
-// column j + 1 with all others: each element is read and written once for each column. Those with
-// the reflections before it are S but for its diagonal, -1 / tau.
+// A pass over the rows applies reflection j and computes the products of column j + 1 with all others, which
+// reflection j + 1 needs: each element is read and written once for each column. The products with earlier
+// reflections are S without its diagonal, -1 / tau.
 
 #include <metal_stdlib>
 using namespace metal;
 
-// Rows of a SIMD group that are read before one is written.
+// Rows that a SIMD group loads before it stores one.
 constant int AHEAD = 8;
 
 // A row below the pivot after reflection j; `leading` is its element of the next column.
@@ -88,7 +88,7 @@ template <int SIMDS, bool FULL>
         out[(j + 1) * b + column] = x;
       }
     }
-    // The first row from j + 2 on that this SIMD group has.
+    // The first row from j + 2 on that belongs to this SIMD group.
     int i = int(simd) + (j + 2 - int(simd) + SIMDS - 1) / SIMDS * SIMDS;
     i = j + 2 > int(simd) ? i : int(simd);
     for (; i + (AHEAD - 1) * SIMDS < m; i += AHEAD * SIMDS) {

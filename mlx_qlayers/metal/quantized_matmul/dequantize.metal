@@ -1,13 +1,13 @@
-// The dense matrix that up to three packed ones of K columns stand for, one below the other:
-// y (N0 + N1 + N2, K) = scale * code + bias, rounded once.
+// Dequantizes up to three matrices of K columns into one: y (N0 + N1 + N2, K) = scale * code + bias,
+// rounded once.
 //
-// A thread unpacks `run` neighbouring elements, which lie in one group, of `count` rows, so that it
-// has several words on their way from memory:
+// A thread dequantizes `run` contiguous elements of one group in each of `count` rows, so that several
+// loads are in flight:
 //
 //   grid (threads * blocks of columns * blocks of rows, 1, 1), threadgroup (threads, 1, 1), where
 //   `threads` runs are a block of columns and `count` rows a block of rows; no threadgroup memory.
 //
-// shape holds K, the rows of the result, and where those of the second and third matrix begin.
+// shape: K, the rows of the result, and the first rows of the second and third matrix.
 
 #include "packed.metal"
 
@@ -72,8 +72,8 @@ template <typename T, typename S, int mode, int group, int bits, int run, int co
   }
 }
 
-// Rows of one matrix by their numbers, as an embedding takes them: y (count, K). Numbers below 0 count
-// from the end. shape holds K and the rows of the matrix.
+// Dequantizes rows of one matrix by their indices, as an embedding does: y (count, K). Negative indices
+// count from the end. shape: K and the rows of the matrix.
 //
 //   grid (threads * blocks of columns, count, 1), threadgroup (threads, 1, 1)
 template <typename T, typename S, int mode, int group, int bits, int run, int threads>

@@ -14,8 +14,8 @@ struct packed_matrix {
   const device S* biases;
 };
 
-// Row `first` of a matrix begins a tile of `height` rows. Tiles are counted through the matrices,
-// or where a gate joins two of them, through both by turns.
+// A tile of `height` rows begins at row `first` of a matrix. Tiles are numbered through the matrices or,
+// with a gate, alternate between both.
 struct tile_place {
   int matrix, first;
 };
@@ -66,7 +66,7 @@ METAL_FUNC float activation(float x) {
   return x / (1 + precise::exp(-u));
 }
 
-// One element: a sum, of a gate another, with what is added; a null pointer adds nothing.
+// One element from its sum, or from two with a gate; null pointers add nothing.
 template <typename T, int gate>
 METAL_FUNC T finished(
     float sum,

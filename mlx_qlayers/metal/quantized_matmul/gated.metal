@@ -1,8 +1,8 @@
-// The gate of a gated linear unit, for two products that lie side by side in rows of x (M, 2 N):
+// The gate of a gated linear unit, for two products that are concatenated in rows of x (M, 2 N):
 // y (M, N) = activation(x[:, :N]) * x[:, N:], rounded once. N is a multiple of 8.
 //
-// A thread computes 8 neighbours; grid (at least M * N / 8, 1, 1), any threadgroup, no threadgroup
-// memory. shape: N / 8, and M times that.
+// A thread computes 8 contiguous elements; grid (at least M * N / 8, 1, 1), any threadgroup, no threadgroup
+// memory. shape: N / 8, M * N / 8.
 
 #include "epilogue.metal"
 #include "packed.metal"

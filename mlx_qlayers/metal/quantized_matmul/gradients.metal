@@ -1,19 +1,19 @@
 // Gradients of the scales and biases of quantized matrices, without the gradient of the matrix.
 //
-// w is (E, R, C) packed, `group` elements of a row share a scale. With G = left^T * right (R, C),
-// where left (M, R) and right (M, C) are the rows that met matrix e:
+// w is (E, R, C) packed, with one scale for `group` elements of a row. With G = left^T * right (R, C), where
+// left (M, R) and right (M, C) are the rows that matrix e was multiplied with:
 //
 //   d_scales (E, R, C / group) = sum over a group of code * G
 //   d_biases (E, R, C / group) = sum over a group of G
 //
-// A tile of G is summed over M in registers (float32), and meets the codes only then. Rows are
-// those of the whole arrays where `gathered` is false; else matrix e has the rows listed in
-// left_rows and right_rows from offsets[e] to offsets[e + 1]. shape is M, R, C.
+// A tile of G is summed over M in registers (float32) before it is multiplied by the codes. If `gathered`,
+// matrix e has the rows listed in left_rows and right_rows from offsets[e] to offsets[e + 1], else all
+// rows. shape: M, R, C.
 //
 // quantized_gradients_tiles   for SIMD groups: a threadgroup of 128 threads computes ROWS x COLUMNS
 //                             of G. Grid (128 * ceil(C / COLUMNS), ceil(R / ROWS), E); threadgroup
 //                             memory for 64 bytes of depth, twice.
-// quantized_gradients_groups  for threads that do not run side by side: each computes `outputs`
+// quantized_gradients_groups  for CPUs, without SIMD groups: each thread computes `outputs`
 //                             rows of one group. Grid (ceil(R / outputs), C / group, E).
 
 #include "common/fragment.metal"
@@ -37,7 +37,7 @@ METAL_FUNC float code_at(const device uint* row, int i) {
   return float_from_integer(code & ((1u << bits) - 1));
 }
 
-// The rows of a matrix: the first, and the one behind the last.
+// The range of rows of a matrix.
 template <bool gathered>
 METAL_FUNC int2 rows_of(const device uint* offsets, int matrix, int rows) {
   return gathered ? int2(offsets[matrix], offsets[matrix + 1]) : int2(0, rows);
@@ -47,7 +47,7 @@ METAL_FUNC size_t row_at(const device uint* list, int i) {
   return gathered ? size_t(list[i]) : size_t(i);
 }
 
-// `depth` rows of up to `width` elements, with zeros where there are none.
+// Loads `depth` rows of up to `width` elements, with zeros beyond the last.
 template <typename T, int depth, int width, bool wide, bool gathered>
 METAL_FUNC void stage(
     threadgroup T* to,
@@ -90,7 +90,7 @@ template <typename T, typename S, int group, int bits, bool wide, bool gathered>
     uint thread_index [[thread_index_in_threadgroup]],
     uint simd_index [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  // A SIMD group has `down` x `across` fragments: whole groups, 16 sums of 16 x 8 in registers.
+  // A SIMD group has `down` x `across` fragments: whole groups, 16 sum fragments in registers.
   constexpr int across = group > 64 ? 16 : 8, down = 16 / across;
   constexpr int depth = 64 / sizeof(T), pad = 16 / sizeof(T);
   threadgroup uint4 memory[4 * (ROWS + pad + COLUMNS + pad)];

@@ -1,7 +1,7 @@
-// Packed matrices: the words, scales and codes of MLX's quantized formats as numbers.
+// Packed matrices: decodes the words, scales and codes of MLX's quantized formats.
 //
-// A row of K elements is K * bits / 32 words, elements from the low bits up; `group` elements share
-// a scale. In mode affine an element is scale * code + bias; in the others a code is a small float
+// A row of K elements is K * bits / 32 words, elements from the low bits up; `group` elements have one
+// scale. In mode affine an element is scale * code + bias; in the others a code is a small float
 // (E2M1 or E4M3) and a scale a byte (E8M0, in NVFP4 E4M3).
 
 #include "common/load.metal"
@@ -14,7 +14,7 @@ using namespace metal;
 #define MXFP8 2
 #define NVFP4 3
 
-// Element i of a row of packed words; i is known when the loop around it is unrolled.
+// The code of element i of packed words; i is a constant once the loop around it is unrolled.
 template <int bits>
 METAL_FUNC uint packed_code(const thread uint* words, int i) {
   int word = i * bits / 32, shift = i * bits % 32;
@@ -25,7 +25,7 @@ METAL_FUNC uint packed_code(const thread uint* words, int i) {
   return code & ((1u << bits) - 1);
 }
 
-// E4M3 and E2M1 are halves with a smaller exponent: shifted into place, they are a power of two off.
+// E4M3 and E2M1 are halves with fewer exponent bits: shifted into place, they are off by a power of two.
 METAL_FUNC float float_from_e4m3(uint code) {
   uint magnitude = code & 0x7f;
   uint nan = (magnitude + 1) >> 7 << 14;
@@ -60,8 +60,8 @@ METAL_FUNC float decoded_scale(S scale) {
   return as_type<float>(code == 0 ? 0x00400000u : code << 23);
 }
 
-// The same code as a number. Masked where it lies, it is part of the mantissa of that power of two of
-// which its lowest bit is one: only halves of words are shifted, which on Apple GPUs costs most.
+// The same code as a float. It is masked in place, as the mantissa of the power of two whose last bit is the
+// code's lowest bit, so that only halves of words are shifted: shifts are slow on Apple GPUs.
 template <int bits>
 METAL_FUNC float code_number(const thread uint* words, int i) {
   int word = i * bits / 32, shift = i * bits % 32;
@@ -96,8 +96,8 @@ METAL_FUNC float pair_factor() {
   return mode == AFFINE ? 16777216.0f : mode == MXFP8 ? 256.0f : 16384.0f;
 }
 
-// `count` codes as numbers, to which scale, bias and `code_factor` are left to be applied. With x in
-// float32 that factor is applied here: products with numbers below 2^-100 would be lost.
+// `count` codes as floats, without scale, bias and `code_factor`. For x in float32 that factor is applied
+// here, since products with elements below 2^-100 would underflow.
 template <typename T, int mode, int bits>
 METAL_FUNC float code_factor() {
   return sizeof(T) == 4 || (mode == AFFINE && bits != 8) ? 1.0f : pair_factor<mode>();
@@ -120,7 +120,7 @@ METAL_FUNC void decode_codes(thread float* to, const thread uint* words) {
   }
 }
 
-// Four neighbours of an array that may begin at any of them.
+// Four contiguous elements of an array that may begin at any element.
 METAL_FUNC float4 four_floats(const device half* from) {
   return float4(half4(*reinterpret_cast<const device packed_half4*>(from)));
 }
@@ -131,7 +131,7 @@ METAL_FUNC float4 four_floats(const device float* from) {
   return float4(*reinterpret_cast<const device packed_float4*>(from));
 }
 
-// `count` elements of one group, from word `at` of w on, as numbers.
+// Dequantizes `count` elements of one group, from word `at` of w on.
 template <int mode, int bits, int count>
 METAL_FUNC void dequantize(
     thread float* to, const device uint* w, size_t at, float scale, float bias) {
@@ -143,8 +143,8 @@ METAL_FUNC void dequantize(
   }
 }
 
-// The same from words that were read, to be rounded to T. A code in the mantissa of 2^7 (of 2^8 where
-// it has 8 bits) needs no subtraction: bias - 2^7 * scale loses nothing that half precision shows.
+// The same from words in registers, for a result in T. A code in the mantissa of 2^7 (2^8 for 8 bits) needs no
+// subtraction: the error of bias - 2^7 * scale is below the rounding to half precision.
 template <typename T, int mode, int bits, int count>
 METAL_FUNC void decode_run(
     thread float* to, const thread uint* words, float scale, float bias) {
@@ -164,7 +164,7 @@ METAL_FUNC void decode_run(
   }
 }
 
-// As many numbers as fill 16 bytes in T, rounded to it.
+// As many elements as fill 16 bytes, rounded to T.
 template <typename T>
 METAL_FUNC uint4 rounded(const thread float* values) {
   const int count = 16 / sizeof(T);

@@ -1,9 +1,9 @@
 // Codes in pairs of 16 bits, for matrix units.
 //
-// `span` words are one stream of 2 * span halves; half i and half i + span are put side by side, so
-// that a shift and a mask take element i and element i + pairs out of them at once. Widths that do
-// not divide a word take as many words as begin and end with an element. Runs too short for that
-// begin within a word: their lanes read the words around them, and shift.
+// `span` words are one stream of 2 * span halves; half i and half i + span are combined in one word, so
+// that one shift and one mask extract elements i and i + pairs. For widths that do not divide a word, span is
+// the number of words that begin and end with an element. Shorter runs begin within a word: their lanes
+// load the words around them, and shift.
 
 #include "common/fragment.metal"
 #include "packed.metal"
@@ -35,7 +35,7 @@ METAL_FUNC void pair_halves(thread uint* to, const thread uint* words) {
   }
 }
 
-// 16 bits of words, from bit `at` on; what lies above them may be anything.
+// 16 bits of words, from bit `at` on; higher bits are undefined.
 METAL_FUNC uint half_at(const thread uint* words, int at) {
   uint low = words[at / 32] >> at % 32;
   return at % 32 > 16 ? low | words[at / 32 + 1] << (32 - at % 32) : low;
@@ -66,7 +66,7 @@ METAL_FUNC uint shifted_down(uint x, int by) {
   return by >= 0 ? x >> by : x << -by;
 }
 
-// Bits first..first + bits of both streams, moved up by `place`, in front of `offset`.
+// Bits first..first + bits of both streams, shifted left by `place`, combined with `offset`.
 template <int bits>
 METAL_FUNC uint code_pair(const thread uint* halves, int first, int place, uint offset) {
   int at = first / 16, from = first % 16, rest = from + bits - 16;
@@ -79,12 +79,12 @@ METAL_FUNC uint code_pair(const thread uint* halves, int first, int place, uint 
   return masked_or(shifted_down(halves[at], from - place), part << place, offset);
 }
 
-// bfloat holds a code of 8 bits, but not with an offset: as a number, or in two parts.
+// bfloat has no room for a code of 8 bits and an offset: the code is converted, or split in two parts.
 #define BFLOAT_BYTES(T, mode, bits) (mode == AFFINE && bits == 8 && is_same_v<T, bfloat>)
 #define PARTS(T, mode, bits) (BFLOAT_BYTES(T, mode, bits) ? BYTE_PARTS : 1)
 
-// Two weights of a row, as they are multiplied: 2^7 (bfloat) or 2^10 (half) over the place of the
-// lowest bit is left in a code.
+// Two weights of a row as operands. Codes keep the offset of their exponent: 2^7 (bfloat) or 2^10 (half), times
+// the value of their lowest bit.
 template <typename T, int bits>
 METAL_FUNC float code_offset() {
   if (is_same_v<T, bfloat>) {

@@ -1,12 +1,12 @@
-// A tile of a packed matrix, unpacked once by all threads of a threadgroup, into its memory: by way of
-// registers, which can be filled while the tile before is multiplied.
+// Dequantizes a tile of a packed matrix into threadgroup memory, once for all SIMD groups. Packed words go
+// through registers, which are loaded while the previous tile is multiplied.
 
 #include "packed.metal"
 
 #include <metal_stdlib>
 using namespace metal;
 
-// Elements behind each row of a tile, so that neighbouring rows begin in other banks.
+// Elements of padding of each row of a tile, so that neighbouring rows begin in different banks.
 #define PADDING 8
 
 // How many of `all` pieces a thread takes, every threads-th, and whether `piece` is one.
@@ -19,7 +19,7 @@ struct packed_run {
   S scale, bias;
 };
 
-// The packed runs of a tile of `across` runs a row, at (row, column) of a matrix (rows, columns).
+// Loads the packed runs of a tile at (row, column) of a matrix (rows, columns), with `across` runs in each row.
 template <
     int mode, int group, int bits, int run, int all, int across, int threads, bool ahead, typename S>
 METAL_FUNC void fetch_runs(

@@ -7,9 +7,9 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// A lane's part of a tile, of row fragment_row(lane) and the eighth row below: the words of `ahead`
-// runs, and pairs of scale and bias, with the next ones. The four lanes of a row load those of four
-// groups and shuffle them; in NVFP4 each lane loads those of its own runs.
+// A lane's part of a tile, of row fragment_row(lane) and the eighth row below: the words of `ahead` runs, and
+// the current and next scales and biases (`numbers`). The four lanes of a row load those of four groups and
+// exchange them by shuffles; in NVFP4 each lane loads those of its own runs.
 template <typename S, int bits, int run, int ahead, int count>
 struct packed_tile {
   packed_matrix<S> matrix;
@@ -39,8 +39,8 @@ METAL_FUNC void load_words_of(
 template <typename S>
 using number_parts = metal::vec<S, 4 / sizeof(S)>;
 
-// The next numbers: those of `count` groups. Without any they are zero. They stay apart until they
-// are taken, since to put them together is to wait for them.
+// Loads the next scales and biases, of `count` groups; zeros if there are none. They are combined only when
+// they are used, since combining waits for the loads.
 template <int mode, typename S, int bits, int run, int ahead, int count>
 METAL_FUNC void load_numbers_of(
     thread packed_tile<S, bits, run, ahead, count>& tile, int group, bool inside) {

@@ -1,17 +1,17 @@
 // Product of many rows with a quantized matrix: y (M, N) = x (M, K) * w + bias, in tiles.
 //
-// w is packed, transposed (N, K) or plain (K, N); packed.metal says how. One threadgroup computes
-// tile_m x tile_n of y, its simds_m x simds_n SIMD groups a rectangle each. Per step of tile_k it
-// unpacks a tile of w, rounded to T, and copies one of x into threadgroup memory, from registers
-// that were filled while the step before was multiplied:
+// w is packed (see packed.metal), transposed (N, K) or not (K, N). One threadgroup computes tile_m x tile_n
+// of y, each of its simds_m x simds_n SIMD groups a rectangle. In each step of tile_k it dequantizes a tile of
+// w and copies one of x to threadgroup memory, through registers that are loaded while the previous step
+// is multiplied:
 //
 //   grid (ceil(M / tile_m) * threads, ceil(N / tile_n), parts), threadgroup (threads, 1, 1) with
 //   threads = 32 * simds_m * simds_n; threadgroup memory stages * (tiles with their padding).
 //
-// Rows of one column of tiles are neighbours in the grid, so that w is read from memory once. Where
-// `parts` share K, part z takes `depth` elements of it from z * depth on and writes its sums to
-// plane z of y, in float32, for qmm_sum to add. A run of elements that one thread
-// unpacks lies in one group. What lies beyond M, N or K counts as zero and is not read.
+// The threadgroups of one column of tiles are neighbours in the grid, so that w is read from device memory
+// once. With split-K into `parts`, part z takes `depth` elements of K from z * depth on and writes its sums
+// to plane z of y, in float32, for qmm_sum to add. The run of elements that one thread dequantizes has one
+// group. Elements beyond M, N or K are zeros and are not read.
 
 #include "common/fragment.metal"
 #include "packed_runs.metal"
@@ -58,7 +58,7 @@ METAL_FUNC void place_rows(threadgroup T* tile, const thread uint4* held, int th
   }
 }
 
-// sums += x * w for a SIMD group's part of two tiles; sums in rows of `columns` fragments.
+// sums += x * w for a SIMD group's part of two tiles; a row of sums has `columns` fragments.
 template <typename T, bool transposed, int tile_k, int rows, int columns, int stride>
 METAL_FUNC void multiply_tiles(
     thread sum_fragment* sums, const threadgroup T* x, const threadgroup T* w, uint lane) {
@@ -88,7 +88,7 @@ METAL_FUNC void multiply_tiles(
   }
 }
 
-// A SIMD group's sums to y (M, N), from (m, n) on.
+// Stores a SIMD group's sums to y (M, N), from (m, n) on.
 template <typename T, typename O, int rows, int columns, bool biased>
 METAL_FUNC void write_sums(
     const thread sum_fragment* sums,
@@ -244,7 +244,7 @@ template <
     uint thread_index [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   constexpr int rows = tile_m / simds_m / 16, columns = tile_n / simds_n / 8;
-  // Read and written 16 bytes at a time, which an array of T would not be aligned for.
+  // uint4, since an array of T would not be aligned for vectors of 16 bytes.
   threadgroup uint4 x_packs[stages * X_TILE * sizeof(T) / 16];
   threadgroup uint4 w_packs[stages * W_TILE * sizeof(T) / 16];
   threadgroup T* x_tiles = reinterpret_cast<threadgroup T*>(x_packs);
@@ -263,7 +263,7 @@ template <
       sums, bias, y + place.z * size_t(M) * N, m, n, M, N, lane);
 }
 
-// y = the sum of the planes of `parts`, and the bias; one element a thread.
+// y = the sum of the planes of `parts`, and the bias; a thread computes one element.
 template <typename T, bool biased>
 [[kernel]] void qmm_sum(
     const device float* parts,

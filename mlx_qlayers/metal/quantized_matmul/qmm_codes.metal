@@ -1,18 +1,18 @@
-// Product of many rows with a matrix of 4-bit codes (affine, transposed), which Metal 4's tensor
-// operations take as they are packed; with what qmm_tensor.metal lets follow. A weight is
-// scale * code + bias, so that over the groups of K
+// Product of many rows with a matrix of 4-bit codes (affine, transposed), which Metal 4's tensor operations
+// take packed; with the epilogues of qmm_tensor.metal. A weight is scale * code + bias, so that, over the
+// groups of K,
 //
 //   x * w^T = sum of scale * (x * codes^T) + (sums of x) * biases^T
 //
 // group_sums   the sums of x, (M, 2 * K / group) bfloat: rounded sums, then their rounding errors
 //
 // qmm_codes    A threadgroup of `simds` SIMD groups computes rows x columns of y. First it multiplies
-//              sums of x and biases, which come to `sums` through threadgroup memory; then each group
-//              of codes with x, from device memory: products of one group are a destination of their
-//              own, added to `sums` times their column's scale, by index.
+//              sums of x and biases, through threadgroup memory; then it multiplies each group of codes
+//              with x, from device memory. The products of a group have a destination of their own, and
+//              are added to `sums`, times the scales of their columns, by index.
 //
 //   grid (32 * simds * ceil(M / rows), ceil(N / columns), 1), threadgroup (32 * simds, 1, 1);
-//   threadgroup memory 4 * columns * (rows + 2 * AT_ONCE). A gate's matrices follow each other.
+//   threadgroup memory 4 * columns * (rows + 2 * AT_ONCE). A gate's matrices are computed one after the other.
 //
 // Needs Metal 4, macOS 26.4; never run on the hardware that it is for.
 
@@ -22,7 +22,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// Groups whose scales are brought at once.
+// Groups whose scales are loaded at once.
 #define AT_ONCE 4
 
 template <typename T, int group>
@@ -44,7 +44,7 @@ template <typename T, int group>
   }
 }
 
-// sums = (the sums of x) * biases^T, by way of threadgroup memory.
+// sums = (the sums of x) * biases^T, through threadgroup memory.
 template <int rows, int columns, int simds, typename S, typename C>
 METAL_FUNC void add_offsets(
     thread C& sums,

@@ -30,7 +30,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// Threadgroup memory in units of 16 bytes of the sums of so many fragments.
+// Threadgroup memory for the sums of `chunk` fragments, in units of 16 bytes.
 #define SKINNY_SUMS(rows, simds_k, chunk) (((simds_k) * (rows) * (8 * (chunk) + 2) + 3) / 4)
 
 template <
@@ -106,7 +106,7 @@ template <
   M = min(M - above, 8 * fragments);
   x += size_t(above) * K;
   const int sizes[3] = {w_shape[0], w1 ? w1_shape[0] : 0, w2 ? w2_shape[0] : 0};
-  // Windows must be whole panels of a tile.
+  // K tiles must be whole panels of a tile.
   constexpr bool by_warpgroup = warpgroup && uses_warpgroup<T>(simds_n, 1, step, step);
   threadgroup tile_packs<persistent ? declared_packs(size) : size> packs;
   threadgroup uint4* memory = persistent ? all_packs(packs) : packs.pack;
@@ -121,14 +121,14 @@ template <
   threadgroup uint4* own = memory + simd_k * stages * stage_size;
   packed_tile<S, bits, run, slots, count> tile[tiles] = {};
   sum_fragment totals[tiles][fragments] = {};
-  // As many operands at a time as many SIMD groups have registers for.
+  // Operands that are loaded at a time: more SIMD groups have fewer registers.
   constexpr int some_units = simds > 16 ? 2 : 4;
   row_k_tile<T, run> held[persistent ? some_units : units];
-  // For all of K, if one threadgroup computes it.
+  // Without split-K the norm is that of the whole row.
   constexpr bool early_squares = persistent && !split;
   row_squares<simds, 8 * fragments, early_squares ? (stage_tiles * step / 16 + 31) / 32 : 1> squares;
   if (persistent) {
-    // Ahead of words of w, behind which they would wait for memory.
+    // Loaded before words of w, behind which they would wait in the memory queue.
     fetch_some<some_units, simds, bits, stage_tiles, T, fragments>(held, x, simd, from, M, K, lane);
   }
   if (early_squares && partial_squares) {
@@ -144,7 +144,7 @@ template <
     tile[r].matrix.biases = m == 0 ? biases : m == 1 ? biases1 : biases2;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      // At the edge of a matrix its last row stands in.
+      // Beyond the edge of a matrix its last row is repeated.
       uint row = min(place.first + fragment_row(lane) + 8 * i, rows - 1);
       tile[r].words_at[i] = row * (K / 16 * bits / 2) + (from / run + quarter) * (run * bits / 32);
       tile[r].numbers_at[i] = row * (K / group) + from / group;
@@ -177,7 +177,7 @@ template <
       factors_of_squares(factors, squares, M, K, as_type<float>(epsilon), simd, lane);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    // Each way to read words has a loop of its own, of which one runs.
+    // One loop for each alignment of words; one of them runs.
 #pragma unroll
     for (int reading = 0; reading < READINGS; reading++) {
 #pragma clang loop unroll(disable)
@@ -224,7 +224,7 @@ template <
         if (i >= steps) {
           break;
         }
-        // Ahead of the loads where what shows them to products waits for all that are under way.
+        // Before the loads, if show_to_products would wait for those too.
         threadgroup uint4* other = own + (i / stage_tiles + 1) % places * stage_size;
         const bool begins = i % stage_tiles == 0;
         if (stages == 2 && by_warpgroup && begins) {
@@ -272,7 +272,7 @@ template <
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  // So many fragments of all sums at a time; two floats more keep rows apart in banks.
+  // The fragments of sums that fit at a time; padding of two floats avoids bank conflicts.
   constexpr int fitting = (size * 4 / (simds_k * all * 16) - 2) / 8;
   constexpr int most = fitting < fragments ? fitting : fragments, stride = 8 * most + 2;
   constexpr int height = gate ? 8 * all : 16 * all, joined = gate ? 2 : 1;
@@ -289,8 +289,8 @@ template <
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    // A thread finishes an element, as in qmv_matrix; what it adds it reads for some of them at once.
-    // Most often all its elements are of one row of w, about which all is then known ahead.
+    // A thread finishes an element, as in qmv_matrix; residuals and weights of `some` elements are loaded at
+    // once. If `even`, all elements of a thread belong to one row of w.
     constexpr bool even = threads % height == 0;
     constexpr int some = 4;
     const int thread_index = simd * 32 + lane, columns = min(8 * most, M - 8 * first);
@@ -359,7 +359,7 @@ template <
   }
 }
 
-// y = the sum of planes (parts, M, N), finished as qmm_skinny would.
+// y = the sum of planes (parts, M, N), with the epilogue of qmm_skinny.
 //
 //   grid (ceil(N / 32) * 32, M, 1), threadgroup (32 * n, 1, 1)
 template <typename T>

@@ -7,8 +7,8 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// Codes without an offset are bfloats below the normal ones, 2^133 times too small. Where these are exact,
-// scales make up for it but for 2^32, lest they overflow, and biases are as much smaller.
+// Codes without an offset are subnormal bfloats, 2^133 times too small. If these are multiplied exactly, scales
+// have the factor 2^101, since 2^133 would overflow, biases the factor 2^-32, and sums 2^32 at the end.
 template <typename T, typename S, int mode, int bits>
 constexpr bool codes_are_numbers() {
   return EXACT_BELOW_NORMAL && mode == AFFINE && bits < 8 && is_same_v<T, bfloat> && is_same_v<S, T>;
@@ -159,8 +159,8 @@ METAL_FUNC void row_factors(
   }
 }
 
-// The same of rows whose `tiles` are at most 32 * count: asked for first, and added up when they are
-// there. Beyond the last tile they are zero.
+// The same for rows of at most 32 * count `tiles`, in two steps: loads first, sums later. Beyond the last tile
+// there are zeros.
 template <int simds, int rows, int count>
 struct row_squares {
   float of[(rows + simds - 1) / simds][count];
@@ -265,7 +265,7 @@ METAL_FUNC void unpack_operands(
   const int span = SPAN(bits), pairs = PAIRS(bits, run);
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    // The numbers of the run, in NVFP4 of 16 elements of it.
+    // The scale and bias of the run, in NVFP4 of 16 of its elements.
     number_parts<S> number = as_type<number_parts<S>>(numbers[i * count + (mode == NVFP4 ? t / 4 : 0)]);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
@@ -308,7 +308,7 @@ METAL_FUNC void multiply_k_tile(
   if (by_warpgroup) {
 #pragma unroll
     for (int r = 0; r < tiles; r++) {
-      // A panel of the tile at a time, lest all operands are held at once.
+      // One panel of the tile at a time, to save registers.
 #pragma unroll
       for (int t = 0; t < run / 4; t += 4) {
         left_fragment<T> left[4];

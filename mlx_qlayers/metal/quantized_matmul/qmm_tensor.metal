@@ -5,12 +5,11 @@
 // packed.metal says how w is packed, transposed (N, K) or not (K, N).
 //
 // A threadgroup computes rows * simds_m x 32 * simds_n of y, each SIMD group rows x 32, in steps of
-// tile_k. `staged`, the threadgroup unpacks w once, as tensor_staged.metal says. Else it brings packed
-// words and scales of w into threadgroup memory, by way of registers that are filled while the step
-// before is multiplied; each SIMD group decodes them into its cooperative right input, rounded to T,
-// and multiplies with rows of x in device memory. Sums stay in a cooperative destination; with a gate
-// its two matrices take turns, and have one each. Which lane holds which element is asked of the
-// tensors, never assumed.
+// tile_k. If `staged`, the threadgroup dequantizes w once, see tensor_staged.metal. Else it copies packed
+// words and scales of w to threadgroup memory, through registers that are loaded while the previous step
+// is multiplied; each SIMD group dequantizes them into its cooperative right input and multiplies with
+// rows of x in device memory. Sums are in a cooperative destination, one for each matrix of a gate, whose
+// steps alternate. Layouts of cooperative tensors are queried, never assumed.
 //
 //   grid (ceil(M / (rows * simds_m)) * threads, ceil(N / (32 * simds_n)), parts), threadgroup
 //   (threads, 1, 1) with threads = 32 * simds_m * simds_n; threadgroup memory 2 * (words, scales
@@ -19,8 +18,8 @@
 // With split-K into `parts`, part z takes `depth` elements of K from z * depth on, a multiple of
 // tile_k, and writes its sums to plane z of y, in float32, for qmm_sum to add.
 //
-// tile_k divides K, or else the product is `ragged`: then x too comes through a cooperative input, or
-// the last step is clipped.
+// If tile_k does not divide K, the product is `ragged`: then x is a cooperative input too, or the last step
+// is clipped.
 // Needs Metal 4, macOS 26.2; never run on the hardware that it is for.
 
 #include "tensor_staged.metal"
@@ -36,14 +35,14 @@ using namespace metal;
 #define PART_GROUPS (PART_COLUMNS > group ? PART_COLUMNS / group : 1)
 #define PART_SIZE(of_row) (staged ? 1 : 2 * PART_ROWS * (of_row))
 
-// A thread's share of words, scales and biases of a part.
+// A thread's words, scales and biases of a part.
 template <typename S, int words, int groups>
 struct held_part {
   uint word[words];
   S factor[groups], offset[groups];
 };
 
-// The part at (row, column) of a matrix (rows, columns); zeros beyond it.
+// Loads the part at (row, column) of a matrix (rows, columns), with zeros beyond it.
 template <
     int mode, int group, int bits, int part_rows, int part_words, int part_groups, int threads,
     typename S, typename H>
@@ -56,7 +55,7 @@ METAL_FUNC void fetch_part(
     int columns,
     int thread_index) {
   int row_words = columns * bits / 32, row_groups = columns / group;
-  // If threads take whole rows of words, those of a thread belong to one column.
+  // If `even`, all words of a thread belong to one column.
   constexpr bool even = threads % part_words == 0;
   int first_row = thread_index / part_words, first_word = thread_index % part_words;
 #pragma unroll
@@ -83,7 +82,7 @@ METAL_FUNC void fetch_part(
   }
 }
 
-// Writes what the thread holds to threadgroup memory; `moved` scales are subtracted from the offsets.
+// Stores a thread's part to threadgroup memory; `moved` times the scales are subtracted from the offsets.
 template <int mode, int part_rows, int part_words, int part_groups, int threads, typename H>
 METAL_FUNC void place_part(
     threadgroup uint* words,
@@ -132,7 +131,7 @@ METAL_FUNC float part_element(
   return fma(factors[of_group], value, mode == AFFINE ? offsets[of_group] : 0.0f);
 }
 
-// The left operand of a SIMD group: rows of x in device memory, or a cooperative input that is filled here.
+// The left operand of a SIMD group: rows of x in device memory or, if `ragged`, a cooperative input.
 template <typename T, bool ragged>
 struct tensor_rows;
 template <typename T>
@@ -164,8 +163,8 @@ struct tensor_rows<T, true> {
   }
 };
 
-// sums += x * w for a step whose part of w is in the memory of `stage`. Meanwhile the part of `next`
-// from k on comes into the other stage's, which was read before the barrier of the last step.
+// sums += x * w for a step whose part of w is in `stage`. Meanwhile the part of `next` from k on is copied to
+// the other stage, which was last read before the barrier of the previous step.
 template <
     typename T, int mode, int group, int bits, bool transposed, int tile_k, int simds_m, int simds_n,
     typename S, typename P, typename L, typename R, typename C>
@@ -188,7 +187,7 @@ METAL_FUNC void add_step(
     int thread_index) {
   constexpr int count = PART_ROWS * PART_WORDS, scaled = PART_ROWS * PART_GROUPS;
   constexpr int threads = 32 * simds_m * simds_n;
-  // As decode_run: half precision does not show what a code in a mantissa loses.
+  // As in decode_run: the error of a code in a mantissa is below the rounding to half precision.
   constexpr bool in_mantissa = mode == AFFINE && sizeof(T) == 2;
   constexpr float moved = in_mantissa ? (bits == 8 ? -256.0f : -128.0f) : 0.0f;
   held_part<S, PIECES_PER_THREAD(count, threads), PIECES_PER_THREAD(scaled, threads)> held;
@@ -219,8 +218,8 @@ METAL_FUNC void add_step(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// y from (m, n) on for a threadgroup, of `depth` elements of K from `first` on; x, y and M are those
-// of one matrix.
+// Computes y from (m, n) on for a threadgroup, over `depth` elements of K from `first` on; x, y and M are
+// those of one matrix.
 template <
     typename T, typename O, typename S, int mode, int group, int bits, bool transposed, int rows,
     int tile_k, int simds_m, int simds_n, bool ragged, bool staged, int gate>
@@ -267,7 +266,7 @@ METAL_FUNC void multiply_tensors(
         metal::remove_addrspace_t<left>, metal::remove_addrspace_t<decltype(right)>, float>();
     clear_sums(sums);
     clear_sums(others);
-    // The step before the first one only loads what the first one needs.
+    // The step before the first one only loads its part.
     for (int k = first - tile_k; k < end; k += tile_k) {
       bool begun = k >= first;
       int at = max(k, first), rows_left = begun ? max(M - m, 0) : 0;

@@ -2,17 +2,16 @@
 //
 //   y_i (M, N_i) = norm(x) (M, K) * w_i^T + bias_i,   or   gate(y_0) * y_1,   or   y_0 + residual
 //
-// with M up to `rows`. w_i is (N_i, K) packed in `bits` bits an element; `group` elements of a row
-// share a scale (and in mode affine a bias). A tile is `outputs` neighbouring rows of a matrix, or
-// half as many of both that a gate joins, read and unpacked once for all rows of x by the `lanes`
-// threads of one SIMD group, or by one thread where `lanes` is 1:
+// with M up to `rows`. w_i is (N_i, K) packed in `bits` bits an element; `group` elements of a row have one
+// scale (and in mode affine one bias). A tile is `outputs` neighbouring rows of a matrix, or half as many
+// of both matrices of a gate, read and dequantized once for all rows of x by the `lanes` threads of one
+// SIMD group, or by one thread if `lanes` is 1:
 //
-//   grid ((tiles * lanes), 1, 1), at least as many as there are; threadgroup any multiple of
-//   `lanes`; no threadgroup memory. A thread takes runs of `run` elements of K, every lanes-th.
+//   grid (tiles * lanes, 1, 1) or more; threadgroup any multiple of `lanes`; no threadgroup memory.
+//   A thread takes every lanes-th run of `run` elements of K.
 //
-// Sums are float32, in `ways` parts that a processor with vectors adds side by side. At the edge of
-// a matrix a tile reads the last row again and writes only what exists. `epsilon` holds the bits of a
-// float.
+// Sums are float32, in `ways` partial sums that a CPU adds as vectors. At the edge of a matrix a tile repeats
+// the last row, and does not store the repetitions. `epsilon` holds the bits of a float.
 
 #include "epilogue.metal"
 #include "packed.metal"
@@ -38,7 +37,7 @@ METAL_FUNC void accumulate(thread float* sums, const thread float* a, const thre
   }
 }
 
-// `run` neighbours of an array, four at a time where that is one load.
+// Loads `run` contiguous elements, four at a time if `fours`.
 template <int run, bool fours, typename T>
 METAL_FUNC void read_values(thread float* values, const device T* from) {
 #pragma unroll
@@ -103,7 +102,7 @@ template <
   alignas(64) float sums[rows][outputs][ways] = {};
   float squares[rows] = {};
 
-  // A tile beyond N, there to fill the last threadgroup, reads nothing.
+  // A tile beyond N only fills the last threadgroup, and reads nothing.
   int depth = first < N ? K : 0;
   for (int k = lane * run; k < depth; k += lanes * run) {
     alignas(64) float weights[outputs][run];
@@ -157,7 +156,7 @@ template <
 #pragma clang loop vectorize(disable)
       for (int n = 0; n < outputs; n++) {
         if (lanes > 1) {
-          // A single row's weights are used as soon as they are dequantized, which saves registers.
+          // With a single row, weights are used as soon as they are dequantized, which saves registers.
           if (rows == 1) {
             decode_codes<T, mode, bits, run>(weights[n], codes[n]);
           }
@@ -182,7 +181,7 @@ template <
 #pragma unroll(lanes > 1 ? outputs : 1)
 #pragma clang loop vectorize(disable)
     for (int n = 0; n < outputs; n++) {
-      // In pairs: one after another would round more often.
+      // Added in pairs, which rounds less often than one by one.
 #pragma unroll
       for (int pair = ways / 2; pair > 0; pair /= 2) {
         for (int j = 0; j < pair; j++) {

@@ -2,24 +2,24 @@
 //
 //   y_i (M, N_i) = norm(x) (M, K) * w_i^T + bias_i,   or   gate(y_0) * y_1,   or   y_0 + residual
 //
-// The norm that y goes through next needs no launch of its own: y times its weight, `scaled`, is
-// written too, and of every tile of 16 columns the sum of squares of y. The product that follows
-// takes the first for x and the second for `partial_squares` (M, K / 16).
+// A deferred RMS norm behind y needs no launch of its own: y times `deferred_weight` is stored as `scaled`, and
+// the sum of squares of every 16 columns of y as `scaled_squares`. The product that follows takes the first
+// for x and the second for `partial_squares` (M, K / 16).
 //
-// The packed weights are the left operand, 16 rows of w to a tile, and the rows of x are columns of
-// the right one: 8 rows cost what one costs. A threadgroup has `simds_n` times `simds_k` SIMD groups,
-// each with `tiles` tiles; `simds_k` of them share K and add their sums in threadgroup memory.
+// The packed weights are the left operand, 16 rows of w to a tile, and the rows of x are columns of the right
+// one: 8 rows take the time of one. A threadgroup has `simds_n` times `simds_k` SIMD groups, each with `tiles`
+// tiles; `simds_k` of them divide K and add their sums in threadgroup memory.
 //
-//   grid (threads * ceil(tiles in all / (tiles * stacks)), 1, 1), threadgroup (threads, 1, 1)
-//   where threads = 32 * simds * stacks
+//   grid (threads * ceil(all tiles / (tiles * simds_n)), 1, 1), threadgroup (threads, 1, 1)
+//   where threads = 32 * simds_k * simds_n
 //
-// Codes are multiplied as they are, with an offset that unpacking leaves in them; scale, bias and
-// offset are applied to float32 sums of a group. The four lanes that share a row of w take `run`
-// elements each, of `slots` groups side by side: zeros in x send their sums to columns of their own.
-// `fragments` right operands of 8 columns hold the rows of x times slots. run divides K.
-// The rows of x, the numbers of the groups and `ahead` runs of a tile are loaded before their step.
-// `epsilon` holds the bits of a float: arguments that are arrays cost a launch more time on the host.
-// In NVFP4, with groups of 16, the scale is multiplied into the code instead, which is exact.
+// Codes are multiplied without their scales, with the offset that unpacking leaves in them; scale, bias and
+// offset are applied to the float32 sums of a group. The four lanes of a row of w take `run` elements each, of
+// `slots` neighbouring groups: zeros in x separate their sums into columns. `fragments` right operands of 8
+// columns hold the rows of x times slots. run divides K. The rows of x, the scales of the groups and `ahead`
+// runs of a tile are loaded before their step. `epsilon` holds the bits of a float, since an array argument
+// would take host time in each launch. In NVFP4, with groups of 16, the scale is multiplied into the code
+// instead, which is exact.
 
 #include "qmv_matrix_steps.metal"
 #include "common/fragment.metal"
@@ -77,9 +77,9 @@ template <
     uint lane [[thread_index_in_simdgroup]]) {
   const int slots = mode == NVFP4 ? 1 : 4 * run / group, per = 8 / slots, columns = 8 * fragments;
   const int step = 4 * run, all = simds_n * tiles;
-  // Steps that the four lanes of a row hold numbers for.
+  // Steps whose scales the four lanes of a row hold.
   const int held = mode == NVFP4 ? 1 : 4 / slots, count = mode == NVFP4 ? run / 16 : 1;
-  // Shapes come with the launch, earlier than what is in memory.
+  // Shapes are launch arguments, available earlier than values in memory.
   const int K = w_shape[1] * 32 / bits, groups = K / group;
   int M = 1;
 #pragma clang loop unroll(disable)
@@ -90,9 +90,8 @@ template <
   threadgroup float parts[simds_k * all * 16 * columns];
   threadgroup float squares[simds_n * simds_k * columns];
 
-  // Step i of this SIMD group is step begin + between * i of the rows, of which this lane has a run.
-  // Groups of one tile are few: their steps lie together. Many groups take turns, so that what they
-  // read at a time lies together.
+  // Step i of this SIMD group is step begin + between * i of the rows. With one tile each, SIMD groups have
+  // contiguous steps; with several, their steps are interleaved, so that they load neighbouring words.
   const int part = simd % simds_k, above = simd / simds_k * tiles, quarter = fragment_col(lane) / 2;
   const int offset = quarter * run, steps = (K + step - 1) / step, steps_per_simd = (steps + simds_k - 1) / simds_k;
   const int begin = tiles == 1 ? part * steps_per_simd : part, between = tiles == 1 ? 1 : simds_k;
@@ -113,7 +112,7 @@ template <
     tile[r].matrix.biases = m == 0 ? biases : m == 1 ? biases1 : biases2;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      // At the edge of a matrix its last row stands in.
+      // Beyond the edge of a matrix its last row is repeated.
       uint row = min(place.first + fragment_row(lane) + 8 * i, size - 1);
       tile[r].words_at[i] = row * (K / 16 * bits / 2) + first_word<bits, run>(quarter);
       tile[r].numbers_at[i] = row * groups;
@@ -126,7 +125,7 @@ template <
     int first = (begin + between * numbers_step) * per_step + numbers_from;
     load_numbers_of<mode>(tile[r], first, numbers_step < own_steps && first < groups);
   }
-  // Which of its columns a lane fills with x: those of the slot that its depths are in.
+  // A lane fills the columns of the slot of its depths with x, the others with zeros.
   const int depth = right_depth(lane, 0) % 8 / 2 * run, column = right_column(lane, 0);
   const int row = column % per - column;
   const int filled = column / per == depth / (step / slots) ? M - row : 0;
@@ -140,7 +139,7 @@ template <
     load_rows<per, bits>(
         rows, x, norm_weight, k, row, own_steps > 0 && k + depth < K ? filled : 0, K, lane);
   }
-  // Factors of rows, while what was loaded first is on its way.
+  // The norm factors of rows, while the first loads are in flight.
   const int thread_index = simd * 32 + lane, threads = simds_n * simds_k * 32;
   if (partial_squares) {
     const int of_row = (K + 15) / 16;
@@ -151,7 +150,7 @@ template <
       }
     }
   }
-  // Each way to read words has a loop of its own, of which one runs.
+  // One loop for each alignment of words; one of them runs.
 #pragma unroll
   for (int reading = 0; reading < READINGS; reading++) {
     for (int i = 0; i < (reading == odd ? own_steps : 0); i += ahead) {
@@ -218,8 +217,8 @@ template <
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  // A thread finishes an element: row n of the tiles, or of every other where two make one. Whole
-  // SIMD groups go through the loop where sixteen threads add up the squares of a tile.
+  // A thread finishes an element: row n of the tiles or, with a gate, of every other tile. With a deferred norm
+  // whole SIMD groups run the loop, since sixteen threads add up the squares of a tile.
   const int height = gate ? 8 * all : 16 * all, joined = gate ? 2 : 1, elements = height * M;
   for (int i = thread_index; i < (deferred_weight ? (elements + 31) / 32 * 32 : elements); i += threads) {
     int n = i % height, m = min(i / height, M - 1), r = n / 16 * joined;

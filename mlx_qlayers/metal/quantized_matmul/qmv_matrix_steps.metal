@@ -8,8 +8,8 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// sums += a tile's run d times x; without mode NVFP4, sums = their product. Of `chains` sums for each
-// fragment, which wait for each other less, all are to be added up.
+// sums += run d of a tile times x; in modes other than NVFP4, sums = their product. Each fragment has `chains`
+// independent sums, to hide latency; the caller adds them up.
 template <
     typename T,
     int fragments,
@@ -68,7 +68,7 @@ METAL_FUNC void multiply_tile(
   }
 }
 
-// The rows of x from element k on, each in its columns, and the norm's weight.
+// Loads the rows of x from element k on, each in its columns, and the norm's weight.
 template <typename T, int fragments, int run>
 struct row_runs {
   loaded_run<T, run / 4> x[fragments], weight;
@@ -92,7 +92,7 @@ METAL_FUNC void load_rows(
     load_run<PAIRS(bits, run)>(rows.weight, norm_weight, k, 0, run, max(filled, 0), lane);
   }
 }
-// The loaded x as operands, times the norm's weight; its squares are added up.
+// Makes operands of the loaded x, times the norm's weight, and adds up its squares.
 template <int bits, typename T, int fragments, int run>
 METAL_FUNC void take_rows(
     thread right_fragment<T>* values,
@@ -103,7 +103,7 @@ METAL_FUNC void take_rows(
   const int count = run / 4;
 #pragma unroll
   for (int f = 0; f < fragments; f++) {
-    weave<PAIRS(bits, run)>(values + f * count, rows.x[f]);
+    interleave<PAIRS(bits, run)>(values + f * count, rows.x[f]);
   }
   if (normed) {
 #pragma unroll
@@ -113,7 +113,7 @@ METAL_FUNC void take_rows(
   }
   if (weighted) {
     right_fragment<T> weight[count];
-    weave<PAIRS(bits, run)>(weight, rows.weight);
+    interleave<PAIRS(bits, run)>(weight, rows.weight);
 #pragma unroll
     for (int j = 0; j < fragments * count; j++) {
       values[j] = multiply_elements(values[j], weight[j % count]);
@@ -121,8 +121,8 @@ METAL_FUNC void take_rows(
   }
 }
 
-// totals += scale * sums + bias * added, without the offset of the codes; lane `from` of each row
-// holds the numbers.
+// totals += scale * sums + bias * added, with the offset of the codes removed; lane `from` of each row holds
+// the scale and bias.
 template <typename T, int fragments, int mode, bool handed, typename S, int bits, int run, int ahead, int count>
 METAL_FUNC void add_scaled(
     thread sum_fragment* totals,

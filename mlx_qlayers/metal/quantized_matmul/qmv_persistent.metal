@@ -1,14 +1,13 @@
-// qmv of few rows on the matrix units, as in qmv_matrix.metal, by threadgroups that stay:
+// qmv of few rows on the matrix units, as in qmv_matrix.metal, by persistent threadgroups:
 //
 //   y_i (M, N_i) = norm(x) (M, K) * w_i^T + bias_i,   or   gate(y_0) * y_1,   or   y_0 + residual
 //
-//   grid (32 * simds * ceil(tiles in all / tiles), 1, 1), threadgroup (32 * simds, 1, 1)
+//   grid (32 * simds_k * ceil(all tiles / tiles), 1, 1), threadgroup (32 * simds_k, 1, 1)
 //
-// Threadgroups take tiles, or where a gate joins two of them pairs, by turns: what all of them read
-// at a time lies together.
-// A SIMD group makes operands of one step of x, and multiplies with them that step of all `tiles`
-// tiles of its threadgroup, one after the other, so that `ahead` tiles are always under way and
-// nothing else is read between them. So there are as many SIMD groups as steps; their sums meet in
+// Tiles, or pairs of them with a gate, are interleaved among threadgroups, so that these read neighbouring
+// memory at the same time. A SIMD group makes operands of one step of x and multiplies that step of all
+// `tiles` tiles of its threadgroup with them, one after the other: `ahead` tiles are always in flight, and
+// nothing else is read between them. There are as many SIMD groups as steps; their sums are added in
 // threadgroup memory at the end. The other parameters are those of qmv_matrix.
 
 #include "qmv_matrix_steps.metal"
@@ -18,8 +17,8 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// Starts to load a step of the 16 rows that are `at` tiles after the first of all matrices, from a given
-// matrix if that is known.
+// Starts to load a step of the 16 rows of tile `at`, counted through all matrices, from a given matrix if that
+// is `known`.
 template <int gate, int mode, int group, typename S, int bits, int run, int count>
 METAL_FUNC void fetch_tile(
     thread packed_tile<S, bits, run, 1, count>& tile,
@@ -38,7 +37,7 @@ METAL_FUNC void fetch_tile(
   tile.matrix = m == 0 ? matrices[0] : m == 1 ? matrices[1] : matrices[2];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    // At the edge of a matrix its last row stands in.
+    // Beyond the edge of a matrix its last row is repeated.
     uint row = min(place.first + fragment_row(lane) + 8 * i, size - 1);
     tile.words_at[i] = row * (K / 16 * bits / 2) + first_word<bits, run>(quarter);
     tile.numbers_at[i] = row * (K / group);
@@ -53,9 +52,9 @@ METAL_FUNC float of_other_lane(float x, int pair, uint lane) {
   return as_type<float>(from_row_lane(as_type<uint>(x), pair, lane));
 }
 
-// Adds up the columns of each row of x, of which there are M, and stores the sums: 16 floats for every
-// row of x, `stride` apart. Lanes share the sums out: each gives away those of another row of the
-// tile, then those of another row of x.
+// Adds up the columns of each of M rows of x, and stores the sums: 16 floats for each row of x, `stride`
+// apart. In a butterfly, lanes exchange first the sums of another row of the tile, then those of another
+// row of x.
 template <int slots, int fragments>
 METAL_FUNC void store_sums(
     threadgroup float* to,
@@ -145,7 +144,7 @@ template <
     uint lane [[thread_index_in_simdgroup]]) {
   const int slots = mode == NVFP4 ? 1 : 4 * run / group, per = 8 / slots, most = per * fragments;
   const int step = 4 * run, count = mode == NVFP4 ? run / 16 : 1, columns = 8 * fragments, chains = 2;
-  // Shapes come with the launch, earlier than what is in memory.
+  // Shapes are launch arguments, available earlier than values in memory.
   const int K = w_shape[1] * 32 / bits, steps = (K + step - 1) / step;
   int M = 1;
 #pragma clang loop unroll(disable)
@@ -163,15 +162,15 @@ template <
   const int begin = threadgroup_index * joined, between = (all + tiles - 1) / tiles * joined;
   const int here = (all - begin + between - 1) / between * joined;
   const bool odd = begins_odd(w) || begins_odd(w1) || begins_odd(w2);
-  // Which of its columns a lane fills with x: those of the slot that its depths are in.
+  // A lane fills the columns of the slot of its depths with x, the others with zeros.
   const int depth = right_depth(lane, 0) % 8 / 2 * run, column = right_column(lane, 0);
   const int row = column % per - column;
   const int filled = column / per == depth / (step / slots) ? M - row : 0;
-  // x is few bytes for all, and would wait behind those of the matrix.
+  // x is loaded first: it is small, and would wait behind the loads of the matrix.
   row_runs<T, fragments, run> rows;
   load_rows<per, bits>(
       rows, x, norm_weight, simd * step, row, simd * step + depth < K ? filled : 0, K, lane);
-  // Two matrices of a gate take turns, as tiles do.
+  // The tiles of a gate alternate between two matrices.
   const bool known = gate && ahead % 2 == 0;
   packed_tile<S, bits, run, 1, count> tile[ahead] = {};
 #pragma unroll
@@ -191,7 +190,7 @@ template <
   }
   square_sums squared[fragments] = {};
 
-  // Factors of rows, while what was loaded first is on its way.
+  // The norm factors of rows, while the first loads are in flight.
   if (partial_squares) {
     const int of_row = (K + 15) / 16;
     for (int m = simd; m < M; m += simds_k) {
@@ -209,7 +208,7 @@ template <
   for (int f = 0; f < (mode == AFFINE ? fragments : 0); f++) {
     sum_columns<run / 4>(added[f], values + f * (run / 4));
   }
-  // Each way to read words has a loop of its own, of which one runs.
+  // One loop for each alignment of words; one of them runs.
 #pragma unroll
   for (int reading = 0; reading < READINGS; reading++) {
     for (int r = 0; r < (reading == odd ? here : 0); r += ahead) {
@@ -259,8 +258,8 @@ template <
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  // A thread finishes an element: row n of the tiles, or of every other where two make one. Whole
-  // SIMD groups go through the loop where sixteen threads add up the squares of a tile.
+  // A thread finishes an element: row n of the tiles or, with a gate, of every other tile. With a deferred norm
+  // whole SIMD groups run the loop, since sixteen threads add up the squares of a tile.
   const int height = here / joined * 16, elements = height * M;
   const int sharing = min(simds_k, steps);
   for (int i = simd * 32 + lane; i < (deferred_weight ? (elements + 31) / 32 * 32 : elements);

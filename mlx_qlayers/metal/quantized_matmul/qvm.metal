@@ -1,7 +1,7 @@
 // qvm, up to 16 rows times a quantized matrix that is not transposed: y (M, N) = x (M, K) * w (K, N) + bias.
 //
-// w is packed along N; packed.metal says how. A thread owns `run` neighbouring columns of one group
-// for all rows of x, and reads blocks of `block` rows of w:
+// w is packed along N (see packed.metal). A thread owns `run` contiguous columns of one group for all rows of
+// x, and reads blocks of `block` rows of w:
 //
 //   grid (threads of N / run columns). Sums are float32. No threadgroup memory.
 

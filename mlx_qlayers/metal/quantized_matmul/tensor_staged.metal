@@ -1,7 +1,7 @@
-// Products by tensor operations whose right operand is unpacked once for the threadgroup: words are
-// fetched into registers while the part before is multiplied, decoded, rounded to T and put into
-// threadgroup memory, of which two parts take turns. Each SIMD group multiplies rows of x in device
-// memory with its columns there. Both operands are in memory: no input is a cooperative tensor.
+// Products by tensor operations whose right operand is dequantized once for the threadgroup: words are loaded
+// into registers while the previous part is multiplied, dequantized to T and stored in one of two buffers in
+// threadgroup memory. Each SIMD group multiplies rows of x in device memory with its columns there. Both
+// operands are in memory: no input is a cooperative tensor.
 
 #include "epilogue.metal"
 #include "packed_runs.metal"
@@ -13,7 +13,7 @@ using namespace metal;
 // Columns of y that a SIMD group computes.
 #define TENSOR_COLUMNS 32
 
-// Elements from row to row of an unpacked part, those of a part, and the packs of both.
+// The stride of rows of a dequantized part, its elements, and the 16-byte vectors of both buffers.
 #define STAGED_STRIDE ((transposed ? tile_k : TENSOR_COLUMNS * simds_n) + PADDING)
 #define STAGED_PART ((transposed ? TENSOR_COLUMNS * simds_n : tile_k) * STAGED_STRIDE)
 #define STAGED_PACKS (staged ? 2 * STAGED_PART * int(sizeof(T)) / 16 : 1)
@@ -33,7 +33,7 @@ METAL_FUNC void clear_sums(thread C& sums) {
   }
 }
 
-// The epilogue of sums from (m, n) of y on, with those of a gate's other matrix.
+// The epilogue: stores sums to y from (m, n) on, with those of a gate's other matrix.
 template <int gate, typename T, typename O, typename C>
 METAL_FUNC void write_tensor(
     thread C& sums,
@@ -54,7 +54,7 @@ METAL_FUNC void write_tensor(
       int r = m + index[1], c = n + index[0];
       if (r < M && c < N) {
         size_t at = size_t(r) * N + c;
-        // If O is not T these are null.
+        // With O other than T, bias and residual are null.
         y[at] = finished<O, gate>(
             sums[i] * factor, gate ? others[i] : 0.0f, c, at,
             reinterpret_cast<const device O*>(bias),
@@ -65,8 +65,8 @@ METAL_FUNC void write_tensor(
   }
 }
 
-// sums += x * w of the part in the memory of `stage`, while that of `next` from k on comes into the
-// other's, which was read before the barrier of the last step. Without sums a part only comes.
+// sums += x * w of the part in `stage`, while the part of `next` from k on is copied to the other stage, which
+// was last read before the barrier of the previous step. Without sums it only copies.
 template <
     typename T, int mode, int group, int bits, bool transposed, int tile_k, int simds_m, int simds_n,
     typename S, typename P, typename L, typename C>
@@ -113,7 +113,7 @@ METAL_FUNC void staged_step(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// y from (m, n) on for a threadgroup, as multiply_tensors has it.
+// Computes y from (m, n) on for a threadgroup, as multiply_tensors does.
 template <
     typename T, typename O, typename S, int mode, int group, int bits, bool transposed, int rows,
     int tile_k, int simds_m, int simds_n, bool ragged, int gate>
@@ -135,7 +135,7 @@ METAL_FUNC void multiply_staged(
     int depth,
     int K,
     int thread_index) {
-  // The last step of a ragged depth is shorter: only a depth that is not fixed is clipped.
+  // The last step of a ragged K is shorter, and only a dynamic depth is clipped.
   constexpr auto descriptor = mpp::tensor_ops::matmul2d_descriptor(
       rows, TENSOR_COLUMNS, ragged ? int(metal::dynamic_extent) : tile_k, false, transposed,
       sizeof(T) == 2, mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
@@ -152,7 +152,7 @@ METAL_FUNC void multiply_staged(
   if (gate) {
     clear_sums(others);
   }
-  // The step before the first one only loads what the first one needs.
+  // The step before the first one only loads its part.
   for (int k = first - tile_k; k < end; k += tile_k) {
     bool begun = k >= first;
     int at = max(k, first), deep = min(tile_k, K - at);

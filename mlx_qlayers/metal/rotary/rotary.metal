@@ -1,8 +1,8 @@
 // Rotary embedding of the queries and keys of a decoding step, in one launch.
 //
-// q (B, L, H, D) and k (B, L, Hkv, D) are written as (B, H, L, D) and (B, Hkv, L, D), as attention
-// and the caches take them. One thread turns the same pair of numbers of some heads, which share the
-// angle, and copies its share of what is not turned. Grid (dims / 2, heads of q and k over heads of a
+// q (B, L, H, D) and k (B, L, Hkv, D) are stored as (B, H, L, D) and (B, Hkv, L, D), as attention and the
+// caches take them. One thread rotates the same pair of elements of several heads, which have one angle,
+// and copies its part of the elements that are not rotated. Grid (dims / 2, heads of q and k / heads of a
 // thread, B * L), any threadgroup, no threadgroup memory.
 //
 //   rotary_at     one position offset for all sequences.

@@ -1,7 +1,7 @@
-// exp(x), element by element: the smallest kernels that show how a kernel is written here.
+// exp(x), element by element: a minimal example of a kernel of this package.
 //
 // exp_forward           one thread computes one element of y; grid (size, 1, 1), no threadgroup memory.
-// exp_strided           the same for an x of any strides, which is read without being copied first.
+// exp_strided           the same for an x of any strides, without a copy.
 // exp_gradient          one thread computes one element of dx = dy * y.
 
 #include <metal_stdlib>
@@ -12,7 +12,7 @@ template <typename T>
     const device T* x [[buffer(0)]],
     device T* y [[buffer(1)]],
     uint i [[thread_position_in_grid]]) {
-  // bfloat has no exp of its own, and half loses nothing by a detour through float.
+  // bfloat has no exp, and half loses nothing by a conversion to float.
   y[i] = T(precise::exp(float(x[i])));
 }
 
@@ -24,7 +24,7 @@ template <typename T>
     const constant int& x_ndim [[buffer(3)]],
     device T* y [[buffer(4)]],
     uint i [[thread_position_in_grid]]) {
-  // Where element i lies: signed, since strides may be negative. MLX's preamble has elem_to_loc.
+  // Signed, since strides may be negative. elem_to_loc is in MLX's preamble.
   int64_t location = elem_to_loc(int64_t(i), x_shape, x_strides, x_ndim);
   y[i] = T(precise::exp(float(x[location])));
 }

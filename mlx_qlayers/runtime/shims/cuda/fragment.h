@@ -183,7 +183,7 @@ void load_run(
   }
 }
 template <int pairs, typename T, int count>
-void weave(right_fragment<T>* f, loaded_run<T, count>& run) {
+void interleave(right_fragment<T>* f, loaded_run<T, count>& run) {
   // Lest the compiler choose between loaded and zero words by halves.
 #pragma unroll
   for (int k = 0; k < 2 * count; k++)

@@ -77,7 +77,7 @@ template <int pairs, int ROWS, bool WARPGROUP, typename T, int run>
 void place_row_k_tile(uint4* to, int first, row_k_tile<T, run>& k_tile, uint lane) {
   if constexpr (pairs > 4) {
     right_fragment<T> values[run / 4];
-    weave<pairs>(values, k_tile.rows);
+    interleave<pairs>(values, k_tile.rows);
 #pragma unroll
     for (int t = 0; t < run / 8; t++)
       place_operand_pair<ROWS, WARPGROUP, run>(to, first, lane / 4, lane % 4, t, values + 2 * t);
@@ -90,7 +90,7 @@ void place_row_k_tile(uint4* to, int first, row_k_tile<T, run>& k_tile, uint lan
       for (int i = 0; i < 4; i++)
         words.words[i] = k_tile.rows.words[4 * u + i];
       right_fragment<T> values[2];
-      weave<pairs>(values, words);
+      interleave<pairs>(values, words);
       place_operand_pair<ROWS, WARPGROUP, run>(to, first, piece.row, piece.quarter, piece.t, values);
     }
   }

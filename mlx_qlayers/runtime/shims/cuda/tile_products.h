@@ -169,24 +169,24 @@ void add_block(atomic<float>* to, const sum_fragment* sums, float factor, uint l
   }
 }
 
-inline uint address_of(const ulong* meeting) {
-  return __cvta_generic_to_shared(meeting);
+inline uint address_of(const ulong* split_barrier) {
+  return __cvta_generic_to_shared(split_barrier);
 }
-inline void start_meeting(ulong* meeting, int count, uint thread_index) {
+inline void start_split_barrier(ulong* split_barrier, int count, uint thread_index) {
   if (thread_index == 0)
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(address_of(meeting)), "r"(count));
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(address_of(split_barrier)), "r"(count));
 }
-inline void arrive_at(ulong* meeting) {
+inline void arrive_at(ulong* split_barrier) {
   asm volatile("{ .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0]; }"
-      :: "r"(address_of(meeting)) : "memory");
+      :: "r"(address_of(split_barrier)) : "memory");
 }
-inline void wait_for(ulong* meeting, int parity) {
+inline void wait_for(ulong* split_barrier, int parity) {
 #if __CUDA_ARCH__ >= 900
   uint there;
   do {
     asm volatile("{ .reg .pred there;\n"
         "mbarrier.try_wait.parity.shared.b64 there, [%1], %2;\n selp.b32 %0, 1, 0, there; }"
-        : "=r"(there) : "r"(address_of(meeting)), "r"(parity) : "memory");
+        : "=r"(there) : "r"(address_of(split_barrier)), "r"(parity) : "memory");
   } while (there == 0);
 #endif
 }
