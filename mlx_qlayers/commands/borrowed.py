@@ -7,13 +7,13 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from ..conversion.checkpoint import read_header
+from . import guesses
 from .arguments import Parser, add_layers
 
 # What each command does, as mlx_lm's of the same name.
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     if parser.prog.endswith(" lora"):
         text = "compute all logits for the loss, as mlx-lm does"
         parser.add_argument("--stock-loss", action="store_true", help=text)
+    guesses.add_arguments(parser)
     parser.set_defaults(rest=())
 
 
@@ -64,16 +65,19 @@ def run_main(args: argparse.Namespace, command_line: Sequence[str], **replaced: 
         replaced["sharded_load"] = _loading_shares(args)
     # mlx-lm's server generates in a thread of its own.
     backend = default_backend(args.backend) if args.backend else nullcontext()
-    surroundings = _SURROUNDINGS.get(args.command, lambda module: nullcontext())
-    if args.command == "lora":
-        surroundings = partial(_lora, stock_loss=args.stock or args.stock_loss)
+    surroundings = _SURROUNDINGS.get(args.command, lambda *_: nullcontext())
     argv = [f"mlx-qlayers {args.command}", *command_line]
+    if guesses.are_wanted(args, command_line):
+        if group.size() > 1:
+            raise ValueError("guesses need one process: ranks would choose other numbers of them")
+        argv += guesses.most(command_line) if args.command != "chat" else []
+        replaced |= guesses.replaced(args, replaced)
     with (
         together(group),
         _holding(sys, argv=argv),
         _holding(module, **replaced),
         backend,
-        surroundings(module),
+        surroundings(module, args),
     ):
         module.main()
 
@@ -133,7 +137,7 @@ def _convert(args: argparse.Namespace, model: Any, config: Any = None) -> None:
         print(report.summary() if args.report else report.brief(), file=sys.stderr)
 
 
-def _generate(module: Any) -> AbstractContextManager[None]:
+def _generate(module: Any, args: Any) -> AbstractContextManager[None]:
     theirs = module.load_prompt_cache
 
     def load_prompt_cache(name: str, **options: Any) -> Any:
@@ -179,8 +183,11 @@ def _lora(module: Any, stock_loss: bool) -> Iterator[None]:
         yield
 
 
-def _server(module: Any) -> AbstractContextManager[None]:
+def _server(module: Any, args: Any) -> AbstractContextManager[None]:
     from . import prompt_parts, serving
+
+    class Generator(serving.ResponseGenerator):
+        singly = args.prompt_lookup
 
     return _holding(
         module,
@@ -188,15 +195,16 @@ def _server(module: Any) -> AbstractContextManager[None]:
         LRUPromptCache=serving.PromptCache,
         ModelProvider=serving.ModelProvider,
         Queue=serving.Answers,
-        ResponseGenerator=serving.ResponseGenerator,
+        ResponseGenerator=Generator,
         _make_sampler=serving.make_sampler,
         _run_http_server=serving.serve,
     )
 
 
-_SURROUNDINGS: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
+_SURROUNDINGS: dict[str, Callable[[Any, Any], AbstractContextManager[None]]] = {
     "generate": _generate,
-    "chat": lambda module: suppress(EOFError),  # Ctrl-D leaves a chat as its command q does
+    "chat": lambda *_: suppress(EOFError),  # Ctrl-D leaves a chat as its command q does
+    "lora": lambda module, args: _lora(module, stock_loss=args.stock or args.stock_loss),
     "server": _server,
 }
 

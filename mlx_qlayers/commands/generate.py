@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from typing import Any
 
 from . import borrowed
@@ -27,20 +28,28 @@ def run(args: argparse.Namespace) -> None:
     ours = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
     if args.trust_remote_code:
         ours.append("--trust-remote-code")
-    borrowed.run_main(args, [*ours, *args.rest], generate=_generate)
+    from mlx_lm import stream_generate
+
+    generate = partial(_generate, stream_generate=stream_generate)
+    borrowed.run_main(args, [*ours, *args.rest], generate=generate)
 
 
-def _generate(model: Any, tokenizer: Any, prompt: Any, *, verbose: bool, **options: Any) -> str:
-    """``mlx_lm.generate`` with nothing but the text on standard output."""
-    from mlx_lm import generate
+def _generate(
+    model: Any, tokenizer: Any, prompt: Any, *, verbose: bool, stream_generate: Any, **options: Any
+) -> str:
+    """``mlx_lm.generate`` with nothing but the text on standard output.
 
+    Args:
+        stream_generate: that of mlx-lm, or with guesses.
+    """
     from .text import stream
 
     if not prompt:
         raise ValueError("the prompt has no tokens")
     if not verbose:  # their command prints it
-        return generate(model, tokenizer, prompt, **options)
-    last = stream(model, tokenizer, prompt, echo=sys.stdout, **options)
+        responses = stream_generate(model, tokenizer, prompt, **options)
+        return "".join(response.text for response in responses)
+    last = stream(model, tokenizer, prompt, stream_generate, echo=sys.stdout, **options)
     print(
         f"prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tokens/s; "
         f"text: {last.generation_tokens} tokens, {last.generation_tps:.1f} tokens/s; "

@@ -106,6 +106,7 @@ class ResponseGenerator(server.ResponseGenerator):
     """mlx-lm's, with the checks that need the model and its tokenizer."""
 
     failure: BaseException | None = None  # what ended it for good
+    singly = False  # whether requests are served one by one, as those with guesses are
     _errors, _started = 0, False  # errors in a row; whether the first model was loaded
     _measured: tuple[Any, Any] = None, None  # the sizes of a model, by its key
 
@@ -194,7 +195,9 @@ class ResponseGenerator(server.ResponseGenerator):
 
     def _is_batchable(self, args: Any) -> bool:
         # One with a seed too: its sampler has random numbers of its own.
-        return self.model_provider.is_batchable and self.cli_args.kv_bits is None
+        return (
+            self.model_provider.is_batchable and self.cli_args.kv_bits is None and not self.singly
+        )
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         # Here an error reaches the request alone; in later steps it would end the thread.
@@ -256,13 +259,13 @@ def make_sampler(args: Any, tokenizer: Any) -> Any:
     own = mx.random.key(args.seed)
 
     def sample(logits: mx.array) -> mx.array:
-        nonlocal own
         others = _exchanged(own)
         try:
             return sampler(logits)
         finally:
-            own = _exchanged(others)
+            own[:] = _exchanged(others)
 
+    sample.key = own  # type: ignore[attr-defined]  # guesses put it back
     return sample
 
 

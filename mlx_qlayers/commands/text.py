@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TextIO
 
 import mlx.nn as nn
@@ -30,6 +30,7 @@ def stream(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
     prompt: list[int],
+    stream_generate: Callable[..., Iterable[GenerationResponse]] | None = None,
     *,
     echo: TextIO | None = None,
     progress: Callable[[], object] | None = None,
@@ -39,13 +40,16 @@ def stream(
 
     Args:
         model, tokenizer, prompt: as in ``mlx_lm.generate``; at least one token.
+        stream_generate: in the place of mlx-lm's.
         echo: where the text goes.
         progress: called after each token.
         options: those of ``mlx_lm.stream_generate``.
     """
-    from mlx_lm import stream_generate
+    from mlx_lm import stream_generate as theirs
 
-    for response in stream_generate(model, tokenizer, prompt, **options):  # at least one
+    for response in (stream_generate or theirs)(
+        model, tokenizer, prompt, **options
+    ):  # at least one
         if echo:
             print(response.text, end="", flush=True, file=echo)
         if progress:

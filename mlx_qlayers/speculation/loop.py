@@ -302,6 +302,7 @@ class Speculation:
         prompt_lookup: whether text is looked up in what was written before, first of all.
         others: more sources, behind both.
         measured: whether the number of guesses is chosen by measurement, see :class:`Depths`.
+        history: tokens ahead of the prompt, to be looked up.
     """
 
     def __init__(
@@ -310,9 +311,10 @@ class Speculation:
         prompt_lookup: bool = False,
         others: Sequence[Source] = (),
         measured: bool = True,
+        history: Sequence[int] = (),
     ) -> None:
         self.draft, self.prompt_lookup, self.others = draft, prompt_lookup, others
-        self.measured = measured
+        self.measured, self.history = measured, history
         self.report = SpeculationReport()
 
     def sources(self, caches: list[Any] | None, chunk: int) -> list[Source]:
@@ -322,7 +324,7 @@ class Speculation:
             caches: of the draft model, if there are some.
             chunk: tokens of a prompt that it takes at once.
         """
-        found: list[Source] = [PromptLookup()] if self.prompt_lookup else []
+        found: list[Source] = [PromptLookup(self.history)] if self.prompt_lookup else []
         if self.draft is not None:
             found.append(DraftModel(self.draft, caches, chunk))
         return [*found, *self.others]

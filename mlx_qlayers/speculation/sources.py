@@ -41,21 +41,22 @@ class PromptLookup:
     """Takes what followed the last tokens where they stood before, in the prompt or behind it.
 
     Args:
+        history: tokens ahead of the prompt.
         longest: the most tokens that are looked up; the longest match counts, then the latest.
         shortest: the fewest.
     """
 
-    def __init__(self, longest: int = 4, shortest: int = 2) -> None:
+    def __init__(self, history: Sequence[int] = (), longest: int = 4, shortest: int = 2) -> None:
         self.sizes = range(longest, shortest - 1, -1)
+        self._text, self._ahead, self._known = [*history], len(history), 0
         self._ends: dict[tuple[int, ...], int] = {}
-        self._known = 0
 
     def ready(self, tokens: Sequence[int]) -> bool:
         return self._found(tokens) is not None
 
     def propose(self, tokens: Sequence[int], depth: int, draw: Draw) -> mx.array:
         at = self._found(tokens)
-        text = [*tokens[at:]] if at is not None else []
+        text = self._text[at:] if at is not None else []
         while text and len(text) < depth:  # what repeats itself goes on as it does
             text += text[: depth - len(text)]
         return mx.array(text[:depth], mx.uint32)
@@ -65,19 +66,15 @@ class PromptLookup:
 
     def _found(self, tokens: Sequence[int]) -> int | None:
         """The place behind an earlier occurrence of the last tokens."""
-        for end in range(self._known, len(tokens)):  # the last token's own n-grams come later
+        text = self._text
+        text += tokens[len(text) - self._ahead :]
+        for end in range(self._known, len(text)):  # that of the last tokens comes later
             for size in self.sizes:
                 if end >= size:
-                    self._ends[tuple(tokens[end - size : end])] = end
-        self._known = max(self._known, len(tokens))
-        return next(
-            (
-                self._ends[key]
-                for size in self.sizes
-                if (key := tuple(tokens[-size:])) in self._ends and len(key) == size
-            ),
-            None,
-        )
+                    self._ends[tuple(text[end - size : end])] = end
+        self._known = len(text)
+        keys = (tuple(text[-size:]) for size in self.sizes)
+        return next((self._ends[key] for key in keys if key in self._ends), None)
 
 
 class DraftModel:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.nn as nn
 
 if TYPE_CHECKING:
-    from .loop import SpeculationReport
+    from .loop import Speculation
     from .sources import Source
 
 
@@ -20,8 +20,8 @@ class SpeculativeText(Iterator[Any]):
         report: what guesses were worth so far.
     """
 
-    def __init__(self, responses: Iterator[Any], report: SpeculationReport) -> None:
-        self._responses, self.report = responses, report
+    def __init__(self, responses: Iterator[Any], speculation: Speculation) -> None:
+        self._responses, self.report = responses, speculation.report
 
     def __next__(self) -> Any:
         return next(self._responses)
@@ -89,25 +89,23 @@ def speculate(
     from .loop import Speculation
 
     speculation = Speculation(draft_model, prompt_lookup, sources, measured)
-    responses = _stream()(
-        model,
-        tokenizer,
-        prompt,
-        max_tokens=max_tokens,
-        draft_model=speculation,
-        num_draft_tokens=num_draft_tokens,
-        **options,
-    )
-    return SpeculativeText(responses, speculation.report)
+    options |= {"num_draft_tokens": num_draft_tokens, "max_tokens": max_tokens}
+    return SpeculativeText(stream(model, tokenizer, prompt, speculation, **options), speculation)
 
 
-def _stream() -> Any:
+def stream(
+    model: Any, tokenizer: Any, prompt: Any, speculation: Speculation, **options: Any
+) -> Iterator[Any]:
     """``mlx_lm.stream_generate`` with this package's rounds in the place of its own."""
     from mlx_lm.generate import stream_generate as theirs
+    from mlx_lm.models.cache import make_prompt_cache
 
     from .loop import speculative_generate_step
 
     names = {**theirs.__globals__, "speculative_generate_step": speculative_generate_step}
     made = FunctionType(theirs.__code__, names, theirs.__name__, theirs.__defaults__)
     made.__kwdefaults__ = theirs.__kwdefaults__
-    return made
+    if (size := options.get("max_kv_size")) and options.get("prompt_cache") is None:
+        options["prompt_cache"] = make_prompt_cache(model, size)
+    found: Iterator[Any] = made(model, tokenizer, prompt, draft_model=speculation, **options)
+    return found

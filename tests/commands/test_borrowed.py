@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import re
 import shutil
 import sys
 from importlib import import_module
@@ -82,6 +83,34 @@ def test_chat_by_script(flags, talker, expected, capsys, monkeypatch):
     assert bool(decisions) == ("--stock" not in flags)
     if "reference" in flags:
         assert {(d.path, d.reason) for d in decisions} == {("reference", "asked for")}
+
+
+def test_chat_goes_on_with_guesses(talker, capsys, monkeypatch):
+    """Of what was said before, and of a draft whose caches go on with the chat."""
+    said = []
+    for flags in ([], ["--prompt-lookup", "--draft-model", str(talker), "--num-draft-tokens", "3"]):
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\n{PROMPT}\nr\n{PROMPT}\nq\n"))
+        arguments = ["--model", str(talker), "--max-tokens", "30", "--temp", "0"]
+        assert main(["chat", *arguments, *flags]) == 0
+        out, err = capsys.readouterr()
+        said.append([line for line in out.splitlines() if "tok/s" not in line])
+    assert said[0] == said[1] and err.count("guesses: ") == 3
+
+
+def test_server_with_guesses(talker, tmp_path):
+    """One text that was sampled with a seed, then one that goes on from its caches."""
+    answers, log = [], tmp_path / "log"
+    for flags in ([], ["--prompt-lookup", "--draft-model", str(talker)]):
+        with serving(talker, "--max-tokens", "24", *flags, log=log) as (address, _):
+            prompt, texts = PROMPT, []
+            for temperature in (0.8, 0.0):
+                body = {"prompt": prompt, "temperature": temperature, "seed": 5, "max_tokens": 24}
+                (answer,) = ask(address, COMPLETE, body)[1]["choices"]
+                texts.append(answer["text"])
+                prompt += answer["text"]
+            answers.append(texts)
+    assert answers[0] == answers[1]
+    assert re.search(r"guesses: \d+ of \d+ accepted", log.read_text())
 
 
 def test_chat_ends_at_the_end_of_its_input(talker, capsys, monkeypatch):

@@ -94,3 +94,18 @@ def test_chat_template_is_used_where_there_is_one(exact_model, tmp_path, capsys)
     plain = generated(capsys, exact_model, "--prompt=king")
     assert generated(capsys, path, "--prompt=king") == templated != plain
     assert generated(capsys, path, "--prompt=king", "--ignore-chat-template") == plain
+
+
+@pytest.mark.parametrize("temp", ["0", "0.9"])
+def test_guesses_change_no_text(temp, exact_model, capsys):
+    """Of a look-up and of a draft model, here the model itself, whose guesses are right."""
+    arguments = ["generate", f"--model={exact_model}", f"--prompt={PROMPT}", f"--temp={temp}"]
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert "guesses" not in err
+    draft = [f"--draft-model={exact_model}", "--num-draft-tokens", "3"]
+    for source in (["--prompt-lookup"], draft, [*draft, "--prompt-lookup", "--verbose=False"]):
+        assert main([*arguments, *source]) == 0
+        found, err = capsys.readouterr()
+        assert found == out
+        assert re.search(r"guesses: \d+ of \d+ accepted in \d+ rounds, .* tokens/s", err)
