@@ -1,0 +1,160 @@
+"""What is sampled has the model's distribution; guesses are looked up; depths pay."""
+
+import random
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from architecture_table import ARCHITECTURES
+from architectures import build
+from mlx_lm.generate import generate_step
+from mlx_lm.sample_utils import make_sampler
+
+from mlx_qlayers import speculate
+from mlx_qlayers.speculation.depth import Depths
+from mlx_qlayers.speculation.drawing import accepted
+from mlx_qlayers.speculation.loop import Speculation, speculative_generate_step
+from mlx_qlayers.speculation.sources import PromptLookup
+
+STATES = 6
+
+
+class Chain(nn.Module):
+    """A language whose next token depends on the last one alone."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.logits = 1.5 * mx.random.normal((STATES, STATES), key=mx.random.key(seed))
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        return self.logits[tokens]
+
+    def make_cache(self) -> list[Any]:
+        return []
+
+
+def chi_square(before: mx.array, after: mx.array, chain: Chain) -> float:
+    """How far pairs of tokens are from a language, in standard deviations of the statistic."""
+    pairs = (before.reshape(-1, 1) * STATES + after.reshape(-1, 1)) == mx.arange(STATES**2)
+    counts = pairs.astype(mx.float32).sum(axis=0).reshape(STATES, STATES)
+    expected = counts.sum(axis=1, keepdims=True) * mx.softmax(chain.logits, axis=-1)
+    freedom = STATES * (STATES - 1)
+    statistic = ((counts - expected) ** 2 / expected).sum().item()
+    return float((statistic - freedom) / (2 * freedom) ** 0.5)
+
+
+def test_100_000_accepted_tokens_have_the_distribution_of_the_model():
+    """Guesses are of another language, half of them its likeliest tokens."""
+    chain, draft, texts, depth = Chain(1), Chain(2), 4000, 4
+    keys = iter(mx.random.split(mx.random.key(3), 1000))
+    last = mx.zeros(texts, mx.int32)
+    pairs: list[mx.array] = []
+    kept, naive = 0, []
+    while kept < 100_000:
+        guesses, at = list[mx.array](), last
+        for _ in range(depth):
+            drawn = mx.random.categorical(draft.logits[at], key=next(keys)).astype(mx.int32)
+            likeliest = draft.logits[at].argmax(-1).astype(mx.int32)
+            at = mx.where(mx.arange(texts) % 2 == 0, drawn, likeliest)
+            guesses.append(at)
+        fed = mx.stack([last, *guesses], axis=1)
+        tokens = mx.random.categorical(chain.logits[fed], key=next(keys)).astype(mx.int32)
+        counts = accepted(tokens, fed[:, 1:])
+        counted = mx.arange(depth + 1) <= counts[:, None]
+        number = int(counted.sum().item())
+        order = mx.argsort(~counted.flatten())[:number]
+        pairs.append(mx.stack([fed.flatten()[order], tokens.flatten()[order]]))
+        naive.append(mx.stack([last, guesses[0]]))
+        last = mx.take_along_axis(tokens, counts[:, None], axis=1)[:, 0]
+        kept += number
+    before, after = mx.concatenate(pairs, axis=1)
+    assert abs(chi_square(before, after, chain)) < 4
+    assert chi_square(*mx.concatenate(naive, axis=1), chain) > 100  # what the guesses have
+
+
+@pytest.mark.parametrize("temp", [1.0, 0.6])
+def test_sampled_text_has_the_distribution_of_the_model(temp):
+    chain, draft = Chain(1), Chain(1)
+    draft.logits += 0.7 * mx.random.normal((STATES, STATES), key=mx.random.key(4))
+    mx.random.seed(11)
+    speculation = Speculation(draft, prompt_lookup=True, measured=False)
+    steps = speculative_generate_step(
+        mx.array([0, 1]), chain, speculation, num_draft_tokens=4, max_tokens=2500,
+        sampler=make_sampler(temp=temp),
+    )  # fmt: skip
+    tokens = mx.array([token for token, *_ in steps])
+    chain.logits = chain.logits / temp
+    assert abs(chi_square(tokens[:-1], tokens[1:], chain)) < 4
+    report = speculation.report
+    assert 0.1 < report.accepted / report.guesses < 0.9
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_next", "gemma3_text"])
+@pytest.mark.parametrize("temp", [0.0, 1.0])
+def test_a_draft_model_with_the_same_random_numbers(name, temp):
+    """Its caches go back as well: rows, states, and rings that are full."""
+    model, draft = (build(name, ARCHITECTURES[name]) for _ in range(2))
+    draft.model.norm.weight += 0.4 * mx.random.normal((128,), key=mx.random.key(2))
+    prompt, length = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], mx.uint32), 40
+    sampler = make_sampler(temp=temp)
+    mx.random.seed(5)
+    plain = [int(t) for t, _ in generate_step(prompt, model, max_tokens=length, sampler=sampler)]
+    mx.random.seed(5)
+    speculation = Speculation(draft, measured=False)
+    rounds = speculative_generate_step(
+        prompt, model, speculation, num_draft_tokens=4, max_tokens=length, sampler=sampler
+    )
+    assert [token for token, *_ in rounds] == plain
+    report = speculation.report
+    assert 0 < report.accepted < report.guesses, report
+
+
+def test_what_is_looked_up():
+    source = PromptLookup(history=[7, 8, 9, 5])
+    text = [1, 2, 3, 4, 1, 2]
+    assert source.propose(text, 5, None).tolist() == [3, 4, 1, 2, 3]
+    text += [3, 8, 9]
+    assert source.propose(text, 2, None).tolist() == [5, 1]
+    assert source.ready([*text, 6]) is False
+    assert PromptLookup().propose([4, 4, 4], 3, None).tolist() == [4, 4, 4]
+
+
+def written(depths: Depths, right: float, slope: float, tokens: int = 3000) -> float:
+    """The time of a text with steps of 1 + slope for each more token, beside that without guesses."""
+    chances, time, count = random.Random(1), 0.0, 0
+    while count < tokens:
+        depth = depths.depth(0, 1, 15)
+        accepted = 0
+        while accepted < depth and chances.random() < right:
+            accepted += 1
+        seconds = (1 + slope * depth) * (1 + 0.05 * chances.random())
+        if not depth:
+            depths.forget(0)
+        depths.record(0, 1 + depth, depth, accepted, seconds)
+        time, count = time + seconds, count + 1 + accepted
+    return time / count / 1.025
+
+
+def test_depths_follow_costs_and_acceptance():
+    assert written(Depths(nn.Module(), 15), right=0.0, slope=0.3) < 1.02
+    assert written(Depths(nn.Module(), 15), right=0.3, slope=0.5) < 1.02
+    assert written(Depths(nn.Module(), 15), right=0.95, slope=0.02) < 0.15  # 12.9 tokens in 1.3
+    assert written(Depths(nn.Module(), 15), right=0.7, slope=0.05) < 0.5  # 2.77 tokens in 1.2
+    assert written(Depths(nn.Module(), 1), right=0.95, slope=0.02) > 0.5
+
+
+def test_calls_that_are_refused(tiny_text):
+    model, tokenizer = tiny_text
+    with pytest.raises(ValueError, match="num_draft_tokens must be at least 0, not -1"):
+        speculate(model, tokenizer, "a", num_draft_tokens=-1)
+    for options in ({"stop": "."}, {"max_tokens": 0}, {"input_embeddings": mx.zeros((1, 4))}):
+        with pytest.raises((TypeError, ValueError), match="stop|non-zero|input embeddings"):
+            list(speculate(model, tokenizer, "a", **options))
+
+
+@pytest.fixture
+def tiny_text(tiny_model):
+    from mlx_lm import load
+
+    return load(str(tiny_model))
