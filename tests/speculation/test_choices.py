@@ -107,7 +107,7 @@ def test_a_draft_model_with_the_same_random_numbers(name, temp):
     )
     assert [token for token, *_ in rounds] == plain
     report = speculation.report
-    assert 0 < report.accepted < report.guesses, report
+    assert 0 < report.accepted < report.guesses + (temp == 0), report
 
 
 def test_what_is_looked_up():
@@ -121,7 +121,7 @@ def test_what_is_looked_up():
 
 
 def written(depths: Depths, right: float, slope: float, tokens: int = 3000) -> float:
-    """The time of a text with steps of 1 + slope for each more token, beside that without guesses."""
+    """The time of a text, where each more token of a step costs a slope, beside that without."""
     chances, time, count = random.Random(1), 0.0, 0
     while count < tokens:
         depth = depths.depth(0, 1, 15)
@@ -149,7 +149,7 @@ def test_calls_that_are_refused(tiny_text):
     with pytest.raises(ValueError, match="num_draft_tokens must be at least 0, not -1"):
         speculate(model, tokenizer, "a", num_draft_tokens=-1)
     for options in ({"stop": "."}, {"max_tokens": 0}, {"input_embeddings": mx.zeros((1, 4))}):
-        with pytest.raises((TypeError, ValueError), match="stop|non-zero|input embeddings"):
+        with pytest.raises((TypeError, ValueError), match=r"stop|non-zero|input embeddings"):
             list(speculate(model, tokenizer, "a", **options))
 
 
