@@ -70,21 +70,26 @@ class Format(NamedTuple):
 
     # MLX's operators of packed matrices; the package calls them here only.
 
+    @property
+    def _where(self) -> dict[str, mx.DeviceType]:
+        """MLX's CUDA kernels have no case of 1 bit: they launch nothing and leave results unset."""
+        return {"stream": mx.cpu} if self.bits == 1 and mx.cuda.is_available() else {}
+
     def quantize(self, x: mx.array) -> Any:
         """``mx.quantize``: w, scales and, in mode affine, biases."""
-        return _MLX.quantize(x, *self)
+        return _MLX.quantize(x, *self, **self._where)
 
     def quantized_matmul(self, x: Any, w: Any, *rest: Any) -> mx.array:
         """``mx.quantized_matmul`` of x, w, scales, biases and whether to transpose."""
-        return _MLX.quantized_matmul(x, w, *rest, *self)
+        return _MLX.quantized_matmul(x, w, *rest, *self, **self._where)
 
     def gather_qmm(self, x: Any, w: Any, *rest: Any, **options: Any) -> mx.array:
         """``mx.gather_qmm`` of x, w, scales, biases, both indices and whether to transpose."""
-        return _MLX.gather_qmm(x, w, *rest, *self, **options)
+        return _MLX.gather_qmm(x, w, *rest, *self, **options, **self._where)
 
     def dequantize(self, w: Any, *rest: Any, **options: Any) -> mx.array:
         """``mx.dequantize`` of w, scales and biases."""
-        return _MLX.dequantize(w, *rest, *self, **options)
+        return _MLX.dequantize(w, *rest, *self, **options, **self._where)
 
     def mismatch(self, w: Any, scales: Any, biases: Any) -> str | None:
         """Describe why arrays do not hold this format; None if they do."""

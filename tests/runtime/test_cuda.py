@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention.forward import Launcher, attention_forward
 from mlx_qlayers.metal.attention.layout import Layout
 from mlx_qlayers.ops.exp import exp
@@ -15,6 +16,7 @@ from mlx_qlayers.runtime import BackendError, Kernel, use_backend
 from mlx_qlayers.runtime import backend as backend_module
 from mlx_qlayers.runtime.cuda import translate
 from tests.numerics import assert_function, assert_same_sums
+from tests.packed import dequantize64
 
 from .nvrtc import kernel_that, text_of
 
@@ -192,6 +194,17 @@ def test_launches_work_in_transformations():
         assert_same_sums(value, mx.exp(x).sum())
         assert_function(gradient, np.exp, x)
     assert_function(strided, np.exp, x.T)
+
+
+@pytest.mark.cuda
+def test_one_bit_is_packed_and_unpacked_where_mlx_has_no_kernel():
+    """Memory that nothing writes holds what was there before: other numbers."""
+    fmt, x = Format(32, 1), mx.random.normal((64, 128), key=mx.random.key(1))
+    mx.eval([mx.full((64, 128), 7.0) + n for n in range(8)])
+    packed = fmt.quantize(x)
+    found = fmt.dequantize(*packed)
+    np.testing.assert_allclose(np.array(found), dequantize64(*packed, fmt), atol=1e-6)
+    assert np.corrcoef(np.array(found).ravel(), np.array(x).ravel())[0, 1] > 0.5
 
 
 def _squeezed(text: str) -> str:
