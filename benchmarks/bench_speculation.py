@@ -1,14 +1,15 @@
 """Text by verified guesses: a synthetic source on Qwen2-7B's shape, or look-ups with a real model.
 
-    python benchmarks/bench_speculation.py                        # 7B, an H200 takes 3 minutes
+    python benchmarks/bench_speculation.py                        # 7B, some minutes on an H200
     python benchmarks/bench_speculation.py --tiny
     python benchmarks/bench_speculation.py --model models/tales-qwen2 --dtype float32
 
 Weights of the first two are random, so nothing can guess their text. There the source is
 synthetic: a guess counts as what the model has drawn with a probability of 0.7, whatever was drawn.
 All else is as in a text: guesses go up, the step verifies them, logits become tokens, caches go
-back, one read-back a round. Plain decoding is ``mlx_lm.generate_step`` with the same converted
-model, in turns. ``auto`` chooses the depth by measurement; where it is 0 it decodes plainly.
+back, one read-back a round. Plain decoding is mlx-lm's own loop with the same converted model, in
+turns. ``cost`` is a step's time beside a plain one's, ``accepted`` guesses a round and sequence.
+``auto`` chooses the depth by measurement; where it is 0 it decodes plainly.
 
 With ``--model`` text is looked up in the prompt and behind it. One prompt asks for its own
 lines again, and shows the model how they go on: the text repeats them. The other repeats nothing
@@ -20,12 +21,12 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from common import Sample, Table, arguments, output, positive
-from decoding_model import QWEN2_7B, TINY, build
+from decoding_model import QWEN2_7B, TINY, build, decode
 from harness import in_turns
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
@@ -33,16 +34,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_qlayers import convert_model, load
 from mlx_qlayers.speculation.depth import Depths
 from mlx_qlayers.speculation.drawing import Drawer, Drawn
-from mlx_qlayers.speculation.loop import (
-    Rounds,
-    Speculation,
-    SpeculationReport,
-    speculative_generate_step,
-    texts,
-)
+from mlx_qlayers.speculation.loop import Speculation, batch_caches, speculative_generate_step
+from mlx_qlayers.speculation.rounds import Rounds, SpeculationReport, Text
 from mlx_qlayers.speculation.sources import Draw
 
-QUANTIZE = {"kv_bits": None, "kv_group_size": 64, "quantized_kv_start": 0}
 LINES = (
     "The red fox ran over the hill and met a grey goose near the mill. 'Good day,' said the fox, "
     "'where are you going with that basket of plums and a jug of cream?' "
@@ -75,69 +70,86 @@ class Synthetic(Drawer):
 
     def __call__(self, logits: mx.array, before: mx.array | None, fed: mx.array) -> Drawn:
         drawn = super().__call__(logits, before, fed)
-        if (count := len(logits) - 1) == 0:
+        if (count := logits.shape[-2] - 1) == 0:
             return drawn
-        right = mx.random.uniform(shape=(count,)) < self.probability
-        tokens = mx.where(right, fed[-count:], drawn.tokens[:-1].astype(fed.dtype))
-        last = drawn.tokens[-1:].astype(fed.dtype)
-        return drawn._replace(tokens=mx.concatenate([tokens, last]))
+        guesses = fed[..., -count:]
+        right = mx.random.uniform(shape=guesses.shape) < self.probability
+        tokens = mx.where(right, guesses, drawn.tokens[..., :-1].astype(fed.dtype))
+        last = drawn.tokens[..., -1:].astype(fed.dtype)
+        return drawn._replace(tokens=mx.concatenate([tokens, last], axis=-1))
 
 
-def plain(model: nn.Module, prompt: mx.array, tokens: int) -> float:
-    """Seconds of a token, as mlx-lm decodes."""
-    steps = generate_step(prompt, model, max_tokens=tokens + 1)
-    next(steps)
-    start = time.perf_counter()
-    for _ in steps:
-        pass
-    return (time.perf_counter() - start) / tokens
+class Taken(NamedTuple):
+    """Seconds of a token of each sequence, of a step, and what guesses were worth."""
+
+    seconds: float
+    step: float
+    report: SpeculationReport
 
 
 def rounds(
-    model: nn.Module, prompt: mx.array, tokens: int, depth: int | None, probability: float
-) -> tuple[float, SpeculationReport]:
-    """Seconds of a token behind the first step, and what guesses were worth."""
-    caches = make_prompt_cache(model)
-    model(prompt[None, :-1], cache=caches)
-    mx.eval([c.state for c in caches])
+    model: nn.Module, prompts: list[list[int]], depth: int | None, args: argparse.Namespace
+) -> Taken:
+    """Write so many tokens of each text on average, behind the first step."""
+    if len(prompts) > 1:
+        caches = batch_caches(model, prompts)
+    else:
+        caches = make_prompt_cache(model)
+        model(mx.array(prompts)[:, :-1], cache=caches)
+        mx.eval([c.state for c in caches])
+    texts = [Text(prompt, Synthetic(args.probability), [Zeros()]) for prompt in prompts]
     depths = Depths(model, 15 if depth is None else depth, measured=depth is None)
-    ids = [int(token) for token in prompt.tolist()]  # type: ignore[union-attr]
-    run = Rounds(model, caches, [Zeros()], ids, Synthetic(probability), depths, QUANTIZE)
-    steps = texts(run, tokens, False)
-    next(steps)
-    start, first = time.perf_counter(), run.report.tokens
-    for _ in steps:
-        pass
-    return (time.perf_counter() - start) / (run.report.tokens - first), run.report
+    run, flight, tic = Rounds(model, caches, texts, depths), None, time.perf_counter()
+    start, steps, tokens = tic, 0, 0
+    flight = run.next()
+    while tokens < args.tokens * len(prompts):
+        ahead = run.behind(flight) if run.goes_ahead and flight.checkpoint is None else None
+        new = run.read(flight)
+        now = time.perf_counter()
+        run.record(flight, new, now - tic)
+        run.settle(flight, new, [len(each) for each in new])
+        if steps == 0:
+            start = now
+        else:
+            tokens += sum(map(len, new))
+        steps, tic = steps + 1, now
+        if ahead is not None:
+            run.asked()
+        flight = ahead or run.next()
+    seconds = tic - start
+    mx.eval(flight.found)
+    return Taken(seconds * len(prompts) / tokens, seconds / (steps - 1), run.report)
 
 
 def synthetic(args: argparse.Namespace) -> None:
     model = build(TINY if args.tiny else QWEN2_7B, 64, 4)
     convert_model(model, verify=False)
-    prompt = mx.random.randint(0, 90, (args.prompt_tokens,), key=mx.random.key(1))
-    prompt = prompt.astype(mx.uint32)
-    ways = {"plain": -1, **{f"depth {d}": d for d in args.depths}, "auto": None}
+    table = Table(
+        {"batch": 5, "way": 8, "tokens/s": 16, "x": 6, "ms a step": 14, "cost": 6, "accepted": 9}
+    )
+    for size in args.batches:
+        shape, key = (size, args.prompt_tokens), mx.random.key(1)
+        prompts = cast(list[list[int]], mx.random.randint(0, 90, shape, key=key).tolist())
+        ways = {"plain": -1, **{f"depth {d}": d for d in args.depths}, "auto": None}
 
-    def run(depth: int | None) -> tuple[float, SpeculationReport | None]:
-        if depth == -1:
-            return plain(model, prompt, args.tokens), None
-        return rounds(model, prompt, args.tokens, depth, args.probability)
+        def run(depth: int | None, prompts: list[list[int]] = prompts) -> Taken:
+            if depth == -1:
+                seconds = decode(model, prompts, args.tokens) / args.tokens
+                return Taken(seconds, seconds, SpeculationReport())
+            return rounds(model, prompts, depth, args)
 
-    done = in_turns(ways, args.repeats, run)
-    table = Table({"way": 10, "tokens/s": 16, "x": 6, "ms a step": 14, "cost": 6, "accepted": 9})
-    base = Sample.of([seconds for seconds, _ in done["plain"]])
-    for way, results in done.items():
-        taken = Sample.of([seconds for seconds, _ in results])
-        report = results[-1][1]
-        steps = base.scaled(1e3)
-        if report is not None:
-            a_step = [s * r.tokens / r.steps for s, r in results if r is not None]
-            steps = Sample.of(a_step).scaled(1e3)
-        accepted = report.accepted / max(report.rounds, 1) if report else 0.0
-        row = {"tokens/s": taken.per(1), "x": base.median / taken.median, "ms a step": steps}
-        table.add(
-            way=way, **row, cost=steps.median / (1e3 * base.median), accepted=round(accepted, 2)
-        )
+        done = in_turns(ways, args.repeats, run)
+        base = Sample.of([each.seconds for each in done["plain"]])
+        for way, runs in done.items():
+            taken, step = (Sample.of([each[i] for each in runs]) for i in (0, 1))
+            report = runs[-1].report
+            accepted = round(report.accepted / max(sum(report.lengths), 1), 2)
+            row = {"tokens/s": taken.per(size), "x": base.median / taken.median}
+            cost = step.median / base.median
+            table.add(
+                batch=size, way=way, **row, cost=cost, accepted=accepted,
+                **{"ms a step": step.scaled(1e3)},
+            )  # fmt: skip
 
 
 def looked_up(args: argparse.Namespace) -> None:
@@ -188,6 +200,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model that any machine can run")
     parser.add_argument("--model", help="a real one, whose text is looked up")
     parser.add_argument("--dtype", help="of the real one")
+    parser.add_argument("--batches", type=positive, nargs="*", default=(1, 8))
     parser.add_argument("--depths", type=positive, nargs="*", default=(1, 2, 4, 8))
     parser.add_argument("--probability", type=float, default=0.7, help="that a guess is right")
     parser.add_argument("--prompt-tokens", type=positive, default=256)

@@ -6,9 +6,9 @@ converts one; ``register_counterpart`` adds what modules of other classes become
 call the differentiable functions ``quantized_matmul``, ``grid_sample``, ``deformable_attention``,
 ``deform_conv2d`` and ``attention``. ``linear_cross_entropy`` and ``log_probabilities`` take the
 logits of an output layer in blocks, ``fused_loss`` those of a model that mlx-lm trains.
-``speculate`` writes text with verified guesses. ``backend`` names what runs kernels,
-``use_backend`` and ``set_backend`` force it; ``explain`` tells which path each operation took, and
-why.
+``speculate`` and ``speculate_batch`` write text with verified guesses. ``backend`` names what runs
+kernels, ``use_backend`` and ``set_backend`` force it; ``explain`` tells which path each operation
+took, and why.
 """
 
 from . import _interrupts  # noqa: F401, first: what follows takes a while
@@ -29,7 +29,7 @@ from .ops.linear_cross_entropy import linear_cross_entropy, log_probabilities
 from .ops.quantized_matmul import quantized_matmul
 from .runtime.backend import backend, set_backend, use_backend
 from .runtime.explain import explain
-from .speculation.text import speculate
+from .speculation.text import speculate, speculate_batch
 from .training.fused_loss import fused_loss
 
 __all__ = [
@@ -57,5 +57,6 @@ __all__ = [
     "revert_model",
     "set_backend",
     "speculate",
+    "speculate_batch",
     "use_backend",
 ]

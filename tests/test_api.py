@@ -12,7 +12,7 @@ NAMES = [
     "convert_model", "revert_model", "load", "register_counterpart", "ConversionReport",
     "quantize_model", "quantized_matmul", "grid_sample", "affine_grid", "deform_conv2d",
     "deformable_attention", "attention", "use_backend", "set_backend", "backend", "explain",
-    "linear_cross_entropy", "log_probabilities", "fused_loss", "speculate",
+    "linear_cross_entropy", "log_probabilities", "fused_loss", "speculate", "speculate_batch",
 ]  # fmt: skip
 
 

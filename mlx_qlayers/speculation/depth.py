@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 # The lengths of steps, of which each is captured by itself.
 LENGTHS = (2, 3, 5, 9, 16)
 # What guesses behind a wrong and a right one are taken to be worth before there were some, and for
 # how many trials that counts.
-_PRIOR, _WEIGHT = (0.35, 0.8), 2.0
+_PRIOR, _WEIGHT = (0.6, 0.8), 2.0
 _MEMORY = 0.9  # of trials and costs, a round
+_DRIFT = 0.99  # of trials, a token without guesses
 # The share of the time that rounds may lose against steps without guesses.
 _LOSS = 0.01
 
 
 class Depths:
-    """The choice of a depth, in one text.
+    """The choice of a depth, for some texts.
 
     A guess is right with one probability, b, behind one that was wrong, and with another, a, behind
     one that was right: what is looked up is right for long, or not at all. So a round of d guesses
     gives 1 + b * (1 + a + ... + a^(d - 1)) tokens, or with a in the place of b behind a round whose
-    guesses were all right. It costs what rounds of its length did.
-    Lengths that were not tried are taken to cost what
-    lies between the others, and the next longer one what the line through the last two says. What
-    rounds lose against steps without guesses is counted, and past a hundredth of the time there
-    are none for a while.
+    guesses were all right. It costs what rounds of its length did. Lengths that were not tried are
+    taken to cost what lies between the others, and the next longer one what the line through the
+    last two says. What rounds lose against steps without guesses is counted, and past a hundredth
+    of the time there are none for a while. The texts of a batch have one depth, and add up.
 
     Args:
         model: what rounds cost is known from one text to the next.
@@ -38,77 +38,87 @@ class Depths:
         self.most, self.measured = most, measured
         if id(model) not in _costs:
             weakref.finalize(model, _costs.pop, id(model), None).atexit = False
-        # Seconds by the source of guesses, or None, and by the length of a step.
+        # Seconds by the number of texts and the source of guesses, or None, and by length.
         self.costs = _costs.setdefault(id(model), {})
         # Right guesses and all, by their source and whether the one before was right.
         self.trials: dict[tuple[Hashable, bool], tuple[float, float]] = {}
-        self.was_right: dict[Hashable, bool] = {}
+        self.was_right: dict[tuple[Hashable, int], bool] = {}
         self.seconds = self.lost = 0.0
 
-    @property
-    def plain(self) -> float | None:
-        """The seconds of a step of one token without guesses."""
-        return self.costs.get(None, {}).get(1) or None
+    def plain(self, texts: int) -> float | None:
+        """The seconds of a step of one token of each text, without guesses."""
+        return self.costs.get((texts, None), {}).get(1) or None
 
     def acceptance(self, source: Hashable, was_right: bool) -> float:
         """The probability that a guess is right, behind one that was or was not."""
         right, count = self.trials.get((source, was_right), (0.0, 0.0))
         return (right + _PRIOR[was_right] * _WEIGHT) / (count + _WEIGHT)
 
-    def depth(self, source: Hashable, pending: int, most: int) -> int:
-        """The best number of guesses of a source.
+    def depth(self, sources: Sequence[int | None], pending: int, most: int) -> int:
+        """The best number of guesses.
 
         Args:
-            source: whose acceptance and costs count.
+            sources: of each text, whose acceptance and costs count.
             pending: tokens that the step takes beside the guesses.
             most: guesses that there is room for.
         """
-        plain, most = self.plain, max(min(most, self.most), 0)
+        plain, most = self.plain(len(sources)), max(min(most, self.most), 0)
         if not self.measured:
             return most
         if plain is None or self.lost > _LOSS * self.seconds + plain or most < 1:
             return 0
-        first = self.acceptance(source, self.was_right.get(source, False))
-        later, cost = self.acceptance(source, True), self._cost(source, plain)
-        tried = max(self.costs.get(source, {}), default=1)
-        nearest = next((n for n in LENGTHS if n > max(tried, pending)), LENGTHS[-1])
+        pairs = [
+            (self.acceptance(s, self.was_right.get((s, i), False)), self.acceptance(s, True))
+            for i, s in enumerate(sources)
+            if s is not None
+        ]
+        known = self.costs.get((len(sources), _kind(sources)), {})
+        cost = _cost({1: plain} | {n: c for n, c in known.items() if c})
+        nearest = next((n for n in LENGTHS if n > max([*known, pending])), LENGTHS[-1])
         depths = {min(n - pending, most) for n in LENGTHS if pending < n <= nearest}
-        tokens = {d: 1 + first * sum(later**i for i in range(d)) for d in depths}
-        rates = {d: tokens[d] / cost(pending + d) for d in depths}
+        gains = {d: sum(b * sum(a**i for i in range(d)) for b, a in pairs) for d in depths}
+        rates = {d: (1 + gains[d] / len(sources)) / cost(pending + d) for d in depths}
         best = max(rates, key=rates.__getitem__, default=0)
-        return best if best and rates[best] * plain > 1.0 else 0
+        if best and rates[best] * plain > 1.0:
+            return best
+        for key in {(s, right) for s in sources for right in (False, True)}:
+            self._count(*key, 0, 0, _DRIFT)
+        return 0
 
     def record(
-        self, source: Hashable, length: int, guesses: int, accepted: int, seconds: float
+        self,
+        sources: Sequence[int | None],
+        length: int,
+        guesses: Sequence[int],
+        accepted: Sequence[int],
+        seconds: float,
     ) -> None:
         """Take note of a round.
 
         Args:
-            source: whose guesses; None where there were none.
+            sources: of each text.
             length: of the step.
-            guesses: how many.
+            guesses: how many of each text.
             accepted: how many were right.
             seconds: from the round before to the end of this one.
         """
-        costs = self.costs.setdefault(source if guesses else None, {})
+        texts, kind = len(sources), _kind(sources) if any(guesses) else None
+        costs = self.costs.setdefault((texts, kind), {})
         if length not in costs:  # it was captured, and compiled
             costs[length] = 0.0
             return
         before = costs[length]
         costs[length] = before + (1 - _MEMORY) * (seconds - before) if before else seconds
         self.seconds += seconds
-        if guesses:
-            tried = min(accepted + 1, guesses)
-            self._count(source, self.was_right.get(source, False), min(accepted, 1), 1)
-            self._count(source, True, max(accepted - 1, 0), tried - 1)
-            self.was_right[source] = accepted == guesses
-            if self.plain:
-                self.lost = max(self.lost + seconds - (accepted + 1) * self.plain, 0.0)
-
-    def forget(self, source: Hashable) -> None:
-        """Without guesses, trials count less with each token."""
-        for was_right in (False, True):
-            self._count(source, was_right, 0, 0, 0.99)
+        for i, (source, count, right) in enumerate(zip(sources, guesses, accepted, strict=True)):
+            if count:
+                tried, was_right = min(right + 1, count), self.was_right.get((source, i), False)
+                self._count(source, was_right, min(right, 1), 1)
+                self._count(source, True, max(right - 1, 0), tried - 1)
+                self.was_right[source, i] = right == count
+        if kind is not None and (plain := self.plain(texts)):
+            tokens = sum(accepted) / texts + 1
+            self.lost = max(self.lost + seconds - tokens * plain, 0.0)
 
     def _count(
         self, source: Hashable, was_right: bool, right: int, all_: int, memory: float = _MEMORY
@@ -116,21 +126,26 @@ class Depths:
         before = self.trials.get((source, was_right), (0.0, 0.0))
         self.trials[source, was_right] = memory * before[0] + right, memory * before[1] + all_
 
-    def _cost(self, source: Hashable, plain: float) -> Callable[[int], float]:
-        """What a round of some length costs."""
-        known = {1: plain} | {n: c for n, c in self.costs.get(source, {}).items() if c}
-        points = sorted(known.items())
 
-        def cost(length: int) -> float:
-            if length in known:
-                return known[length]
-            above = next((i for i, (n, _) in enumerate(points) if n > length), len(points))
-            low, high = max(min(above, len(points) - 1) - 1, 0), min(above, len(points) - 1)
-            (n, c), (m, e) = points[low], points[high]
-            slope = max((e - c) / (m - n), 0.0) if m > n else 0.0
-            return c + slope * (length - n)
+def _kind(sources: Sequence[int | None]) -> int | None:
+    """The last of the sources, which takes longest."""
+    return max((s for s in sources if s is not None), default=None)
 
-        return cost
+
+def _cost(known: dict[int, float]) -> Callable[[int], float]:
+    """What a round of some length costs, from those that are known."""
+    points = sorted(known.items())
+
+    def cost(length: int) -> float:
+        if length in known:
+            return known[length]
+        above = next((i for i, (n, _) in enumerate(points) if n > length), len(points))
+        low, high = max(min(above, len(points) - 1) - 1, 0), min(above, len(points) - 1)
+        (n, c), (m, e) = points[low], points[high]
+        slope = max((e - c) / (m - n), 0.0) if m > n else 0.0
+        return c + slope * (length - n)
+
+    return cost
 
 
 # The keys are identities, because models are dicts, which have no hash.

@@ -35,11 +35,18 @@ class Drawer:
     Args:
         sampler: from log-probabilities (1, vocabulary) to a token (1,); the likeliest by default.
         processors: from all tokens so far and logits (1, vocabulary) to logits.
+        own: a key of random numbers of its own; else those of MLX are taken.
     """
 
-    def __init__(self, sampler: Sampler | None, processors: Sequence[Processor] | None) -> None:
+    def __init__(
+        self,
+        sampler: Sampler | None,
+        processors: Sequence[Processor] | None,
+        own: mx.array | None = None,
+    ) -> None:
         from mlx_lm.sample_utils import greedy_sampler
 
+        self.own = own
         self.sampler, self.processors = sampler or greedy_sampler, [*(processors or ())]
         self.at_once = self.sampler is greedy_sampler and not self.processors
 
@@ -57,6 +64,8 @@ class Drawer:
             before: all tokens before these, where there are processors.
             fed: those of the step, at least L.
         """
+        if self.own is not None and not self.at_once:
+            return self._by_own_numbers(logits, before, fed)
         if self.at_once:
             logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
             return Drawn(self.sampler(logprobs), logprobs, [])
@@ -72,13 +81,29 @@ class Drawer:
             keys.append(mx.array(self.state))
         return Drawn(mx.concatenate(tokens), mx.concatenate(rows), keys)
 
+    def _by_own_numbers(self, *args: Any) -> Drawn:
+        """The same, with the state of random numbers in the place of MLX's."""
+        own, self.own = self.own, None
+        before = self.key()
+        try:
+            self.keep(own)
+            return self(*args)
+        finally:
+            own = self.key()
+            self.keep(before)
+            self.own = own
+
     def key(self) -> mx.array | None:
         """The state of random numbers, to be put back."""
-        return None if self.at_once else mx.array(self.state)
+        if self.at_once or self.own is not None:
+            return self.own
+        return mx.array(self.state)
 
     def keep(self, key: mx.array | None) -> None:
         """Put a state back."""
-        if key is not None:
+        if self.own is not None:
+            self.own = key
+        elif key is not None:
             self.state[:] = key
 
 

@@ -47,21 +47,42 @@ class Checkpoint:
             self.kept = [_copied(vars(c)) if k else None for c, k in pairs]
         self.whole = any(kept)
 
-    def back(self, rejected: int) -> int:
-        """Drop so many of the tokens; how many were dropped, which are all where states are."""
-        if not rejected:
-            return 0
-        dropped = self.length if self.whole else rejected
-        if rewound(self.model, self.own, dropped):
+    def back(self, rejected: Sequence[int]) -> list[int]:
+        """Drop tokens of each sequence; how many were dropped, which are all where states are.
+
+        The rows of a batch end where they end for all: those of a sequence that drops more than
+        others move behind more padding.
+        """
+        dropped = [self.length if self.whole and n else n for n in rejected]
+        least = min(dropped)
+        more = [n - least for n in dropped]
+        if not any(more):
+            if least and not rewound(self.model, self.own, least):
+                for c, before in zip(self.own, self.kept, strict=True):
+                    self._drop(c, before, least)
             return dropped
+        shift, back = mx.array(more), mx.array(dropped)
         for c, before in zip(self.own, self.kept, strict=True):
-            if before is not None:
-                vars(c).update(_copied(before))
-            elif kind_of(c).__name__ in _RINGS and not self.singly:
-                _cut(c, dropped)
-            else:
-                c.trim(dropped)
+            if before is not None and kind_of(c).__name__ == "ArraysCache":
+                c.cache = [
+                    now if then is None else mx.where(_rows(back > 0, now), then, now)
+                    for then, now in zip(before["cache"], c.cache, strict=True)
+                ]
+                continue
+            self._drop(c, None, least)
+            c.keys, c.values = (_rolled(each, shift) for each in (c.keys, c.values))
+            c.offset, c.left_padding = c.offset - shift, c.left_padding + shift
         return dropped
+
+    def _drop(self, c: Any, before: Any, count: int) -> None:
+        if not count:
+            return
+        if before is not None:
+            vars(c).update(_copied(before))
+        elif kind_of(c).__name__ in _RINGS and not self.singly:
+            _cut(c, count)
+        else:
+            c.trim(count)
 
     def _is_cut(self, c: Any, kind: str) -> bool:
         """Whether tokens can be dropped from the end of a cache."""
@@ -89,6 +110,17 @@ def _cut(c: Any, rows: int) -> None:
     c.offset = c.offset - rows
     if "_offset" in vars(c):
         c._offset -= rows
+
+
+def _rows(mask: mx.array, like: mx.array) -> mx.array:
+    """A mask of sequences, with the axes of an array behind."""
+    return mask.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def _rolled(x: mx.array, shift: mx.array) -> mx.array:
+    """Rows (B, H, S, D) of each sequence further on."""
+    rows = (mx.arange(x.shape[2]) - shift[:, None]) % x.shape[2]
+    return mx.take_along_axis(x, rows[:, None, :, None], axis=2)
 
 
 def _copied(value: Any) -> Any:

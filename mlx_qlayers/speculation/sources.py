@@ -125,7 +125,7 @@ class DraftModel:
                 [*rest, *cast(list[int], made.tolist())], tokens[self._held :], strict=False
             )
             right = sum(1 for _ in takewhile(lambda pair: eq(*pair), pairs))
-            dropped = checkpoint.back(checkpoint.length - right)
+            (dropped,) = checkpoint.back([checkpoint.length - right])
             self._held += checkpoint.length - dropped
             self._taken = None
         while self._held < end:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import mlx.core as mx
 import mlx.nn as nn
+
+from .drawing import Drawer
 
 if TYPE_CHECKING:
     from .loop import Speculation
+    from .rounds import SpeculationReport
     from .sources import Source
 
 
@@ -91,6 +95,87 @@ def speculate(
     speculation = Speculation(draft_model, prompt_lookup, sources, measured)
     options |= {"num_draft_tokens": num_draft_tokens, "max_tokens": max_tokens}
     return SpeculativeText(stream(model, tokenizer, prompt, speculation, **options), speculation)
+
+
+class SpeculativeBatch(NamedTuple):
+    """Texts that were written together.
+
+    Attributes:
+        texts: behind their prompts.
+        tokens: of these, with those that end them.
+        report: what guesses were worth.
+    """
+
+    texts: list[str]
+    tokens: list[list[int]]
+    report: SpeculationReport
+
+
+def speculate_batch(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[Any],
+    *,
+    draft_model: nn.Module | None = None,
+    prompt_lookup: bool = True,
+    num_draft_tokens: int | None = None,
+    measured: bool = True,
+    max_tokens: int = 256,
+    sampler: Any = None,
+    logits_processors: Any = None,
+) -> SpeculativeBatch:
+    """Write several texts together, each with as many accepted guesses in a step as are right.
+
+    Args:
+        model: of mlx-lm, whose caches know batches.
+        tokenizer: its tokenizer.
+        prompts: texts, or lists of tokens.
+        draft_model, prompt_lookup, num_draft_tokens, measured: as in :func:`speculate`. A draft
+            model guesses for one text after the other.
+        max_tokens: of each text.
+        sampler, logits_processors: of all texts, each of which has random numbers of its own.
+
+    Returns:
+        The texts, their tokens, and a report.
+
+    Raises:
+        ValueError: the model has caches that know no batches, or there is no prompt.
+
+    Example:
+        >>> from mlx_qlayers import load, speculate_batch
+        >>> model, tokenizer = load("models/tales-qwen2")
+        >>> prompts = ["Once upon a time", "The king said"]
+        >>> found = speculate_batch(model, tokenizer, prompts, max_tokens=8)
+        >>> found.texts[0]
+        ", and the cook said: 'I"
+
+    Source:
+        As :func:`speculate`.
+    """
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from .loop import Speculation, batch, batch_caches
+    from .rounds import Rounds, Text
+
+    if not prompts:
+        raise ValueError("there is no prompt")
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    tokens = [tokenizer.encode(each) if isinstance(each, str) else [*each] for each in prompts]
+    speculation = Speculation(draft_model, prompt_lookup, (), measured)
+    seed = cast(int, mx.random.randint(0, 2**31 - 1).item())
+    keys = mx.random.split(mx.random.key(seed), len(tokens))
+    texts = [
+        Text(each, Drawer(sampler, logits_processors, key), speculation.sources())
+        for each, key in zip(tokens, keys, strict=True)
+    ]
+    run = Rounds(
+        model, batch_caches(model, tokens), texts, speculation.depths(model, num_draft_tokens)
+    )
+    run.report = speculation.report
+    found = batch(run, tokenizer.eos_token_ids, max_tokens)
+    ends = [each[: -(each[-1] in tokenizer.eos_token_ids) or None] for each in found]
+    return SpeculativeBatch([*map(tokenizer.decode, ends)], found, speculation.report)
 
 
 def stream(

@@ -124,14 +124,12 @@ def written(depths: Depths, right: float, slope: float, tokens: int = 3000) -> f
     """The time of a text, where each more token of a step costs a slope, beside that without."""
     chances, time, count = random.Random(1), 0.0, 0
     while count < tokens:
-        depth = depths.depth(0, 1, 15)
+        depth = depths.depth([0], 1, 15)
         accepted = 0
         while accepted < depth and chances.random() < right:
             accepted += 1
         seconds = (1 + slope * depth) * (1 + 0.05 * chances.random())
-        if not depth:
-            depths.forget(0)
-        depths.record(0, 1 + depth, depth, accepted, seconds)
+        depths.record([0], 1 + depth, [depth], [accepted], seconds)
         time, count = time + seconds, count + 1 + accepted
     return time / count / 1.025
 

@@ -12,7 +12,15 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_qlayers import convert_model
-from mlx_qlayers.speculation.loop import Speculation, speculative_generate_step
+from mlx_qlayers.speculation.depth import Depths
+from mlx_qlayers.speculation.drawing import Drawer
+from mlx_qlayers.speculation.loop import (
+    Speculation,
+    batch,
+    batch_caches,
+    speculative_generate_step,
+)
+from mlx_qlayers.speculation.rounds import Rounds, Text
 from mlx_qlayers.speculation.sources import Draw
 
 LENGTH = 40
@@ -80,3 +88,26 @@ def test_steps_by_graphs(name):
     convert_model(model, verify=False)
     plain, found, speculation = texts(model)
     assert found == plain and speculation.report.accepted
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "qwen3_next", "lfm2", "mamba2"])
+def test_texts_of_a_batch_accept_other_numbers(name):
+    """Prompts of other lengths, texts that end at other tokens, rings and states."""
+    model = build(name, ARCHITECTURES[name])
+    prompts = [PROMPT.tolist(), PROMPT.tolist()[:6], PROMPT.tolist()[2:]]
+    plain = []
+    for prompt in prompts:
+        steps = generate_step(mx.array(prompt), model, max_tokens=LENGTH)
+        plain.append([int(token) for token, _ in steps])
+    ends = {plain[1][17]}
+    plain = [
+        text[: text.index(next(iter(ends & {*text}))) + 1] if ends & {*text} else text
+        for text in plain
+    ]
+    texts = [
+        Text(prompt, Drawer(None, None), [Known([*prompt, *text])])
+        for prompt, text in zip(prompts, plain, strict=True)
+    ]
+    run = Rounds(model, batch_caches(model, prompts), texts, Depths(model, 7, measured=False))
+    assert batch(run, ends, LENGTH) == plain
+    assert 0 < run.report.accepted < run.report.guesses and run.report.steps < 30

@@ -1,0 +1,278 @@
+"""Rounds: the last tokens and guesses in one step, and what of it counts, sequence by sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import mlx.core as mx
+from mlx_lm.generate import maybe_quantize_kv_cache
+
+from ..decode.engine import MAX_LENGTH
+from .depth import Depths
+from .drawing import Drawer, Drawn, accepted
+from .rollback import Checkpoint, longest
+from .sources import Source
+
+
+@dataclass
+class SpeculationReport:
+    """What guesses were worth in a text.
+
+    Attributes:
+        tokens: of the text, behind the prompt.
+        rounds: steps with guesses; ``steps`` are all.
+        guesses: in all rounds; ``accepted`` of them were right.
+        lengths: how many rounds had 0, 1, ... accepted guesses.
+        seconds: behind the prompt.
+        plain_seconds: of a step without guesses, as measured in between; None if there was none.
+    """
+
+    tokens: int = 0
+    steps: int = 0
+    rounds: int = 0
+    guesses: int = 0
+    accepted: int = 0
+    lengths: list[int] = field(default_factory=lambda: [0] * MAX_LENGTH)
+    seconds: float = 0.0
+    plain_seconds: float | None = None
+
+    def __str__(self) -> str:
+        of_round = f"{self.accepted / self.rounds:.2f}" if self.rounds else "0"
+        speed = f"{self.tokens / self.seconds:.1f}" if self.seconds else "no"
+        without = f"{1 / self.plain_seconds:.1f} without" if self.plain_seconds else "not measured"
+        return (
+            f"guesses: {self.accepted} of {self.guesses} accepted in {self.rounds} rounds, "
+            f"{of_round} a round; {speed} tokens/s with guesses, {without}"
+        )
+
+
+class Text:
+    """One sequence of a batch.
+
+    Args:
+        prompt: its tokens, of which caches hold all but the last.
+        drawer: draws tokens.
+        sources: of guesses, the first that is ready counts.
+
+    Attributes:
+        tokens: so far.
+        pending: the last of them, which caches do not hold.
+    """
+
+    def __init__(self, prompt: Sequence[int], drawer: Drawer, sources: Sequence[Source]) -> None:
+        self.tokens, self.pending = [*prompt], [*prompt[-1:]]
+        self.drawer, self.sources = drawer, sources
+        self.seen = mx.array([], mx.uint32) if drawer.processors else None
+
+    def before(self) -> mx.array | None:
+        """All tokens but those that the next step takes, if there are processors."""
+        if self.seen is not None:
+            end = len(self.tokens) - len(self.pending)
+            new = mx.array(self.tokens[self.seen.size : end], mx.uint32)
+            self.seen = mx.concatenate([self.seen[:end], new])
+        return self.seen
+
+    def ready(self) -> int | None:
+        """The number of the first source that has something to guess."""
+        found = (i for i, source in enumerate(self.sources) if source.ready(self.tokens))
+        return next(found, None)
+
+    def fed(self, source: int | None, length: int) -> tuple[mx.array, int]:
+        """The tokens (length,) of a step, and how many of them are guesses; zeros come behind."""
+        fed, depth, count = mx.array(self.pending, mx.uint32), length - len(self.pending), 0
+        if source is not None and depth:
+            key, before, pending = self.drawer.key(), self.before(), fed
+
+            def draw(logits: mx.array, guesses: list[mx.array]) -> mx.array:
+                return self.drawer(logits, before, mx.concatenate([pending, *guesses])).tokens
+
+            guesses = self.sources[source].propose(self.tokens, depth, draw)
+            self.drawer.keep(key)
+            fed, count = mx.concatenate([pending, guesses]), guesses.size
+        return mx.pad(fed, (0, length - fed.size)) if fed.size < length else fed, count
+
+
+class Flight(NamedTuple):
+    """A step that was launched.
+
+    Attributes:
+        fed: (B, L) its tokens.
+        before: all tokens before these of each text, where there are processors.
+        known: how many of the tokens of each text are no guesses.
+        guesses: how many are; ``sources`` are where they come from.
+        checkpoint: what caches were before, if tokens may be dropped.
+        drawn: what each text's tokens may go on with.
+        found: (B, 1 + tokens): how many guesses were accepted, and all tokens drawn; without
+            guesses the token alone.
+    """
+
+    fed: mx.array
+    before: list[mx.array | None]
+    known: list[int]
+    guesses: list[int]
+    sources: list[int | None]
+    checkpoint: Checkpoint | None
+    drawn: list[Drawn]
+    found: mx.array
+
+
+class Rounds:
+    """The rounds of some texts.
+
+    Args:
+        model: writes them.
+        caches: as mlx-lm makes them, of a batch where there are several texts.
+        texts: these.
+        depths: chooses how many guesses a round has.
+        quantize: options of ``maybe_quantize_kv_cache`` by name.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        caches: list[Any],
+        texts: Sequence[Text],
+        depths: Depths,
+        quantize: dict[str, Any] | None = None,
+    ) -> None:
+        self.model, self.caches, self.texts, self.depths = model, caches, [*texts], depths
+        self.quantize, self.report = quantize or {"kv_bits": None}, SpeculationReport()
+        self.goes_ahead = False
+
+    def next(self) -> Flight:
+        """Launch the step behind all tokens so far, with guesses if they are worth it."""
+        sources, length = self.asked()
+        pairs = [*zip(self.texts, sources, strict=True)]
+        fed, guesses = zip(*(text.fed(source, length) for text, source in pairs), strict=True)
+        before = [text.before() for text in self.texts]
+        known = [len(text.pending) for text in self.texts]
+        return self._launched(mx.stack([*fed]), before, known, [*guesses], sources)
+
+    def behind(self, flight: Flight) -> Flight:
+        """Launch the step behind one without guesses, before its tokens are known here."""
+        pairs = zip(flight.before, flight.fed, strict=True)
+        before = [None if b is None else mx.concatenate([b, fed]) for b, fed in pairs]
+        nothing = [0] * len(before)
+        return self._launched(
+            flight.found.astype(mx.uint32),
+            before,
+            [1] * len(before),
+            nothing,
+            [None for _ in before],
+        )
+
+    def asked(self) -> tuple[list[int | None], int]:
+        """Which source is to guess for each text, and how many tokens a step has."""
+        least = max(len(text.pending) for text in self.texts)
+        sources = [text.ready() for text in self.texts]
+        depth = 0
+        if any(source is not None for source in sources):
+            depth = self.depths.depth(sources, least, self._room() - least)
+        self.goes_ahead = not depth
+        return (sources if depth else [None] * len(sources)), least + depth
+
+    def _room(self) -> int:
+        """How many tokens a step can have, as caches treat all of them like the first."""
+        room = min(longest(self.model, self.caches) or MAX_LENGTH, MAX_LENGTH)
+        if self.quantize["kv_bits"] is None:
+            return room
+        start = self.quantize["quantized_kv_start"]
+        left = [start - c.offset for c in self.caches if hasattr(c, "to_quantized")]
+        return min([room, *(n for n in left if n > 0)])
+
+    def _launched(
+        self,
+        fed: mx.array,
+        before: list[mx.array | None],
+        known: list[int],
+        guesses: list[int],
+        sources: list[int | None],
+    ) -> Flight:
+        if self.quantize["kv_bits"] is not None:
+            maybe_quantize_kv_cache(self.caches, **self.quantize)
+        length, first = fed.shape[1], min(known) - 1
+        drops = length > first + 1
+        checkpoint = Checkpoint(self.model, self.caches, length) if drops else None
+        logits = self.model(fed, cache=self.caches)
+        drawn = self._drawn(logits[:, first:], before, fed, known)
+        found = mx.stack([each.tokens for each in drawn]).astype(mx.int32)
+        if drops:
+            ahead = mx.array([n - first - 1 for n in known])
+            counts = accepted(found, fed[:, first + 1 :]) - ahead
+            found = mx.concatenate([counts[:, None], found], axis=1)
+        mx.async_eval(found)
+        return Flight(fed, before, known, guesses, sources, checkpoint, drawn, found)
+
+    def _drawn(
+        self, logits: mx.array, before: list[mx.array | None], fed: mx.array, known: list[int]
+    ) -> list[Drawn]:
+        """The tokens of each text; where it has more known ones than others, these themselves."""
+        found, rows = list[Drawn](), logits.shape[1]
+        if (
+            len(known) > 1
+            and max(known) == min(known)
+            and all(t.drawer.at_once for t in self.texts)
+        ):
+            drawn = self.texts[0].drawer(logits, None, fed)
+            return [Drawn(*each, []) for each in zip(drawn.tokens, drawn.logprobs, strict=True)]
+        for text, own, b, row, n in zip(self.texts, logits, before, fed, known, strict=True):
+            ahead = n - 1 - (fed.shape[1] - rows)
+            drawn = text.drawer(own[ahead:], b, row)
+            if ahead:
+                tokens = [row[n - ahead : n].astype(drawn.tokens.dtype), drawn.tokens]
+                drawn = drawn._replace(tokens=mx.concatenate(tokens))
+            found.append(drawn)
+        return found
+
+    def read(self, flight: Flight) -> list[list[int]]:
+        """The new tokens of each text; random numbers go on behind the last of them."""
+        found, new = cast(list[list[int]], flight.found.tolist()), list[list[int]]()
+        self.report.steps += 1
+        self.report.rounds += any(flight.guesses)
+        for i, row in enumerate(found):
+            count, tokens = (row[0], row[1:]) if flight.checkpoint else (0, row)
+            tokens = tokens[flight.known[i] - min(flight.known) :]
+            count = min(count, flight.guesses[i])  # behind guesses are zeros, which may be right
+            if (keys := flight.drawn[i].keys) and count + 1 < len(keys):
+                self.texts[i].drawer.keep(keys[count])
+            if flight.guesses[i]:
+                self.report.guesses += flight.guesses[i]
+                self.report.accepted += count
+                self.report.lengths[count] += 1
+            new.append(tokens[: count + 1])
+        return new
+
+    def record(self, flight: Flight, new: list[list[int]], seconds: float) -> None:
+        """Take note of what a step cost, and of what guesses were right."""
+        right = [len(each) - 1 for each in new]
+        self.depths.record(flight.sources, flight.fed.shape[1], flight.guesses, right, seconds)
+        self.report.seconds += seconds
+        self.report.plain_seconds = self.depths.plain(len(new))
+
+    def settle(self, flight: Flight, new: list[list[int]], taken: list[int]) -> None:
+        """Caches go back to what was taken of a step's new tokens; what they lack is pending."""
+        length, checkpoint = flight.fed.shape[1], flight.checkpoint
+        right = [min(n, len(each) - 1) for n, each in zip(taken, new, strict=True)]
+        rejected = [length - n - r for n, r in zip(flight.known, right, strict=True)]
+        dropped = checkpoint.back(rejected) if checkpoint else [0] * len(new)
+        for i, text in enumerate(self.texts):
+            held = text.pending + new[i][: right[i]]
+            text.pending = held[length - dropped[i] :] + new[i][right[i] : taken[i]]
+            text.tokens += new[i][: taken[i]]
+            self.report.tokens += taken[i]
+
+    def keep(self, texts: Sequence[int]) -> None:
+        """Go on with some of the texts of a batch alone."""
+        self.texts = [self.texts[i] for i in texts]
+        for c in self.caches:
+            c.filter(mx.array([*texts]))
+
+    def finish(self, ahead: Flight | None) -> None:
+        """Let all caches hold all tokens of a text, as they do behind ``mlx_lm.generate_step``."""
+        (text,) = self.texts
+        if text.pending and ahead is None:
+            self.model(mx.array([text.pending], mx.uint32), cache=self.caches)
+        for source in text.sources:
+            source.finish(text.tokens)
