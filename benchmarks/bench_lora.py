@@ -5,7 +5,7 @@
     python benchmarks/bench_lora.py checkpoints     # the same with gradient checkpointing
     python benchmarks/bench_lora.py long            # 28 layers, 1 x 16,384 tokens, checkpointing
     python benchmarks/bench_lora.py shipped         # the shipped model, 1 x 128 tokens: for a CPU
-    python benchmarks/bench_lora.py step --only fused --repeats 3 --csv
+    python benchmarks/bench_lora.py step --only recomputing --repeats 3 --csv
 
 A step is that of mlx-lm's trainer: loss, gradients of adapters of rank 8 beside all linear layers,
 Adam; compiled, but where kernels run on a CPU. Its peak is the model, adapters, moments and all
@@ -34,7 +34,7 @@ from mlx_lm import load
 from mlx_lm.tuner.trainer import default_loss, grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from mlx_qlayers import convert_model, fused_loss, linear_cross_entropy
+from mlx_qlayers import convert_model, fused_loss, linear_cross_entropy, recompute_activations
 from mlx_qlayers.commands.demo import shipped_model
 from mlx_qlayers.runtime.backend import backend
 
@@ -47,8 +47,13 @@ STEPS = {
     "long": (28, (1, 16384), True),
     "shipped": (None, (1, 128), False),
 }
-# Whether the model is converted, and whether its loss is fused.
-CONTENDERS = {"stock": (False, False), "converted": (True, False), "fused": (True, True)}
+# Whether the model is converted, its loss is fused, and it recomputes activations.
+CONTENDERS = {
+    "stock": (False, False, False),
+    "converted": (True, False, False),
+    "fused": (True, True, False),
+    "recomputing": (True, True, True),
+}
 COLUMNS = {"task": 12, "path": 20, "ms": 12, "peak MB": 12, "loss": 9, "error": 9}
 # How far from stock's a loss may be, and all gradients by their norm: stock's logits are bfloat16.
 LOSS, GRADIENTS = 0.01, 0.5
@@ -194,13 +199,15 @@ def bench_step(part: str, table: Table, only: list[str], repeats: int) -> None:
     """One contender after the other: they do not fit together."""
     layers, shape, checkpointed = STEPS[part]
     stock: Result | None = None
-    for name, (converted, fused) in CONTENDERS.items():
+    for name, (converted, fused, recomputes) in CONTENDERS.items():
         if only and name not in only:
             continue
         training = Training(layers, shape, converted, fused)
+        if recomputes:
+            recompute_activations(training.model, layers=checkpointed)
         row: dict[str, Any] = {"task": part, "path": name}
         try:
-            with checkpoints(training.model.layers[0], checkpointed):
+            with checkpoints(training.model.layers[0], checkpointed and not recomputes):
                 found = tree_map(lambda a: a.astype(mx.float32), training.first())
                 mx.eval(found)
                 stock = stock or (found if name == "stock" else None)

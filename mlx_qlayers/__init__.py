@@ -5,10 +5,10 @@ converts one; ``register_counterpart`` adds what modules of other classes become
 ``QLinear``, ``GridSample``, ``DeformableAttention``, ``DeformConv2d`` and ``FusedAttention``; they
 call the differentiable functions ``quantized_matmul``, ``grid_sample``, ``deformable_attention``,
 ``deform_conv2d`` and ``attention``. ``linear_cross_entropy`` and ``log_probabilities`` take the
-logits of an output layer in blocks, ``fused_loss`` those of a model that mlx-lm trains.
-``speculate`` and ``speculate_batch`` write text with verified guesses. ``backend`` names what runs
-kernels, ``use_backend`` and ``set_backend`` force it; ``explain`` tells which path each operation
-took, and why.
+logits of an output layer in blocks, ``fused_loss`` those of a model that mlx-lm trains;
+``recompute_activations`` has it keep less for its gradients. ``speculate`` and ``speculate_batch``
+write text with verified guesses. ``backend`` names what runs kernels, ``use_backend`` and
+``set_backend`` force it; ``explain`` tells which path each operation took, and why.
 """
 
 from . import _interrupts  # noqa: F401, first: what follows takes a while
@@ -31,6 +31,7 @@ from .runtime.backend import backend, set_backend, use_backend
 from .runtime.explain import explain
 from .speculation.text import speculate, speculate_batch
 from .training.fused_loss import fused_loss
+from .training.recompute import recompute_activations
 
 __all__ = [
     "ConversionReport",
@@ -53,6 +54,7 @@ __all__ = [
     "log_probabilities",
     "quantize_model",
     "quantized_matmul",
+    "recompute_activations",
     "register_counterpart",
     "revert_model",
     "set_backend",

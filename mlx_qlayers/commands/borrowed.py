@@ -155,10 +155,11 @@ def _generate(module: Any, args: Any) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _lora(module: Any, stock_loss: bool) -> Iterator[None]:
+def _lora(module: Any, asked: Any) -> Iterator[None]:
     from ..runtime.backend import backend
     from ..runtime.transformed import uncompiled
     from ..training.fused_loss import fused_loss
+    from ..training.recompute import recompute_activations
     from .lora_arguments import check_lora, read_yaml
 
     theirs = module.run
@@ -167,17 +168,26 @@ def _lora(module: Any, stock_loss: bool) -> Iterator[None]:
         check_lora(module, args)
         theirs(args)
 
-    def fusing(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(model: Any, **options: Any) -> Any:
-            loss = fused_loss(model)
-            print(loss, file=sys.stderr)
-            return function(model=model, loss=loss, **options)
+    def train(model: Any, args: Any, **options: Any) -> None:
+        recompute_activations(model, layers=args.grad_checkpoint)
+        args.grad_checkpoint = False
+        begin(model=model, args=args, **losses(model), **options)
 
-        return call
+    def evaluate(model: Any, **options: Any) -> float:
+        loss: float = measure(model=model, **losses(model), **options)
+        return loss
 
+    def losses(model: Any) -> dict[str, Any]:
+        if asked.stock_loss:
+            return {}
+        loss = fused_loss(model)
+        print(loss, file=sys.stderr)
+        return {"loss": loss}
+
+    begin, measure = module.train, module.evaluate
     replaced: dict[str, Any] = {"run": run, "yaml": SimpleNamespace(load=read_yaml)}
-    if not stock_loss:
-        replaced |= {name: fusing(getattr(module, name)) for name in ("train", "evaluate")}
+    if not asked.stock:
+        replaced |= {"train": train, "evaluate": evaluate}
     # A compiled step traces its operations, and traced ones run no kernels on a CPU.
     with _holding(module, **replaced), uncompiled(backend() == "host"):
         yield
@@ -204,7 +214,7 @@ def _server(module: Any, args: Any) -> AbstractContextManager[None]:
 _SURROUNDINGS: dict[str, Callable[[Any, Any], AbstractContextManager[None]]] = {
     "generate": _generate,
     "chat": lambda *_: suppress(EOFError),  # Ctrl-D leaves a chat as its command q does
-    "lora": lambda module, args: _lora(module, stock_loss=args.stock or args.stock_loss),
+    "lora": _lora,
     "server": _server,
 }
 

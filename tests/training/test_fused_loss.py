@@ -93,9 +93,9 @@ def test_all_architectures_but_one():
     assert left == ["talkie"]
 
 
-def small(tied: bool = True, words: int = 5000) -> Model:
+def small(tied: bool = True, words: int = 5000, layers: int = 2) -> Model:
     sizes = {"num_key_value_heads": 2, "tie_word_embeddings": tied}
-    return Model(ModelArgs("qwen2", 64, 2, 128, 2, 1e-6, words, **sizes))
+    return Model(ModelArgs("qwen2", 64, layers, 128, 2, 1e-6, words, **sizes))
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -1,0 +1,85 @@
+"""Activations that are computed again: the same gradients, in less memory."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from architecture_table import ARCHITECTURES
+from architectures import build
+from mlx_lm.tuner.trainer import default_loss
+from training.test_fused_loss import adapted, assert_same, small, step
+
+from mlx_qlayers import convert_model, recompute_activations, use_backend
+
+
+@pytest.mark.parametrize("layers", [False, True])
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "apertus", "gpt2", "lfm2", "olmoe"])
+def test_gradients_are_those_of_stock(name, layers):
+    with use_backend("reference"):
+        model = adapted(build(name, ARCHITECTURES[name])).train()
+        stock = step(model, default_loss)
+        convert_model(model)
+        assert recompute_activations(model, layers=layers) > 4
+        assert_same(step(model, default_loss), stock)
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_by_kernels_on_a_cpu(layers):
+    model = adapted(build("qwen2", ARCHITECTURES["qwen2"])).train()
+    with use_backend("reference"):
+        stock = step(model, default_loss)
+    convert_model(model, calibrate=False)
+    recompute_activations(model, layers=layers)
+    with use_backend("host"):
+        assert_same(step(model, default_loss), stock)
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_dropout_draws_the_same_numbers_again(layers):
+    def gradients(compiled: bool) -> list[mx.array]:
+        run = lambda: step(model, default_loss)  # noqa: E731
+        mx.random.seed(4)
+        state = [model.state, mx.random.state]
+        return (mx.compile(run, inputs=state, outputs=state) if compiled else run)()
+
+    model = adapted(small()).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module._p_1 = 0.5
+    stock = gradients(False)
+    # It draws them in the same order, but for the two of a layer's feed-forward part.
+    assert recompute_activations(model, layers=layers) > 4
+    assert_same(gradients(False), stock)
+    assert_same(gradients(True), stock)
+
+
+def kept(layers: int, recompute: bool, whole: bool) -> float:
+    """Bytes at the worst moment of a compiled step with adapters, of a model in bfloat16."""
+    model = small(words=64, layers=layers)
+    model.set_dtype(mx.bfloat16)
+    adapted(model).train()
+    if recompute:
+        recompute_activations(model, layers=whole)
+    batch, lengths = mx.zeros((8, 33), mx.int32), mx.array([[0, 33]] * 8)
+
+    def run() -> object:
+        return nn.value_and_grad(model, default_loss)(model, batch, lengths)
+
+    traced = mx.compile(run, inputs=[model.state], outputs=[model.state])
+    mx.eval(model.parameters(), traced())
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(traced())
+    return mx.get_peak_memory() - before
+
+
+def test_what_a_layer_keeps():
+    """For each token, in numbers of the width of the model, 64, and its double, 128."""
+    limit = mx.set_memory_limit(0)  # nothing is handed over ahead of time
+    try:
+        stock, ours, inputs = (
+            (kept(10, *options) - kept(4, *options)) / 6 / (8 * 32) / 64 / 2
+            for options in ((False, False), (True, False), (True, True))
+        )
+    finally:
+        mx.set_memory_limit(limit)
+    assert inputs < 1.1 and ours < 0.65 * stock
