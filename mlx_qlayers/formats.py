@@ -40,11 +40,7 @@ class Format(NamedTuple):
     def checked(
         cls, group_size: object = None, bits: object = None, mode: object = "affine"
     ) -> Format:
-        """A format that MLX has; ``None`` stands for the mode's default.
-
-        Raises:
-            ValueError: naming the argument and its value.
-        """
+        """A format that MLX has, or a ValueError; ``None`` stands for the mode's default."""
         if not isinstance(mode, str) or mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
         sizes, widths = MODES[mode]
@@ -57,11 +53,7 @@ class Format(NamedTuple):
 
     @classmethod
     def from_entry(cls, entry: Mapping[str, Any]) -> Format:
-        """The format that ``to_quantized(**entry)`` makes; it inherits nothing from other layers.
-
-        Raises:
-            ValueError: naming the argument and its value.
-        """
+        """The format of ``to_quantized(**entry)``, which inherits nothing from other layers."""
         return cls.checked(entry.get("group_size"), entry.get("bits"), entry.get("mode", "affine"))
 
     def dims(self, w: Any) -> int:

@@ -69,10 +69,7 @@ def check_directory(path: Path) -> dict[str, Any]:
 
 
 def digests(path: Path) -> dict[str, str]:
-    """Digests that tell models apart, of a directory or a checked GGUF file, and the versions.
-
-    Of weights the headers are looked at, and blocks of 4 KB all over the files.
-    """
+    """Digests of a directory or a checked GGUF file by headers and blocks of 4 KB, and versions."""
     weights, files = sha256(), [path] if path.is_file() else sorted(path.glob(_WEIGHTS))
     for file in files:
         size = file.stat().st_size
@@ -92,9 +89,6 @@ def digests(path: Path) -> dict[str, str]:
 
 def check_adapter(path: Path) -> None:
     """Check the files of an adapter, and its rank, which mlx-lm would allocate unseen.
-
-    Args:
-        path: a directory with ``adapter_config.json`` and ``adapters.safetensors``.
 
     Raises:
         FileNotFoundError: a file does not exist.
@@ -131,7 +125,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """The entries of a safetensors file by tensor name, after checking each against the file.
+    """The entries of a safetensors file by tensor name, each checked against the file.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -107,10 +107,10 @@ class QuantizationConfig:
         return cls(default, layers, where)
 
     def entry(self, path: str) -> tuple[str, Format | bool | None]:
-        """The key that decides about the module at ``path``, and what it says.
+        """The key that decides about the module at ``path``, and its value.
 
-        A key of a layer matches also where the model puts a prefix in front of the checkpoint's
-        names (``model.layers.0`` and ``language_model.model.layers.0``), or drops one.
+        A key also matches if the model adds or drops a prefix of the checkpoint's names
+        (``model.layers.0`` and ``language_model.model.layers.0``).
         """
         names = path.split(".")
         candidates = (".".join(names[i:]) for i in range(len(names)))

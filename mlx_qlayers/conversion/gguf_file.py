@@ -54,9 +54,6 @@ class Header(NamedTuple):
 def read_header(path: Path) -> Header:
     """The metadata and the tensors of a GGUF file, each checked against the file's size.
 
-    Args:
-        path: the file.
-
     Raises:
         FileNotFoundError: there is none.
         ValueError: the file is cut short, contradicts itself, or has tensors that MLX does not

@@ -45,13 +45,8 @@ _SPLITS: Mapping[str, str | None] = {
 def save_tokenizer(folder: Path, metadata: Mapping[str, Any], vocabulary: int) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json`` from ``tokenizer.*`` of a file.
 
-    Args:
-        folder: where they go.
-        metadata: of the file, see :func:`gguf_file.read_header`.
-        vocabulary: the rows of the embedding; there are no more tokens.
-
-    Raises:
-        ValueError: the tokenizer is missing, of an unknown kind, or contradicts itself.
+    ``vocabulary`` is the number of rows of the embedding. A ValueError says that the tokenizer is
+    missing, of an unknown kind, or contradicts itself.
     """
     about = {
         key.removeprefix("tokenizer.ggml."): value

@@ -115,11 +115,7 @@ def quantize_model(
 
 
 def shipped_text(part: str) -> str:
-    """The repository's texts: for ``"train"`` the first nine tenths of each, else the last 5 %.
-
-    Raises:
-        FileNotFoundError: they are not part of this installation.
-    """
+    """The repository's texts: for ``"train"`` the first nine tenths of each, else the last 5 %."""
     data = Path(__file__).parents[2] / "models" / "data"
     files = sorted(data.glob("*.txt"))
     if not files:
@@ -131,11 +127,7 @@ def shipped_text(part: str) -> str:
 
 
 def windows(tokens: Sequence[int], count: int, length: int) -> mx.array:
-    """Sequences (count, length) evenly spread over a text, or fewer where it has no more.
-
-    Raises:
-        ValueError: the text has less than one.
-    """
+    """Sequences (count, length) evenly spread over a text, or fewer if it has no more."""
     if len(tokens) < length:
         raise ValueError(f"the text has {len(tokens)} tokens, and a sequence is {length}")
     count = min(count, len(tokens) // length)
@@ -243,16 +235,9 @@ def mixture(
     formats: Mapping[str, Format],
     target: float,
 ) -> dict[str, Format]:
-    """The bits of each layer: the largest gain for its size first, as far as the target goes.
+    """The bits of each layer: the largest gain for its size first, up to ``target`` bits a weight.
 
-    Args:
-        model: unquantized.
-        losses: of each layer, by bits.
-        formats: of all layers; those without losses keep theirs.
-        target: bits per weight of the whole model.
-
-    Raises:
-        ValueError: the target is less than 2 bits in all layers take.
+    ``losses`` has those of each layer by bits; layers without losses keep their formats.
     """
     sizes, used, total = _least(model, losses.keys(), formats, target)
     chosen = dict.fromkeys(losses, 0)

@@ -22,13 +22,7 @@ Hessians = dict[str, mx.array]
 
 
 class Stage(NamedTuple):
-    """A decoder layer, or the head behind the last one.
-
-    Attributes:
-        number: from 0.
-        modules: its linear layers and experts, by path in the model.
-        hessians: computes what they are given.
-    """
+    """A decoder layer, or the head behind the last one, with its linear layers and experts."""
 
     number: int
     modules: dict[str, nn.Module]
@@ -38,12 +32,7 @@ class Stage(NamedTuple):
 def stages(model: nn.Module, batches: Sequence[mx.array]) -> Iterator[Stage]:
     """The decoder layers of a model in order, and its head; each may be changed when it is yielded.
 
-    Args:
-        model: one of mlx-lm's, with a list ``layers``.
-        batches: tokens (B, L), all of one shape.
-
-    Raises:
-        ValueError: the model has no list of layers, or its layers are not called one by one.
+    It raises a ValueError for a model without a list of layers, or that calls them otherwise.
     """
     from mlx_lm.models.switch_layers import SwitchLinear
 
@@ -76,11 +65,7 @@ def stages(model: nn.Module, batches: Sequence[mx.array]) -> Iterator[Stage]:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The list in which a model holds its layers; ``model.layers`` may be a copy of it.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """The list in which a model holds its layers; ``model.layers`` may be a copy of it."""
     shown = getattr(model, "layers", None)
     for module in model.modules():
         for value in module.values():

@@ -161,12 +161,9 @@ def find_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Path:
-    """The directory of a model, downloaded first where it names a repository of the Hub.
+    """The directory of a model, downloaded first if it names a repository of the Hub.
 
     ``"OWNER/REPO/FILE.gguf"`` names a GGUF file of a repository, of which there are often many.
-
-    Raises:
-        FileNotFoundError: there is neither such a directory nor such a repository within reach.
     """
     name = os.fspath(path_or_hf_repo)
     if not name:
@@ -205,10 +202,7 @@ def find_model(
 def _checked_classes(
     quantization: QuantizationConfig, read: dict[str, mx.array], config: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """mlx-lm's classes of a model, which compares the weights that it loads with its own.
-
-    ``read`` gets them as they are in the files.
-    """
+    """mlx-lm's classes of a model that checks the weights it loads, and puts them into ``read``."""
     from mlx_lm.utils import _get_classes
 
     cls, arguments = _get_classes(config)

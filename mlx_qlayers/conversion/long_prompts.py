@@ -26,10 +26,7 @@ _queries: ContextVar[list[mx.array] | None] = ContextVar("queries", default=None
 
 
 def in_turn(call: Callable[..., Any], model: Any, *args: Any, **options: Any) -> Any:
-    """Call a model: what it gives. Of a prompt on CUDA layers wait.
-
-    There its kernels are compiled side by side, ahead of the first one that is launched.
-    """
+    """Call a model. On CUDA layers of a prompt wait in turn, and kernels are compiled at once."""
     if where() is None:
         return call(model, *args, **options)
     with within(_queries, []), together():
@@ -37,9 +34,9 @@ def in_turn(call: Callable[..., Any], model: Any, *args: Any, **options: Any) ->
 
 
 def wait(queries: mx.array) -> None:
-    """Ahead of a layer's attention with such queries (B, H, L, D): for those of the layer before.
+    """Wait for the layer before, ahead of a layer's attention with these queries (B, H, L, D).
 
-    What the last layer gives is not evaluated, as nobody may ask for it.
+    The output of the last layer is not evaluated, as nobody may ask for it.
     """
     before = _queries.get()
     if before is None or not is_dense(queries[:, 0]):

@@ -42,10 +42,7 @@ class Step:
 
 
 def hold(module: nn.Module, items: dict, attributes: dict) -> None:
-    """Make ``module`` hold what another does.
-
-    What both hold is never missing: another thread may use the module.
-    """
+    """Make ``module`` hold what another does; another thread may use it meanwhile."""
     for held, wanted in ((module, items), (vars(module), attributes)):
         dict.update(held, wanted)  # Module.update takes parameters
         for name in held.keys() - wanted.keys():
@@ -238,9 +235,7 @@ def _is_packed(module: nn.Module) -> bool:
 
 
 def kind_of(module: nn.Module) -> str | None:
-    """``"module"`` where it was registered, ``"linear"``, ``"embedding"``, ``"experts"``,
-    ``"attention"``, or None for the rest.
-    """
+    """Its kind: "module" (registered), "linear", "embedding", "experts", "attention", or None."""
     if registered_for(type(module)) or registered_as(type(module)):
         return "module"
     if isinstance(module, nn.QuantizedEmbedding | nn.Embedding):

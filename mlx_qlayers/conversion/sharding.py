@@ -31,14 +31,8 @@ _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 def shard_model(model: nn.Module, group: mx.distributed.Group, *, experts: bool = False) -> None:
     """Leave each rank of a group its share of the layers that mlx-lm's ``model.shard`` splits.
 
-    Args:
-        model: of mlx-lm, with stock layers or converted ones, which stay what they are.
-        group: of the ranks. Each of them makes this call.
-        experts: whether each rank has some experts of a mixture, whole, rather than a part of each.
-
-    Raises:
-        ValueError: mlx-lm cannot shard such a model, or a layer cannot be split among so many
-            ranks; the message names it, and nothing was changed.
+    All ranks make this call. With ``experts`` a rank has some experts of a mixture, whole. A
+    ValueError names a layer that cannot be split among so many ranks; then nothing was changed.
     """
     if group.size() == 1:
         return

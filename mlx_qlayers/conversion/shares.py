@@ -58,15 +58,9 @@ def take_share(
 ) -> None:
     """Leave a rank its share of a model whose parameters were not read yet, and read that.
 
-    Args:
-        model: with stock layers.
-        group: of the ranks, which all make this call.
-        parallel: ``"tensor"``: a part of each layer; ``"pipeline"``: some layers; ``"experts"``: a
-            part of each layer, and some experts of the mixtures.
-        sources: by the paths of parameters that are a tensor of a file, where that lies.
-
-    Raises:
-        ValueError: mlx-lm cannot divide such a model so, or a layer cannot be split.
+    ``parallel`` is ``"tensor"``: a part of each layer; ``"pipeline"``: some layers; ``"experts"``:
+    a part of each layer, and some experts of the mixtures. ``sources`` locates parameters that are
+    a tensor of a file. A ValueError says that the model or a layer cannot be split.
     """
     positions: dict[str, mx.array] = {}
     if parallel == "pipeline":

@@ -51,13 +51,7 @@ def step_class(cls: type[nn.Module]) -> type[nn.Module] | None:
 def planned(
     model: nn.Module, steps: Iterable[Step], predicate: Predicate | None
 ) -> tuple[Step, ...]:
-    """The step for a model that is called with tokens and caches; nothing for other modules.
-
-    Args:
-        model: the model, which is not changed.
-        steps: what becomes of the modules in it.
-        predicate: that of ``convert_model``.
-    """
+    """The step for a model that is called with tokens and caches; nothing for other modules."""
     classes = {id(step.module): step.cls for step in steps if step.cls is not None}
     ours = classes or any(isinstance(part, LINEARS) for part in model.modules())
     cls = step_class(classes.get(id(model)) or type(model))

@@ -29,15 +29,12 @@ _DEPTH = 16
 
 
 def verify_steps(model: nn.Module, steps: Sequence[Step]) -> None:
-    """Run each kind of layer of a model once, and compare with the stock one.
+    """Run each kind of layer of a model once, and compare with the stock one in float32.
 
-    The stock result is computed in float32, where stock operators are accurate on every device.
     The random state of the caller is not used, but by registered examples. Layers run as ``auto``
     runs them now. On a Mac it takes no kernel without a proof, whatever is measured later: that
-    names a wrong kernel, and this compares the code around it.
-
-    Raises:
-        ValueError: they disagree by more than rounding explains.
+    names a wrong kernel, and this compares the code around it. A ValueError says that they
+    differ by more than rounding explains.
     """
     parameters = dict(tree_flatten(model.parameters())).values()
     dtype = next((p.dtype for p in parameters if p.dtype in _FLOATS), mx.float32)

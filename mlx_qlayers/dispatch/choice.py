@@ -62,21 +62,14 @@ def choose(
     """The backend on which ``op`` runs.
 
     Args:
-        op: the operation's public name.
-        kernels: the backends that have a kernel for these arguments.
-        unless: why ``auto`` should leave the kernel for the reference, if it should; or why there
-            is no kernel.
-        host_gain: how many times as fast as the reference the kernel was measured to be on a CPU,
-            by default the first number that it ``rests_on``. ``auto`` runs it there only where this
-            is more than 1.
+        unless: why ``auto`` should leave the kernel for the reference, or why there is no kernel.
+        host_gain: the measured speedup over the reference on a CPU, by default the first number of
+            ``rests_on``. ``auto`` takes the kernel there only if it is above 1.
         by: which of the operation's kernels runs, for the reason.
-        rests_on: measured values that ``unless`` and ``host_gain`` go by.
-        best: what was measured of the kernel, from :func:`.measurements.found`; it counts before
-            all that. Left out for a kernel without a record.
+        rests_on: the measured values that ``unless`` and ``host_gain`` go by.
+        best: from :func:`.measurements.found`, which counts before all that; left out for a kernel
+            without a record.
         wins: the path by which its record measures the kernel.
-
-    Raises:
-        BackendError: a backend was forced that has no kernel for these arguments.
     """
     is_measured = are_measured(rests_on)
     if host_gain is None and rests_on and isinstance(name := rests_on[0], str):
@@ -117,15 +110,7 @@ def choose(
 def choose_measured(
     op: str, kernels: Sequence[str], family: str, *question: Hashable, **rule: Any
 ) -> Choice:
-    """As :func:`choose`, by what was measured of an operation's only kernel.
-
-    Args:
-        op: the operation's name.
-        kernels: the backends that have a kernel for the arguments.
-        family: of the question.
-        question: the arguments of its record.
-        rule: where nothing was measured here, ``unless`` and ``rests_on``.
-    """
+    """As :func:`choose`, by the measurement of an operation's only kernel, else by the ``rule``."""
     best = found(family, *question) if kernels else None
     rule["unless"] = rule.get("unless") or unmeasured()
     return choose(op, kernels, best=best, **rule)

@@ -119,11 +119,6 @@ def dispatch(
 ) -> Any:
     """Run an operation by the plan for its key, which is made if there is none.
 
-    Args:
-        operation: what to run.
-        arrays: its arrays; None where an optional one is left out.
-        static: its other arguments.
-
     Raises:
         ValueError: an argument does not fit; it is named.
         BackendError: a backend was forced that cannot run this.
@@ -166,11 +161,9 @@ def dispatch(
 def planned(
     operation: Operation, arrays: tuple[mx.array | None, ...], static: tuple[Hashable, ...] = ()
 ) -> tuple[Callable[..., Any], tuple[Row, ...]] | None:
-    """The function that :func:`dispatch` ran last for arrays of these shapes, and its counters.
+    """The function that :func:`dispatch` ran last for such arrays, and the rows that callers count.
 
-    Returns:
-        A function of such arrays, valid in this context and epoch, and the rows that whoever calls
-        it counts. None where that plan is another's by now, or not kept.
+    It is valid in this context and epoch; None if the plan is another's by now, or not kept.
     """
     shapes = tuple(None if a is None else a.shape for a in arrays)
     dtypes = tuple(None if a is None else a.dtype for a in arrays)
@@ -352,8 +345,8 @@ def _can_compile() -> bool:
 def _compiled(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]) -> _Prepared:
     """The operation as a graph that is traced now, on arrays that are never evaluated.
 
-    MLX runs the function anew where it is differentiated or traced: then the nodes that carry
-    gradients are needed, which cost as much to evaluate as a launch.
+    MLX runs the function anew where it is differentiated or traced: then nodes that carry gradients
+    are needed, which cost as much to evaluate as a launch.
     """
     with mode(Mode.COMPILED):
         plan = _planned(operation, static, specs)

@@ -17,12 +17,9 @@ Outputs = mx.array | list[mx.array]
 
 
 class Gradient(NamedTuple):
-    """How the gradients of some arguments are computed, together.
+    """How the gradients of the arrays at positions ``of`` are computed together.
 
-    Attributes:
-        of: their positions among the arrays of the operation.
-        compute: a function of the arrays, the cotangents and the outputs (lists) that gives one
-            array for each position.
+    ``compute`` takes lists of arrays, cotangents and outputs.
     """
 
     of: tuple[int, ...]
@@ -30,13 +27,7 @@ class Gradient(NamedTuple):
 
 
 def gradient_of(composed: Callable[..., Outputs], arrays: Arrays) -> tuple[Gradient, ...]:
-    """The gradient of every floating-point argument, by autodiff of the same function in MLX's
-    operators.
-
-    Args:
-        composed: that function, of the arrays.
-        arrays: the arrays of the call, or their specs.
-    """
+    """The gradients of all floating-point arguments, by autodiff of the same in MLX's operators."""
     floats = tuple(i for i, a in enumerate(arrays) if is_float(a))
 
     def compute(given: Arrays, cotangents: list[mx.array], _: list[mx.array]) -> Sequence[mx.array]:
@@ -58,17 +49,10 @@ def gradient_of(composed: Callable[..., Outputs], arrays: Arrays) -> tuple[Gradi
 def differentiable(
     op: str, forward: Callable[..., Outputs], gradients: Sequence[Gradient], specs: Sequence[Any]
 ) -> Callable[..., Outputs]:
-    """``forward`` with a gradient.
+    """``forward`` with gradients; an argument without one raises, as in MLX's own operators.
 
-    On ``host`` a launch computes at once, so the gradient of an argument is computed only if it is
-    asked for; on a GPU everything is lazy and one node does for all. An argument without a gradient
-    raises where one is asked for, as in MLX's own operators.
-
-    Args:
-        op: the operation's name, for that error.
-        forward: a function of the arrays.
-        gradients: of those arguments that have one.
-        specs: the arrays' specs; None where one is left out.
+    On ``host`` a launch computes at once, so only gradients that are asked for are computed; on a
+    GPU everything is lazy and one node does for all.
     """
     there = [i for i, spec in enumerate(specs) if spec is not None]
     frozen = [i for i in there if not is_float(specs[i])]

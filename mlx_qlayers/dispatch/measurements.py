@@ -59,36 +59,13 @@ _questions: ContextVar[dict[Record, None] | None] = ContextVar("questions", defa
 
 
 def configure(family: str, device: str, *question: Hashable) -> Any:
-    """The configuration of a kernel: the one that was tuned, else the heuristic's.
-
-    Args:
-        family: the name of a kernel family, one of :data:`~mlx_qlayers.metal.records.RECORDS`.
-        device: the name of a backend.
-        question: the arguments of the family's record.
-
-    Example:
-        >>> from mlx_qlayers.formats import Format
-        >>> configure("qmm", "metal", 64, 3584, 3584, mx.float32, Format(64, 4), True).tile_m
-        64
-    """
+    """The configuration of a kernel by its record's question: the tuned one or the heuristic's."""
     best = found(family, *question, device=device)
     return RECORDS[family](*question).heuristic(device) if best is None else best.config
 
 
 def found(family: str, *question: Hashable, device: str | None = None) -> Found | None:
-    """Look up the measurement of a problem; None where there is none.
-
-    Args:
-        family: the name of a kernel family.
-        question: the arguments of its record.
-        device: the name of a backend; by default the current backend.
-
-    Example:
-        >>> from mlx_qlayers.formats import Format
-        >>> best = found("qmv", 1, 3584, 3584, mx.bfloat16, Format(64, 4))
-        >>> best is None or isinstance(best.path, str)
-        True
-    """
+    """The measurement of a question to a family's record; None if there is none."""
     if (asked := _questions.get()) is not None:
         asked[RECORDS[family](*question)] = None
     if _heuristics_only.get():
@@ -97,15 +74,9 @@ def found(family: str, *question: Hashable, device: str | None = None) -> Found 
 
 
 def decided(best: Found | None, unless: str | None, wins: str = "kernel") -> tuple[str | None, str]:
-    """Why ``auto`` leaves a kernel for another path: by what was measured, or else by rules.
+    """Why ``auto`` leaves a kernel for another path, or None; and what was measured, or "".
 
-    Args:
-        best: from :func:`found`.
-        unless: why it should be left as far as rules know, if it should.
-        wins: the path by which the kernel was measured.
-
-    Returns:
-        That reason, or None; and what was measured, or "".
+    ``unless`` is the reason by rules, ``wins`` the path by which the kernel was measured.
     """
     if _questions.get() is not None:  # what is collected is what the kernels would be asked
         return None, ""
@@ -128,8 +99,7 @@ def unasked() -> AbstractContextManager[None]:
 def untuned(*, keeps_plans: bool = False) -> AbstractContextManager[bool]:
     """Inside a ``with`` block nothing that was tuned counts, for this thread or task.
 
-    Args:
-        keeps_plans: whether a plan that is made meanwhile is kept as if it were tuned.
+    With ``keeps_plans`` a plan that is made meanwhile is kept as if it were tuned.
     """
     return _within(_heuristics_only, True, keeps_plans=keeps_plans)
 
@@ -223,16 +193,7 @@ def entry_of(
     heuristic: float | None = None,
     tried: int = 1,
 ) -> Entry:
-    """The entry for a measurement that ends now.
-
-    Args:
-        record: what was measured.
-        config: the configuration of the kernel.
-        path: the fastest path.
-        paths: seconds of each.
-        heuristic: seconds of the kernel without tuning, if those are of another configuration.
-        tried: how many configurations were.
-    """
+    """The entry for a measurement that ends now."""
     return Entry(
         config=asdict(config),
         path=path,

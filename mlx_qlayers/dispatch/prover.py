@@ -45,8 +45,7 @@ _STEPS = 4
 
 
 class _Job(NamedTuple):
-    """A call by its plan: an operation, its static arguments, the specs of its arrays, and what was
-    measured but is in no file of this process's user."""
+    """A call by its plan: operation, static arguments, specs, and measurements without a file."""
 
     operation: Any
     static: tuple[Any, ...]
@@ -61,15 +60,7 @@ def proven(
 ) -> Any:
     """Call a function that binds launches, and prove those that have no proof yet.
 
-    Args:
-        operation: the operation whose plan binds them.
-        static: its static arguments.
-        specs: those of its arrays.
-        call: the function, of no arguments; called anew after a proof.
-        gradient: whether it binds those of the operation's gradients.
-
-    Raises:
-        Unproven: a launch failed its proof, or there can be none; it was said.
+    It raises Unproven, which was reported, if a launch failed its proof or there can be none.
     """
     tried: set[str] = set()
     while True:
@@ -287,10 +278,7 @@ def _results(
 
 
 def _smaller(job: _Job) -> Sequence[Spec | None]:
-    """Specs of a job, or fewer elements with which it makes the same launches.
-
-    The largest axes are halved while it does.
-    """
+    """Specs with fewer elements, with the largest axes halved while the launches stay the same."""
     if sum(spec.size for spec in job.specs if spec is not None) <= _MANY:
         return job.specs
 

@@ -124,11 +124,7 @@ def devices(kind: str) -> tuple[str, ...]:
 
 
 def user_folder() -> Path:
-    """Where the user's own results are.
-
-    Raises:
-        OSError: there is no such place, as without a home folder.
-    """
+    """The folder of the user's own results; an OSError without a home folder."""
     return cache_folder() / "tuning"
 
 
@@ -139,12 +135,9 @@ adopted: dict[str, dict[str, Entry]] = {}
 
 
 def look_up(key: str, *devices: str) -> tuple[Entry, Evidence] | None:
-    """Look up the entry under a key, and where it comes from.
+    """The entry under a key of the first device that has one, and where it comes from.
 
-    Args:
-        key: of a problem, or of values.
-        devices: where it is looked for, one after the other. Measurements of this machine count for
-            the first of them.
+    Measurements of this machine count for the first of the devices.
     """
     for i, device in enumerate(devices):
         entry, shipped = entries(device, current.number).get(key, (None, False))
@@ -199,7 +192,7 @@ def read(folder: Path, device: str) -> dict[str, Entry]:
 
 
 def load(path: Path, device: str) -> dict[str, Any]:
-    """A file as it is, with all that is not understood; empty where there is none.
+    """A file as it is, with fields of other versions; empty if there is none.
 
     Raises:
         OSError: it cannot be read.
@@ -221,11 +214,7 @@ def load(path: Path, device: str) -> dict[str, Any]:
 
 
 def parsed(value: Any) -> Entry:
-    """An entry of a file; fields that are not known are left out.
-
-    Raises:
-        ValueError: a field is missing, or is not of its type.
-    """
+    """An entry of a file without unknown fields; a ValueError for missing or wrong ones."""
     if not isinstance(value, dict):
         raise ValueError(f"is {value!r}")
     given = {f.name: value[f.name] for f in fields(Entry) if value.get(f.name) is not None}

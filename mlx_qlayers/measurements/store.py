@@ -23,15 +23,9 @@ from .entries import Entry, load, raw, read, unsaved, user_folder
 
 
 def save(device: str, found: Mapping[str, Entry], folder: Path | None = None) -> bool:
-    """Add results to the file of a device; what other processes added meanwhile is kept.
+    """Add results by key to the file of a device; what other processes added meanwhile is kept.
 
-    Args:
-        device: the name of the file.
-        found: results by key.
-        folder: of the file, by default the user's.
-
-    Returns:
-        Whether they could be written. Where not they hold for this process, and a note says why.
+    If they cannot be written, they hold for this process, a note says why, and it returns False.
     """
     try:
         path = (folder or user_folder()) / f"{device}.json"
@@ -53,14 +47,9 @@ def save(device: str, found: Mapping[str, Entry], folder: Path | None = None) ->
 
 @contextlib.contextmanager
 def exclusive(device: str, patience: float) -> Iterator[bool]:
-    """Be the only process that measures a device, for times that nobody else disturbs.
+    """Be the only process that measures a device, after at most ``patience`` seconds.
 
-    Args:
-        device: the name of its file.
-        patience: seconds to wait for another process.
-
-    Yields:
-        Whether this process is the only one. Where there is no place for a lock, it is.
+    It yields whether this process is the only one, as it is where there is no place for a lock.
     """
     import fcntl
 
@@ -145,10 +134,7 @@ def _text(value: Any, depth: int = 0) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Keep other processes from changing a file between its reading and its writing.
-
-    What one that was killed meanwhile left of a new file is removed: its lock ended with it.
-    """
+    """Lock a file between reading and writing, and remove leftovers of killed processes."""
     import fcntl
 
     make_folder(path.parent)

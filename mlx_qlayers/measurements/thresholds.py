@@ -16,33 +16,16 @@ from .entries import Evidence, devices, look_up
 
 
 def threshold(name: str, *key: Hashable, device: str | None = None) -> Any:
-    """A threshold or a gain that was measured; None where it was not, for this device.
+    """The value of an entry in ``data/<device>.json``; None if this device has none.
 
-    Args:
-        name: of the entry in ``data/<device>.json``.
-        key: which of its values, if it has several.
-        device: ``"metal"``, ``"cuda"`` or ``"host"``; by default the current backend.
-
-    Example:
-        >>> threshold("grid_sample_gain", "bilinear", device="host")
-        1.8
+    ``key`` selects one of several values; ``device`` is by default the current backend.
     """
     values = _values(current.number, name, device or backend())[0]
     return values.get(" ".join(map(str, key))) if key and isinstance(values, Mapping) else values
 
 
 def gain(name: str, size: int, *key: Hashable) -> float | None:
-    """How many times as fast as the reference a kernel is on a CPU: at the next smaller size.
-
-    Args:
-        name: of an entry whose values have a list of ``sizes``, and lists of gains at them.
-        size: of the problem, as rows; below the first that was measured, that one counts.
-        key: which list.
-
-    Example:
-        >>> gain("qmv_gain", 3, "affine", 4) == gain("qmv_gain", 2, "affine", 4)
-        True
-    """
+    """The speedup over the reference on a CPU, at the next smaller of the measured sizes."""
     gains = threshold(name, *key, device="host")
     if gains is None:
         return None
@@ -51,12 +34,7 @@ def gain(name: str, size: int, *key: Hashable) -> float | None:
 
 
 def row_of(table: Sequence[tuple[float, Any]], size: float) -> Any:
-    """Of a table with rows of a largest size and what holds up to there, that of a size.
-
-    Example:
-        >>> row_of([(64, "small"), (256, "large")], 65), row_of([], 1)
-        ('large', None)
-    """
+    """The second element of the first row of a table whose first is not below a size."""
     return next((each for largest, each in table if size <= largest), None)
 
 

@@ -77,13 +77,7 @@ class Record(ABC):
 
     @property
     def key(self) -> str:
-        """Where results are stored.
-
-        Example:
-            >>> from mlx_qlayers.metal.common.row_sum import RowSumRecord
-            >>> RowSumRecord(64, 1024, mx.float16).key
-            'row_sum 64x1024 float16'
-        """
+        """Where results are stored, as ``"qmv 1x3584x3584 bfloat16 affine-64-4-t"``."""
         shape, rest = self.bucket()
         dtype = str(self.dtype).removeprefix("mlx.core.")
         return " ".join(filter(None, (self.family, "x".join(map(str, shape)), dtype, rest)))
@@ -155,11 +149,7 @@ class Record(ABC):
         return [config for config in unique if self.why_not(config) is None]
 
     def check(self, config: Any) -> None:
-        """Raise unless a configuration is one that a search could have tried.
-
-        Raises:
-            ValueError: a value that no search tries, or a combination that no kernel takes.
-        """
+        """Raise a ValueError for what no search tries, or no kernel takes."""
         starts = [start for device in _DEVICES for start in self.starts(device)]
         if config in starts:
             return
@@ -232,10 +222,7 @@ class Record(ABC):
         return {"stock": self.stock}
 
     def replaced(self, path: str) -> Sequence[int]:
-        """The inputs of a path in whose places the next launch finds the outputs behind the first.
-
-        What holds them gives them up, so that operators of MLX write into them in place.
-        """
+        """The inputs that outputs replace in the next launch, so that MLX writes in place."""
         return ()
 
     def reference(self, inputs: Inputs) -> Inputs:

@@ -27,15 +27,7 @@ _MASK_BYTES, _MASKS = 2 << 20, 16
 
 
 def attention(call: AttentionCall, instead: Callable[..., mx.array] | None = None) -> Run:
-    """:func:`mlx_qlayers.attention` for all arrays of these shapes and dtypes; differentiable.
-
-    Args:
-        call: the specs.
-        instead: :func:`log_sums`, to give those.
-
-    Returns:
-        A function of q, the arrays of k, those of v, mask and sinks, which gives one array.
-    """
+    """:func:`mlx_qlayers.attention`, differentiable, or ``instead`` :func:`log_sums`."""
     q, k, _, (scale, causal, window, softcap, _), mask, _ = call
     queries, keys, dtype = q.shape[2], k[0].shape[2], mx.result_type(*call.dtypes)
     on_cpu = mx.default_device().type == mx.cpu
@@ -77,11 +69,7 @@ def attention(call: AttentionCall, instead: Callable[..., mx.array] | None = Non
 
 
 def stock(call: AttentionCall) -> Run | None:
-    """The stock operator, where it is all that :func:`attention` does with arrays like these.
-
-    Returns:
-        A function of q, k, v, mask and sinks; None where there is more to do.
-    """
+    """The stock operator of q, k, v, mask and sinks, if that is all of :func:`attention` here."""
     q, (k, *packed), (v, *_), (scale, causal, window, softcap, _), mask, sinks = call
     queries, keys, on_gpu = q.shape[2], k.shape[2], mx.default_device().type == mx.gpu
     if packed or softcap is not None:
@@ -121,10 +109,7 @@ def stock(call: AttentionCall) -> Run | None:
 
 @lru_cache(_MASKS)
 def _window_mask(queries: int, keys: int, window: int, dtype: mx.Dtype) -> mx.array:
-    """Which keys each query sees: booleans, or zero and minus infinity.
-
-    The mask is evaluated at once: what is being traced can use it, and so can what comes later.
-    """
+    """The keys that each query sees, as booleans or zero and minus infinity; evaluated."""
     mask = visible(queries, keys, window)
     if dtype != mx.bool_:
         mask = mx.where(mask, mx.array(0, dtype), mx.array(-float("inf"), dtype))
@@ -154,9 +139,7 @@ def visible(queries: int, keys: int, window: int | None) -> mx.array:
 def _mask(
     causal: bool, mask: Any, window: int | None, queries: int, keys: int, dtype: mx.Dtype
 ) -> str | Callable[[Any], mx.array] | None:
-    """One mask out of both: None, ``"causal"``, or what makes booleans or finite numbers in
-    ``dtype`` of the array.
-    """
+    """One mask out of both: None, ``"causal"``, or a function to booleans or finite numbers."""
     if mask is None:
         if queries == 1 or not (causal or window):
             return None

@@ -14,14 +14,9 @@ _MIN_WORK_PER_PART = 1 << 18
 
 
 def parts(count: int, work_each: int) -> list[slice]:
-    """Split ``count`` pieces evenly over the cores, but not into parts too small to pay.
+    """Split ``count`` pieces evenly over the cores, in parts that are worth a thread.
 
-    Args:
-        count: how many pieces of the same size there are.
-        work_each: the multiply-adds in one of them.
-
-    Returns:
-        At least one slice, together ``slice(0, count)``.
+    ``work_each`` is the number of multiply-adds in a piece.
     """
     n = max(1, min(_cores(), count, count * work_each // _MIN_WORK_PER_PART))
     return [slice(a, b) for a, b in pairwise(count * i // n for i in range(n + 1))]

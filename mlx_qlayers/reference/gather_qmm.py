@@ -22,15 +22,9 @@ def gather_qmm(
 ) -> Callable[..., mx.array]:
     """``x[lhs] @ w[rhs].T`` (or ``x[lhs] @ w[rhs]``) for packed matrices; arguments checked.
 
-    Args:
-        call: x (..., M, K) in the dtype of the result, and matrices with leading dimensions.
-        leading: the leading dimensions of the result, those of the indices.
-        sorted_indices: whether the indices of matrices are sorted.
-
-    Returns:
-        A function of x, w, scales, biases (affine, else None), flat indices of the leading
-        dimensions of ``x`` and of ``w`` (None for all of them), and one global scale for each
-        matrix (nvfp4) or None, that gives (..., M, N).
+    The function takes x, w, scales, biases (affine, else None), flat indices of the leading
+    dimensions of ``x`` and of ``w`` (None for all of them), and one global scale for each matrix
+    (nvfp4) or None. It gives (*leading, M, N).
     """
     x, (w, *_), transpose, fmt = call
     out = x.dtype

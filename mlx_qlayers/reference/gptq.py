@@ -9,14 +9,7 @@ SEARCH = 24
 
 
 def fit(w: mx.array, importance: mx.array, bits: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """Scales and biases (..., G) of groups of weights (..., G, group size), by least error.
-
-    Args:
-        w: float32.
-        importance: what a squared error of each weight counts, in a shape that broadcasts.
-        bits: of a code.
-        dtype: scales and biases are rounded to it, and given in it.
-    """
+    """Scales and biases (..., G) of weights (..., G, group size), by least weighted error."""
     levels = 2**bits - 1
     low, high = w.min(axis=-1), w.max(axis=-1)
     middle = 0.5 * (low + high)

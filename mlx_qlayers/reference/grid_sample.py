@@ -54,18 +54,11 @@ def grid_sample_vjp(
 def taps(
     grid: mx.array, size: tuple[int, ...], options: Sampling, *, gradient: bool = False
 ) -> Taps:
-    """Which pixels each output needs, and how much of each.
-
-    Args:
-        grid: (N, *out, len(size)), the last axis in x, y(, z) order.
-        size: the spatial shape of the input, (H, W) or (D, H, W).
-        options: how to sample.
-        gradient: whether for a gradient; PyTorch gives none to a NaN in a volume.
+    """The taps of P = N * prod(out) outputs, K each.
 
     Returns:
-        For P = N * prod(out) outputs of K taps each, ``index`` (P, K): rows of the input seen as
-        (N * prod(size), C), in range; ``weight`` (P, K), float32: differentiable in ``grid``;
-        ``inside`` (P, K): whether there is such a pixel.
+        ``index`` (P, K): rows of the input as (N * prod(size), C), in range; ``weight`` (P, K),
+        float32, differentiable in ``grid``; ``inside`` (P, K): whether there is such a pixel.
     """
     rows = grid.shape[0] * math.prod(size)
     dtype = mx.int64 if rows > 2**31 - 1 else mx.int32

@@ -23,10 +23,7 @@ def _hadamard(block: int, dtype: mx.Dtype) -> mx.array:
 
 
 def rotated(x: mx.array, block: int) -> mx.array:
-    """Each ``block`` columns mixed by a Hadamard matrix, so that none is much larger than others.
-
-    What is mixed twice is what it was times ``block / 64``; 0 leaves it as it is.
-    """
+    """Each ``block`` columns times a Hadamard matrix, which spreads large values; 0 for none."""
     if not block:
         return x
     return (x.reshape(*x.shape[:-1], -1, block) @ _hadamard(block, x.dtype)).reshape(x.shape)

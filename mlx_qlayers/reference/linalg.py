@@ -6,7 +6,7 @@ import mlx.core as mx
 
 
 def cholesky(w: mx.array) -> tuple[mx.array, mx.array]:
-    """R and info, as :func:`mlx_qlayers.metal.linalg.launch.cholesky` has them.
+    """R and info, as :func:`mlx_qlayers.metal.linalg.launch.cholesky` gives them.
 
     MLX does not give LAPACK's code, but it stops at a pivot and leaves it on the diagonal.
     """
@@ -23,10 +23,7 @@ def cholesky(w: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def solve_lower(a: mx.array, b: mx.array) -> mx.array:
-    """L^-1 B of (batch, n, n) and (batch, n, m), from the lower triangle of L.
-
-    NaN from the first row on whose diagonal is zero, where MLX raises an error when it evaluates.
-    """
+    """L^-1 B by the lower triangle of L; NaN from the first zero pivot on, where MLX raises."""
     singular = mx.eye(a.shape[1], dtype=mx.bool_) & (a == 0)
     lower = mx.where(singular, mx.array(mx.nan, a.dtype), mx.tril(a))
     return mx.linalg.solve_triangular(lower, b, stream=mx.cpu)

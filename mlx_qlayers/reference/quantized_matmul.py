@@ -27,13 +27,7 @@ def quantized_matmul(
 ) -> mx.array:
     """``x @ w.T`` (or ``x @ w``) for a packed ``w``; arguments already checked.
 
-    Args:
-        x, w, scales, biases, transpose: as the operation of this name takes them.
-        fmt: group_size, bits and mode of ``w``.
-        dense_rows: from how many rows on a CPU dequantizes for a dense product; None for never.
-
-    Returns:
-        (..., N) in the dtype that ``mx.quantized_matmul`` gives.
+    From ``dense_rows`` rows on a CPU dequantizes for a dense product; None for never.
     """
     out = x.dtype if biases is None else mx.result_type(x, scales, biases)
     if x.size == 0:  # stock operators divide by the number of rows
@@ -72,10 +66,7 @@ def quantized_matmul(
 
 
 def by_matrix(x: mx.array, *packed: Any, transpose: bool, fmt: Format) -> mx.array:
-    """The product of (..., H, M, K) with H matrices, of which none is broadcast.
-
-    Of matrices that are, MLX's product on NVIDIA GPUs takes the first for all.
-    """
+    """The product of (..., H, M, K) with H matrices: MLX on NVIDIA GPUs misreads broadcast ones."""
     *batch, heads, rows, width = x.shape
     x = x.reshape(-1, heads, rows, width).swapaxes(0, 1)
     y = fmt.quantized_matmul(x.reshape(heads, -1, width), *packed, transpose)

@@ -10,17 +10,7 @@ import mlx.core as mx
 def rounding_error(
     actual: mx.array, expected: mx.array, terms: int, steps: int = 1
 ) -> tuple[float, float]:
-    """The error of a result, and how much of it so many roundings of sums explain.
-
-    Args:
-        actual: the result.
-        expected: the same in float32.
-        terms: that each sum has.
-        steps: roundings one after the other.
-
-    Raises:
-        ValueError: their shapes differ.
-    """
+    """The error of a result, and how much of it so many roundings of sums of ``terms`` explain."""
     if actual.shape != expected.shape:
         raise ValueError(f"gives shape {actual.shape}, the stock layer {expected.shape}")
     finite = mx.isfinite(expected.astype(actual.dtype))  # else the stock layer overflows as well

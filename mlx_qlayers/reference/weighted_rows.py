@@ -17,10 +17,7 @@ _CHUNK = {mx.cpu: 1 << 19, mx.gpu: 1 << 28}
 
 
 def blend(pixels: mx.array, taps: Taps, weighted: bool = True) -> mx.array:
-    """Sum the taps of each point, rows of ``pixels`` (N, C), in float32; (P, C).
-
-    Without weights a point has one tap.
-    """
+    """Sum the taps of each point, rows of ``pixels``, in float32; one tap without weights."""
     index, weight, inside = taps
     # What is outside counts as zero, whatever the pixel that stands in for it: it is a row of
     # zeros behind all pixels, or masked where points are so few that this costs less.

@@ -30,13 +30,7 @@ _ALIGNMENT = 128
 
 
 class View(NamedTuple):
-    """An array that lies in a larger one: a buffer view.
-
-    Attributes:
-        y: the array, which keeps its identity for as long as this lives.
-        whole: what it lies in, with one axis.
-        start: the byte at which it begins.
-    """
+    """An array ``y`` in a larger one, ``whole``, which has one axis, from byte ``start`` on."""
 
     y: mx.array
     whole: mx.array
@@ -46,9 +40,8 @@ class View(NamedTuple):
 class Arena:
     """The views of a graph, by the identity of their arrays.
 
-    Args:
-        apart: launches give arrays of such shapes and dtypes as they are: they leave the graph.
-        given: arrays that lie in others from the start.
+    Launches give arrays with the shapes and dtypes in ``apart`` as they are, since these leave the
+    graph; the ``given`` arrays lie in others from the start.
     """
 
     def __init__(self, apart: Sequence[mx.array], given: Sequence[View]) -> None:
@@ -65,14 +58,12 @@ class Arena:
 
 
 class _Layout(NamedTuple):
-    """Where arrays of a launch lie in larger ones.
+    """Where arrays of a launch lie in larger ones, ``wholes`` of inputs and ``made`` of outputs.
 
     Attributes:
-        inputs: of each the number of the larger array, the byte, and the shape if the kernel asks
-            for it; None where it is one itself.
-        wholes: those larger arrays; of one axis they have any size.
-        outputs: of those that are in larger ones their number, that of the larger array, the byte.
-        made: those larger arrays.
+        inputs: the number of the larger array, the byte, and the shape if the kernel asks for it;
+            None for an array of its own.
+        outputs: the number of the output, that of the larger array, the byte.
     """
 
     inputs: tuple[tuple[int, int, tuple[int, ...]] | None, ...]
@@ -87,12 +78,7 @@ current: ContextVar[Arena | None] = ContextVar("arena", default=None)
 
 @contextmanager
 def arena(apart: Sequence[mx.array], given: Sequence[View] = ()) -> Iterator[None]:
-    """Let each launch of a ``with`` block give one array, where the backend can.
-
-    Args:
-        apart: what leaves the graph: launches give arrays of such shapes and dtypes as they are.
-        given: arrays that lie in others from the start.
-    """
+    """Let each launch of a ``with`` block give one array, if the backend can: see Arena."""
     before = current.get()
     with undone(lambda: current.set(before)):
         current.set(Arena(apart, given))
@@ -125,10 +111,7 @@ def joined(x: mx.array, y: mx.array) -> mx.array:
 
 
 def side_by_side(arrays: Sequence[mx.array]) -> list[View]:
-    """Put the numbers of arrays, of one axis or more, into one array, in which they lie then.
-
-    They stay the same objects: whoever has them sees no change.
-    """
+    """Copy arrays into one array, in which they lie from then on; they stay the same objects."""
     specs, parts = [*map(Spec.of, arrays)], []
     for x, spec in zip(arrays, specs, strict=True):
         parts.append(x.flatten().view(mx.uint8))
@@ -301,10 +284,7 @@ def _replaced(
 
 
 def _counted(value: int, name: str, axes: tuple[int, ...]) -> str:
-    """A number as a multiple of the leading axes of an input, if there is one and it is.
-
-    So a kernel's text is the same, and compiled once, for any number of sequences.
-    """
+    """A number as a multiple of an input's leading axes: one text serves any batch size."""
     rows = prod(axes)
     if not (name and axes and rows and value) or value % rows:
         return str(value)

@@ -54,12 +54,7 @@ class Mode(Enum):
 
 
 class Context(NamedTuple):
-    """The state of a thread or task.
-
-    Attributes:
-        requested: the backend that ``use_backend`` asked for, or None.
-        mode: what becomes of the graph.
-    """
+    """The state of a thread or task: the requested backend, and what becomes of the graph."""
 
     requested: str | None = None
     mode: Mode = Mode.EAGER
@@ -82,8 +77,7 @@ current: ContextVar[Context] = ContextVar("mlx_qlayers", default=_INITIAL)
 def _changed(requested: str | None, mode: Mode | None) -> Generator[None]:
     """Change the context, and at the second step change it back.
 
-    If an interrupt prevents that step, it is made when nothing refers to the generator any more,
-    which is when the exception has been handled.
+    If an interrupt prevents that step, it is made when nothing refers to the generator any more.
     """
     before, late = current.get(), False
     own = Context(requested or before.requested, mode or before.mode)
@@ -150,8 +144,7 @@ def advance_epoch() -> None:
 
 @contextmanager
 def undone(undo: Callable[[], object]) -> Iterator[None]:
-    """Undo at the end of a ``with`` block what may be undone twice: the first time, an interrupt
-    may come."""
+    """Undo at the end of a ``with`` block what may be undone twice, despite an interrupt."""
     try:
         try:
             yield
@@ -179,22 +172,14 @@ def debug_mode(name: str) -> Iterator[None]:
 
 
 class Outdated(Exception):
-    """A plan was made while another thread changed the epoch: it serves one call and is not kept.
-
-    Attributes:
-        plan: the plan.
-    """
+    """A plan from before another thread changed the epoch: it serves one call only."""
 
     def __init__(self, plan: Any) -> None:
         self.plan = plan
 
 
 def up_to_date(plan: T, state: Hashable) -> T:
-    """A plan to be kept under a key that holds this state of the epoch.
-
-    Raises:
-        Outdated: the epoch is another by now, so that the plan may be made for that one.
-    """
+    """A plan to be kept under a key with this state of the epoch, or :class:`Outdated`."""
     if epoch.state != state:
         raise Outdated(plan)
     return plan

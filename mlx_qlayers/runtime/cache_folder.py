@@ -10,11 +10,7 @@ _ENVIRONMENT = "MLX_QLAYERS_CACHE_DIR"
 
 
 def cache_folder() -> Path:
-    """``MLX_QLAYERS_CACHE_DIR``, else this package's folder in the platform's place for caches.
-
-    Raises:
-        OSError: there is no home folder.
-    """
+    """``MLX_QLAYERS_CACHE_DIR``, else this package's folder in the platform's place for caches."""
     try:
         if chosen := os.environ.get(_ENVIRONMENT):
             return Path(chosen).expanduser()
@@ -33,11 +29,7 @@ def make_folder(folder: Path) -> None:
 
 
 def check_owner(path: str | Path) -> None:
-    """Refuse what others could have written, as OpenSSH does: its content would run as this user.
-
-    Raises:
-        PermissionError: it belongs to neither this user nor root, or others may write it.
-    """
+    """Refuse files that others could have written, as OpenSSH does: this user would run them."""
     info = os.stat(path)
     if info.st_uid not in (0, os.geteuid()):
         raise PermissionError(f"{path} belongs to user {info.st_uid}")
@@ -46,11 +38,7 @@ def check_owner(path: str | Path) -> None:
 
 
 def own_folder(name: str) -> Path:
-    """A folder of the cache, made if it is not there, into which nobody else can put anything.
-
-    Raises:
-        OSError: it cannot be made, or others could have written there.
-    """
+    """A folder of the cache, which only this user may write to; made if it is not there."""
     folder = cache_folder() / name
     make_folder(folder)
     check_owner(folder.parent)

@@ -54,11 +54,7 @@ _UNROLL = re.compile(r"clang loop unroll(?:_count)?\((\w+)\)")
 
 
 def bind(launch: Launch) -> Bound:
-    """A function that adds a launch to MLX's graph.
-
-    Raises:
-        BackendError: CUDA cannot start such a grid.
-    """
+    """A function that adds a launch to MLX's graph."""
     grid, surplus = _fitting(launch)
     variant = launch.program, launch.threadgroup, bool(surplus), tuple(launch.template)
     names = _input_names(launch.program, bool(surplus))
@@ -94,7 +90,7 @@ def _kernel(
 ) -> Callable[..., list[mx.array]]:
     """The kernel for one choice of the template's parameters, which its text and name hold.
 
-    Given at each call, they would be made text there, which takes longer than all the rest.
+    As arguments of each call they would be formatted there, which takes longer than all the rest.
     """
     name, header, body = _text(program, threadgroup, surplus, template)
     return make(
@@ -141,10 +137,7 @@ def _constant(name: str, value: TemplateValue) -> str:
 
 
 def _kept(text: str) -> str:
-    """Long text in a file that the result includes, or the text itself where none can be written.
-
-    MLX builds and hashes a kernel's whole text at every launch: 8 microseconds for 15 KB.
-    """
+    """A long text as an ``#include``, since MLX hashes it in each launch: 8 us for 15 KB."""
     if len(text) < _LONG:
         return text
     try:
@@ -158,12 +151,7 @@ def _kept(text: str) -> str:
 
 
 def whole_threadgroups(grid: Size, threadgroup: Size) -> Size:
-    """The threads that CUDA starts for a grid: it has no smaller threadgroups at the edges.
-
-    Example:
-        >>> whole_threadgroups((100, 3, 1), (32, 1, 1))
-        (128, 3, 1)
-    """
+    """The threads that CUDA starts for a grid: it has no smaller threadgroups at the edges."""
     x, y, z = (-(-g // t) * t for g, t in zip(grid, threadgroup, strict=True))
     return x, y, z
 
@@ -175,15 +163,11 @@ def cuda_source(
     resident: int = 1,
     together: bool = False,
 ) -> tuple[str, str]:
-    """A kernel's ``header`` and ``source`` for ``mx.fast.cuda_kernel``.
+    """A kernel's ``header`` and ``source`` for ``mx.fast.cuda_kernel``, for one threadgroup size.
 
-    Args:
-        program: the kernel's Metal text.
-        threadgroup: the threads of one threadgroup; the text is made for this size.
-        surplus: whether threads beyond the grid are started and must return at once.
-        resident: threadgroups that a multiprocessor must have registers for at once.
-        together: whether all SIMD groups run each tensor operation at the same time, with the same
-            operands in device memory.
+    ``surplus`` says whether threads beyond the grid are started and must return at once,
+    ``resident`` how many threadgroups a multiprocessor must have registers for, ``together``
+    whether all SIMD groups run each tensor operation at the same time with the same operands.
     """
     helpers = translate(_without_shimmed(program.header))
     header = f"#define MSL_GROUP_SIZE {prod(threadgroup)}\n#define MSL_RESIDENT {resident}\n"

@@ -99,13 +99,7 @@ def begin(
     inputs: Sequence[tuple[str, Spec]],
     outputs: Sequence[tuple[str, mx.Dtype]],
 ) -> None:
-    """Compile a kernel that will be launched; at once, or in a ``with`` block meanwhile.
-
-    Args:
-        name: of ``mx.fast.cuda_kernel``, as are ``header`` and ``source``.
-        inputs: names, shapes and dtypes.
-        outputs: names and dtypes.
-    """
+    """Compile a kernel that will be launched; at once, or in a ``with`` block meanwhile."""
     complex_ones = any(x.dtype == mx.complex64 for _, x in inputs)
     if _idle or complex_ones or not mx.cuda.is_available() or (folder := _folder()) is None:
         return
@@ -126,9 +120,8 @@ def begin(
 def together(waits: bool = True) -> Iterator[None]:
     """Compile all kernels that are bound in a ``with`` block side by side.
 
-    Args:
-        waits: for all of them at the end, if it is no part of another such block. Else whoever
-            binds one of them again waits for that one.
+    It waits for them at the end, if ``waits`` and not inside another such block; else whoever binds
+    one of them again waits for that one.
     """
     jobs: list[Future[None]] = []
     if _asked.get() is not None:
@@ -211,11 +204,7 @@ def _folder() -> Path | None:
 
 
 def string_hash(text: str) -> int:
-    """``std::hash`` of a string in libstdc++, with which MLX is built.
-
-    Raises:
-        OSError: there is no libstdc++ here.
-    """
+    """``std::hash`` of a string in libstdc++, with which MLX is built."""
     function = ctypes.CDLL("libstdc++.so.6")["_ZSt11_Hash_bytesPKvmm"]
     function.restype = ctypes.c_size_t
     function.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t]

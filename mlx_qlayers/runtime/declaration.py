@@ -21,13 +21,7 @@ class KernelError(ValueError):
 
 
 class Multiple(NamedTuple):
-    """The extent of one axis of an input must be a multiple of a number.
-
-    Attributes:
-        input: the input's name.
-        axis: the axis.
-        of: the number, or the name of the template parameter that holds it.
-    """
+    """The extent of an input's axis is a multiple of a number, or of a template parameter."""
 
     input: str
     axis: int
@@ -63,11 +57,7 @@ class Declaration:
 
     @cached_property
     def program(self) -> Program:
-        """The kernel's text, read from its file at first use.
-
-        Raises:
-            KernelError: the file or the function's signature is not what this declaration says.
-        """
+        """The kernel's text, read from its file at first use; a KernelError if that is another."""
         program = self._load(self.name)
         for what, declared, written in (
             ("inputs", self.inputs, program.input_names),

@@ -37,12 +37,7 @@ class Decision:
 
 
 def aligned(rows: Sequence[Sequence[str]], numbers: bool = False) -> list[str]:
-    """The lines of a table whose columns begin at the same place; of numbers all but the first end.
-
-    Example:
-        >>> aligned([("model", "loss"), ("stock", "2.5")], numbers=True)
-        ['model  loss', 'stock   2.5']
-    """
+    """The lines of a table; columns begin at the same place or, of ``numbers``, end there."""
     justified = []
     for i, column in enumerate(zip(*rows, strict=True)):
         justify = str.rjust if numbers and i else str.ljust
@@ -82,10 +77,8 @@ class Decisions(list[Decision]):
 class Row:
     """A line of :func:`explain` that counts.
 
-    Attributes:
-        ticks: ``next(row.ticks)`` counts once; one step of the interpreter, so that threads lose
-            nothing and no lock is taken.
-        forgotten: how many of the calls a reset has taken away.
+    ``next(row.ticks)`` counts once, in one step of the interpreter, so that threads lose nothing
+    without a lock; ``forgotten`` is how many of the calls a reset has taken away.
     """
 
     __slots__ = ("forgotten", "key", "ticks")

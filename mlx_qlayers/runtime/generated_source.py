@@ -70,21 +70,7 @@ def generate(
     template: Sequence[tuple[str, bool | int | mx.Dtype]],
     output_dtypes: Sequence[mx.Dtype],
 ) -> tuple[str, str]:
-    """The name of the kernel function and the whole text, without MLX's preamble.
-
-    Args:
-        program: the kernel's names, header and body.
-        inputs: one array, or its shape and dtype, for each input name.
-        template: names and values, in the order of the template's parameters.
-        output_dtypes: one for each output name.
-
-    Example:
-        >>> from mlx_qlayers.runtime.program import Program
-        >>> program = Program("twice", "", "y[0] = 2 * x[0];", ("x",), ("y",))
-        >>> name, text = generate(program, [mx.zeros(16)], (), (mx.float32,))
-        >>> name
-        'custom_kernel_twice_float_float'
-    """
+    """The name of the kernel function and the whole text, without MLX's preamble."""
     padded = [parameter.padded for parameter in program.inputs] or [False] * len(inputs)
     kinds = [
         (TYPES[x.dtype], x.ndim == 0 and not pad, x.size < CONSTANT_BELOW and not pad)

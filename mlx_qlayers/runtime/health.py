@@ -117,14 +117,7 @@ def checked(
 def check_report(
     kernel: str, errors: Sequence[str], grid: tuple[int, int, int], outputs: list[mx.array]
 ) -> list[mx.array]:
-    """Take the health buffer off a launch's outputs, and raise what it says.
-
-    Args:
-        kernel: the kernel's name.
-        errors: what the codes 1, 2, ... of its checks mean.
-        grid: the grid that it was launched with.
-        outputs: the launch's outputs, the health buffer last.
-    """
+    """Take the health buffer off a launch's outputs, and raise the error that it reports."""
     *rest, buffer = outputs
     if not has_values([buffer]):
         raise BackendError(f"kernel {kernel}: health checks cannot run while MLX traces a function")

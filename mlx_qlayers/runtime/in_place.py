@@ -36,18 +36,7 @@ _WORD = "<u8"
 
 
 class Held:
-    """Arrays, and what they stand for.
-
-    Args:
-        arrays: they are held, and their memory too, as long as this is.
-
-    Example:
-        >>> a = mx.ones(4)
-        >>> held = Held([a])
-        >>> a *= 3
-        >>> held.same()
-        False
-    """
+    """Arrays with their memory, and whether they still stand for the same values."""
 
     def __init__(self, arrays: Iterable[mx.array]) -> None:
         self.arrays = [*{id(a): a for a in arrays}.values()]

@@ -22,13 +22,7 @@ Bound = Callable[[list[mx.array]], list[mx.array]]
 
 
 class Launching:
-    """A launch of some of the arrays that an operation takes.
-
-    Args:
-        launch: what is called with a list of arrays.
-        places: which of the operation's it takes.
-        more: what it takes behind them each time.
-    """
+    """A launch with the operation's arrays at ``places``, and ``more`` behind them."""
 
     __slots__ = ("launch", "more", "places", "taken")
 
@@ -116,8 +110,8 @@ def added_to_graph(
 ) -> Bound:
     """Add a launch to MLX's graph, by ``mx.fast.metal_kernel`` or ``mx.fast.cuda_kernel``.
 
-    ``kernel_of`` takes that function and gives the kernel, of ``inputs_of`` the launch's inputs if
-    these are not its own; ``bind`` is asked again where somebody replaces the function.
+    ``kernel_of`` takes that function and gives the kernel; ``bind`` is called again if somebody has
+    replaced the function.
     """
     name = f"{backend}_kernel"
     make, rows = getattr(mx.fast, name), launch.rows(backend)

@@ -37,11 +37,7 @@ def checked_launch(
     output_dtypes: Sequence[mx.Dtype] | None = None,
     init_value: float | None = None,
 ) -> Launch:
-    """The launch that a backend is asked for.
-
-    Raises:
-        KernelError: something does not fit the declaration or the limits of the hardware.
-    """
+    """The launch, or a KernelError if it does not fit the declaration or the hardware."""
     program, check = kernel.program, _Check(kernel, {} if template is None else template)
     check.count(inputs)
     values = check.template()

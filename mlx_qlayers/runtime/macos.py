@@ -7,11 +7,7 @@ import os
 
 
 def macos_version() -> tuple[int, int]:
-    """The version of macOS, by that of its kernel.
-
-    The files that ``platform.mac_ver`` reads say 16 where they mean 26 to a Python that was built
-    against an older SDK. Source: python/cpython issue 135675.
-    """
+    """macOS's version by its kernel: ``platform.mac_ver`` may say 16 for 26 (cpython 135675)."""
     major, minor = (int(number) for number in os.uname().release.split(".")[:2])
     return (major + 1 if major >= 25 else major - 9), minor
 

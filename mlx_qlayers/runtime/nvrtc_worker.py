@@ -11,12 +11,7 @@ import sys
 
 
 def compiled(library: str, text: str, name: str, options: list[str]) -> tuple[bytes, bytes]:
-    """The mangled name of a kernel, and its machine code.
-
-    Raises:
-        OSError: there is no such library.
-        RuntimeError: with the compiler's messages.
-    """
+    """The mangled name of a kernel, and its machine code."""
     nvrtc = ctypes.CDLL(library)
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
 

@@ -55,14 +55,7 @@ def parse(
 ) -> Program:
     """Read one kernel function and the declarations that it uses.
 
-    Args:
-        path: the ``.metal`` file, beside which its includes are looked up.
-        function: the ``[[kernel]]`` function in it.
-        name: what MLX will know it by.
-        text: the file's text, where there is no such file.
-        ensure_row_contiguous: whether MLX copies inputs that are not contiguous.
-        health: whether to add the health buffer of the debug mode, an output of 9 words.
-        omitted: pointers that are not passed; in the body they are null.
+    ``omitted`` pointers are null in the body; ``health`` adds the buffer of the debug mode.
 
     Raises:
         SourceError: the file has no such kernel, or its signature is not one that MLX can generate.

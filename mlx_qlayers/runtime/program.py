@@ -19,16 +19,13 @@ class Parameter:
     """One parameter of a kernel function.
 
     Attributes:
-        name: its name.
         type: its type in MLX's spelling (``uint32_t``, ``float16_t``), or a template parameter.
         space: ``"device"``, ``"constant"`` or ``""``.
         reference: whether it is a reference, so that its array is 0-d.
         attribute: what ``[[...]]`` holds, such as ``thread_position_in_grid``.
         buffer: the number in ``[[buffer(...)]]``, which may be left out.
-        writable: whether it is an output.
-        atomic: whether it is declared ``atomic<...>``.
-        padded: whether MLX must get at least 8 elements, since it would pass fewer as ``constant``.
-            Where the body reads the shape it has to be the true one, and nothing is padded.
+        padded: whether MLX must get at least 8 elements, lest it pass the array as ``constant``.
+            If the body reads the shape, nothing is padded.
     """
 
     name: str

@@ -38,12 +38,7 @@ Launches = dict[str, str]
 
 
 class Verdict(NamedTuple):
-    """The outcome of a proof.
-
-    Attributes:
-        kernel: the kernel's name.
-        why: what was wrong; empty where nothing was.
-    """
+    """The outcome of a kernel's proof: ``why`` says what was wrong, if anything was."""
 
     kernel: str
     why: str = ""
@@ -52,10 +47,7 @@ class Verdict(NamedTuple):
 class Unproven(RuntimeError):
     """A launch that ``auto`` may not make: the dispatcher proves it, or takes stock operators.
 
-    Attributes:
-        kernel: the kernel's name.
-        key: of the launch.
-        why: what was wrong when it was tried; None where nobody has.
+    ``why`` says what was wrong when it was tried; None if it was not.
     """
 
     def __init__(self, kernel: str, key: str, why: str | None) -> None:
@@ -75,17 +67,10 @@ _unkept: dict[str, Verdict] = {}
 
 
 def admit(launch: Launch, folder: Path | None) -> Callable[[], None] | None:
-    """Let a launch on Metal pass that was proven, that somebody forced or that is a trial.
-
-    Args:
-        launch: the launch.
-        folder: of the kernel; those of other people are theirs to prove.
+    """Let a launch on Metal pass that was proven or forced, or is a trial, else raise Unproven.
 
     Returns:
         What a trial wants to be called when it is launched: one that is only bound proves nothing.
-
-    Raises:
-        Unproven: it is none of these.
     """
     trial = _trial.get()
     if trial is None and (requested() != "auto" or METAL.parent not in (folder or Path()).parents):
@@ -98,16 +83,9 @@ def admit(launch: Launch, folder: Path | None) -> Callable[[], None] | None:
 
 
 def first_proven(variants: Mapping[str, Callable[[], T]]) -> T:
-    """The result of the first function none of whose launches has failed its proof.
+    """The result of the first of some functions, none of whose launches has failed its proof.
 
-    Args:
-        variants: functions of no arguments that bind launches of the same, by what they are called.
-
-    Returns:
-        What it gives; the last one's in any case.
-
-    Raises:
-        Unproven: a launch was not proven yet, or one of the last failed.
+    The last one's is taken in any case. It raises Unproven for a launch that nobody has tried.
     """
     names, failed = list(variants), ""
     for name, following in zip(names, [*names[1:], ""], strict=True):
@@ -133,20 +111,7 @@ def replacements() -> AbstractContextManager[list[str]]:
 
 
 def trial(launches: Launches | None = None) -> AbstractContextManager[Launches]:
-    """Admit every launch that is bound in a ``with`` block, in this thread or task, and note it.
-
-    Args:
-        launches: where they are put.
-
-    Returns:
-        What gives the block the launches, for :func:`record` when their results were compared.
-
-    Example:
-        >>> from mlx_qlayers.ops.exp import exp
-        >>> with trial() as launches:
-        ...     right = mx.allclose(exp(mx.ones(8)), mx.exp(mx.ones(8))).item()
-        >>> record(launches, "" if right else "wrong numbers")
-    """
+    """Admit every launch that is bound in a ``with`` block, in this thread or task, and note it."""
     return within(_trial, {} if launches is None else launches)
 
 
@@ -171,13 +136,7 @@ def find(key: str) -> Verdict | None:
 
 
 def record(launches: Mapping[str, str], why: str = "", kept: bool = True) -> None:
-    """Keep what came of launches that nothing is known of.
-
-    Args:
-        launches: those of a :func:`trial`.
-        why: what was wrong, if anything was.
-        kept: whether it holds for other processes.
-    """
+    """Keep the verdict on launches of a :func:`trial`, for other processes too if ``kept``."""
     found = {key: Verdict(name, why) for key, name in launches.items() if find(key) is None}
     if not found:
         return
@@ -245,11 +204,7 @@ def say(kernel: str, why: str, instead: str = "MLX's own operators") -> None:
 
 
 def file() -> Path:
-    """Where verdicts of this installation are.
-
-    Raises:
-        OSError: there is no folder for it.
-    """
+    """Where verdicts of this installation are."""
     return cache_folder() / "proofs" / f"{_installation()}.jsonl"
 
 

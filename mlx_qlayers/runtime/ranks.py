@@ -17,16 +17,7 @@ class RanksError(ValueError):
 
 
 def gathered(group: Group, text: str) -> list[str]:
-    """Gather a text from each rank, in their order. All ranks make this call.
-
-    Args:
-        group: of the ranks.
-        text: what this one says.
-
-    Example:
-        >>> gathered(mx.distributed.init(), "ready")
-        ['ready']
-    """
+    """Gather a text from each rank, in their order. All ranks make this call."""
     _finish_generation()
     data = text.encode()
     sizes: Any = mx.distributed.all_gather(mx.array([len(data)]), group=group).tolist()
@@ -37,22 +28,14 @@ def gathered(group: Group, text: str) -> list[str]:
 
 
 def _finish_generation() -> None:
-    """Wait for the step that mlx-lm computes ahead and leaves running when a text ends.
-
-    It has sums over the ranks of its own, on another stream. Messages of two streams over a ring
-    would mix differently on each rank.
-    """
+    """Wait for the step that mlx-lm computes ahead: its messages would mix with this stream's."""
     if generate := sys.modules.get("mlx_lm.generate"):
         mx.synchronize(generate.generation_stream)
 
 
 @contextmanager
 def stopping_together(group: Group) -> Iterator[None]:
-    """Let an error of one rank inside be that of all: at the end each learns of the others.
-
-    Raises:
-        RanksError: some rank had an error; the message names the first that had.
-    """
+    """Let an error of one rank raise a RanksError on all, which names the first such rank."""
     if group.size() == 1:
         yield
         return
@@ -70,15 +53,7 @@ def stopping_together(group: Group) -> Iterator[None]:
 
 
 def check_same(group: Group, facts: Mapping[str, str]) -> None:
-    """Refuse what is not the same on all ranks.
-
-    Args:
-        group: of the ranks.
-        facts: what is to be the same, by names for the message.
-
-    Raises:
-        RanksError: on every rank: which rank has another value than rank 0, and of what.
-    """
+    """Raise a RanksError on every rank unless all have the same facts, by names for the message."""
     names, values = list(facts), gathered(group, "\n".join(facts.values()))
     for rank, value in enumerate(values):
         pairs = zip(names, value.split("\n"), values[0].split("\n"), strict=True)

@@ -65,13 +65,8 @@ class Token:
 class Item:
     """One declaration at the top level of a file.
 
-    Attributes:
-        names: the names that it introduces; of an operator, which has none to look for, the words
-            of its parameters, since it is needed where their types are.
-        tokens: its text.
-        file: the name of the file that it is in.
-        kernel: whether it is a kernel function.
-        operator: whether it is an operator.
+    ``names`` are those that it introduces; of an operator, which has none to look for, the words of
+    its parameters, since it is needed wherever their types are.
     """
 
     names: frozenset[str]
@@ -152,12 +147,7 @@ def text_of(path: Path) -> str:
 def read(path: Path, text: str | None = None) -> tuple[Item, ...]:
     """The top-level declarations of a ``.metal`` file, those of the files it includes first.
 
-    Args:
-        path: the file; ``#include "name.metal"`` is looked up beside it, then in this package.
-        text: its text, where there is no such file.
-
-    Raises:
-        SourceError: it is not ASCII, or holds what the kernel dialect does not have.
+    ``#include "name.metal"`` is looked up beside the file, then in this package.
     """
     return _items(path, text_of(path) if text is None else text)
 

@@ -16,10 +16,7 @@ _DAY = 24 * 3600
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """A path whose ``~`` is a home folder; as it stands, like in a shell, if nobody has that name.
-
-    ``Path.expanduser`` would raise a ``RuntimeError``.
-    """
+    """A path whose ``~`` is a home folder; unchanged, as in a shell, if nobody has that name."""
     return Path(os.path.expanduser(path))
 
 
@@ -91,10 +88,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def remove_leftovers(folder: Path, pattern: str) -> None:
-    """Delete what killed processes left in a folder: what this user owns and nobody has locked.
-
-    Where the file system has no locks it is what nobody has changed for a day.
-    """
+    """Delete what killed processes left: what this user owns and has not locked, or a day old."""
     for name in glob.glob(pattern, root_dir=folder):
         path = folder / name
         with suppress(OSError):
@@ -119,8 +113,8 @@ def remove(path: Path) -> None:
 def remove_tree(folder: Path, *, ignore_errors: bool = False) -> None:
     """``shutil.rmtree``, but an interrupt is never lost.
 
-    Where one comes right after it closed a folder, it closes that once more: what this raises takes
-    the place of the KeyboardInterrupt, and whoever lets an OSError pass would go on.
+    It closes a folder a second time if an interrupt comes right after the first; that error would
+    replace the KeyboardInterrupt, and a caller that ignores an OSError would go on.
     """
     try:
         shutil.rmtree(folder, ignore_errors=ignore_errors)

@@ -17,12 +17,7 @@ _SYSTEM, _SYSTEM_OF_CODES = (26, 2), (26, 4)
 
 @cache
 def missing() -> str | None:
-    """Why kernels of tensor operations do not run here, or None where they do.
-
-    Example:
-        >>> missing() is None or isinstance(missing(), str)
-        True
-    """
+    """Why kernels of tensor operations do not run here, or None where they do."""
     if not mx.metal.is_available():
         return "there is no Apple GPU"
     if not (gpu := device_of("metal")).tensor_units:
@@ -33,12 +28,7 @@ def missing() -> str | None:
 
 
 def missing_codes() -> str | None:
-    """Why packed codes of 4 bits are no operands of them here, or None where they are.
-
-    Example:
-        >>> missing_codes() is None or isinstance(missing_codes(), str)
-        True
-    """
+    """Why packed codes of 4 bits are no operands of them here, or None where they are."""
     if why := missing() or _too_old(_SYSTEM_OF_CODES):
         return why
     has = _defines("__HAVE_INT4B_FORMAT_TYPE__")

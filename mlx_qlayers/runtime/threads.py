@@ -22,11 +22,7 @@ _natives: set[int] = set()
 
 
 class _Here(threading.local):
-    """The thread that looks at it.
-
-    Attributes:
-        number: of no other thread before or after, as identifiers are.
-    """
+    """The thread that looks at it, by a number that no other thread has before or after."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)

@@ -15,10 +15,7 @@ import mlx.core as mx
 
 
 def is_transformed(arrays: Sequence[mx.array]) -> bool:
-    """Whether ``mx.grad``, ``mx.vjp``, ``mx.jvp``, ``mx.compile`` or ``mx.vmap`` follows an array.
-
-    Where none does, their evaluation has begun. It takes a few microseconds.
-    """
+    """Whether a transformation (``mx.grad``, ``mx.compile``, ``mx.vmap``) follows an array."""
     try:
         # A node that depends on all of them: arrays with values would be passed over.
         mx.async_eval(*mx.depends(arrays[:1], arrays))
@@ -53,8 +50,7 @@ def uncompiled(when: bool = True) -> Iterator[None]:
 def is_differentiated() -> bool:
     """Whether this thread is inside ``mx.grad``, ``mx.vjp`` or ``mx.jvp``, on CUDA.
 
-    MLX's attention has a second result there, for its gradient, which its kernel of few queries
-    cannot give: asked for that kernel, it refuses. Nothing is launched, and no array is looked at.
+    There MLX's kernel of few queries refuses, since it cannot give what the gradient needs.
     """
     fused: Any = mx.fast.scaled_dot_product_attention
     try:
@@ -75,10 +71,9 @@ def _no_queries() -> tuple[mx.array, mx.array, mx.array]:
 def without_derivative(
     launch: Callable[[], list[mx.array]], inputs: Sequence[mx.array]
 ) -> list[mx.array]:
-    """Wrap a launch's results in a node that has no derivative.
+    """Wrap a launch's results in a node that raises in a derivative, as a launch on a GPU does.
 
-    On the host backend a launch gives arrays that are constants to MLX: a derivative through them
-    would be zero, without a word. This node raises instead, as that of a launch on a GPU does.
+    On the host backend results are constants to MLX, whose derivative would be zero without a word.
     """
 
     def run(*_: mx.array) -> list[mx.array]:

@@ -219,10 +219,7 @@ def _is_shipped(records: Iterable[Record], name: str) -> bool:
 
 
 def _counted(model: nn.Module) -> dict[Record, int]:
-    """Count the records that a model needs, in the order in which they are measured.
-
-    A token comes first, then several at once, then prompts; of each the smallest sizes.
-    """
+    """The records that a model needs and how often, in the order of measurement."""
     layers = len(getattr(model, "layers", ())) or 1
     matrices: Counter[Any] = Counter(filter(None, map(_shape, model.modules())))
     counts: dict[Record, int] = {}

@@ -190,14 +190,9 @@ class Evaluator(Generic[C]):
         return found.median
 
     def beside_stock(self, config: C) -> dict[str, Sample]:
-        """Seconds of a configuration, of other kernels and of the stock operator, side by side.
+        """Seconds of a verified configuration, other kernels and stock, side by side, by path.
 
-        Args:
-            config: which has been verified.
-
-        Returns:
-            By path, each from five repeats, or where those leave a doubt and there is time for it
-            from more; nothing where one has lost the device.
+        Five repeats each, or more if those leave a doubt; nothing if one has lost the device.
         """
         every = {"kernel": self._path(config)}
         pace = self._seconds("kernel", every["kernel"](self.inputs))

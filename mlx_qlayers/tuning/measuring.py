@@ -61,12 +61,9 @@ class Result(NamedTuple):
 
 
 def results(records: Sequence[Record], deadline: float, longest: float) -> Iterator[Result]:
-    """Measure problems in their order, as many as there is time for.
+    """Measure problems in their order until ``deadline``, by ``time.monotonic``.
 
-    Args:
-        records: the problems.
-        deadline: by ``time.monotonic``; what is under way then is left, or not waited for.
-        longest: seconds of a prompt beyond which it is left to the tuner.
+    A prompt that would take longer than ``longest`` seconds is left to the tuner.
     """
     if device_of().stock_compiles:
         return _of_process(records, deadline)

@@ -61,12 +61,9 @@ def problems_of_model(model: nn.Module, *, prompt: int = 512, batch: int = 1) ->
 
 
 def asked_by(model: nn.Module, prompt: int = 0) -> bool:
-    """Have a model ask what it does for a prompt of so many tokens, or for single ones.
+    """Have a model ask, under :func:`..questions`, what it does for a prompt or for single tokens.
 
-    It is traced, on arrays without values. Its questions are for :func:`..questions` around this.
-
-    Returns:
-        Whether it could be: as it can if it is a language model of mlx-lm.
+    It is traced on arrays without values; the result says whether it could be.
     """
     try:
         from mlx_lm.models.cache import make_prompt_cache
@@ -95,10 +92,7 @@ def asked_by(model: nn.Module, prompt: int = 0) -> bool:
 
 
 def compile_kernels(model: nn.Module) -> None:
-    """Compile what a converted model launches first, where that takes long.
-
-    For a token, a short and a long prompt; side by side, while the caller goes on.
-    """
+    """Compile what a converted model launches for a token, a short and a long prompt."""
     if not device_of().stock_compiles:
         return
     with together(waits=False), recording():
@@ -108,10 +102,10 @@ def compile_kernels(model: nn.Module) -> None:
 
 
 def problems_of(asked: Iterable[Record], searched: bool = True) -> list[Record]:
-    """Records in their order; those that share results count as one.
+    """Records in their order, one of those that share results.
 
-    What is not configured on this backend as the family's configurations say is left out, and so
-    is what has no other configuration, if they are to be ``searched``.
+    Records whose configuration on this backend is no family's are left out and, if ``searched``,
+    those that have no other configuration.
     """
     found: dict[str, Record] = {}
     for record in asked:

@@ -37,15 +37,7 @@ class OutOfTime(BaseException):
 
 
 class QueueTimer:
-    """Times functions behind work of a known length.
-
-    Args:
-        busy: whether there is such work: a CPU begins at once, and is not measured that way.
-
-    Example:
-        >>> QueueTimer(busy=False).seconds({"exp": lambda x: [mx.exp(x)]})["exp"].median > 0
-        True
-    """
+    """Times functions behind work of a known length, if ``busy``: a CPU begins at once."""
 
     def __init__(self, busy: bool = True) -> None:
         self._busy, self._product, self._products = busy, 0.0, 0
@@ -76,13 +68,10 @@ class QueueTimer:
     def seconds(
         self, contenders: Mapping[str, Queued], repeats: int = 9, deadline: float = inf
     ) -> dict[str, Sample]:
-        """How long functions take, with the work before them.
+        """How long functions take, with the work before them, in alternation.
 
-        They alternate, in an order that is reversed in every other round. Differences of these
-        times, for the same :attr:`length`, are what the device takes.
-
-        Raises:
-            OutOfTime: the deadline, by ``time.monotonic``, came before the last of them.
+        Differences of these times, for the same :attr:`length`, are what the device takes. It
+        raises OutOfTime if the deadline, by ``time.monotonic``, comes first.
         """
         self._products = ceil(_BUSY / self._product) if self._busy else 0
         for run in contenders.values():

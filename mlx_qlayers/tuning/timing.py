@@ -50,15 +50,7 @@ class Sample:
         return Sample(self.median * factor, self.low * factor, self.high * factor, self.count)
 
     def less(self, floor: Sample) -> Sample:
-        """Subtract a part that every measurement holds; a nanosecond at least remains.
-
-        Both are uncertain, and independent of each other: their deviations add up in quadrature.
-
-        Example:
-            >>> found = Sample(7.0, 6.0, 8.0, 4).less(Sample(2.0, 2.0, 2.0, 4))
-            >>> found.median, found.low, found.high
-            (5.0, 4.0, 6.0)
-        """
+        """Subtract a part that every measurement holds; deviations add up in quadrature."""
         median = max(self.median - floor.median, 1e-9)
         down = hypot(self.median - self.low, floor.high - floor.median)
         up = hypot(self.high - self.median, floor.median - floor.low)
@@ -69,15 +61,7 @@ class Sample:
 
 
 def verdict(times: Mapping[str, Sample]) -> str:
-    """The path to take: the fastest kernel if it beats ``"stock"``, where that was measured.
-
-    It does if there is no doubt that it is faster by a margin; else stock is taken.
-
-    Example:
-        >>> stock, kernel = Sample(2.0, 2.0, 2.0, 5), Sample(1.9, 1.8, 1.92, 5)
-        >>> verdict({"kernel": kernel, "stock": stock}), verdict({"stock": kernel})
-        ('kernel', 'stock')
-    """
+    """The path to take: the fastest kernel if it is surely faster than ``"stock"`` by a margin."""
     kernels = (name for name in times if name != "stock")
     best = min(kernels, key=lambda name: times[name].median, default="stock")
     beaten = "stock" in times and times[best].high >= _MARGIN * times["stock"].low
@@ -92,10 +76,7 @@ def is_sure(times: Mapping[str, Sample]) -> bool:
 
 
 def turns(names: Iterable[T], repeats: int) -> Iterable[T]:
-    """Each name once a round, in an order that is reversed in every other round.
-
-    So a machine that warms up or is shared favours nobody.
-    """
+    """Each name once a round, reversed in every other round, so that a drift favours nobody."""
     order = list(names)
     for _ in range(repeats):
         yield from order

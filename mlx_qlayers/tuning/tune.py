@@ -233,9 +233,9 @@ def finalists(heuristic: C, trials: Iterable[Trial[C]]) -> list[C]:
 
 
 def fastest(times: Sequence[Times]) -> int:
-    """Which of the finalists to take: the first, which is the heuristic's, unless another beats it.
+    """Which finalist to take: the heuristic's, unless another is faster by more than noise.
 
-    To beat it is to be faster by more than noise, and no slower where a cache holds the inputs.
+    With inputs in a cache it must not be slower.
     """
     untuned = times[0]
 

@@ -44,15 +44,7 @@ Compute = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], list[mx.array]
 
 
 def attention_backward(at: Launcher, tensors: bool = False) -> tuple[Compute, Compute]:
-    """The gradients of attention for arrays of some shapes; launches are bound at first use.
-
-    Args:
-        at: the shapes.
-        tensors: whether by tensor operations.
-
-    Returns:
-        Those of q, k, v and, if there are any, of the sinks; and that of the mask.
-    """
+    """Binds the gradients of q, k, v (and of sinks, if any), and that of the mask, at first use."""
     blank, rows = absent(), (at.batch, at.heads, at.queries)
     out, norms = Spec((*rows, at.v_width), at.q.dtype), Spec((*rows, 2), mx.float32)
     per_query = [out, out, norms], at.layout("queries"), (at.queries, at.heads)
@@ -117,8 +109,7 @@ def _of_mask(mask: mx.array, d_scores: mx.array) -> mx.array:
 
 
 def _either(at: Launcher, bind: Callable[..., T], *others: Any) -> T:
-    """The launches by tensor operations as the forward pass's, or where these failed their proof
-    those of the other kind."""
+    """Binds tensor operations as the forward pass, or the other kind if their proof failed."""
     other = copy(at)
     other.handed = not at.handed
     kinds = ("handed over", at), ("through memory", other)

@@ -193,18 +193,11 @@ def _fits(config: Decode, dtype: mx.Dtype, width: int, bits: int) -> bool:
 def attention_decode(
     call: AttentionCall, config: Decode | Serial, counted: bool = False
 ) -> Callable[..., list[mx.array]]:
-    """Attention in one pass over keys and values: one launch, or two with more splits than one.
+    """Binds attention in one pass over keys and values: one launch, or two with several splits.
 
-    Args:
-        call: specs of the arrays; D and Dv are multiples of 8 up to 256.
-        config: how to spread the work.
-        counted: whether an array (1,) says how many of the keys count, which :class:`Serial` takes
-            without a mask.
-
-    Returns:
-        A function of q, the arrays of k, those of v, mask and sinks, and of the count of keys,
-        which gives one array: (B, H, L, Dv) in the dtype of ``q``. It lies as (B, L, H, Dv), as
-        what follows wants it.
+    The launch takes q, the arrays of k and of v, mask, sinks and, if ``counted`` (only of
+    :class:`Serial`, without a mask), the count of keys (1,). It gives (B, H, L, Dv), which is
+    (B, L, H, Dv) in memory. D and Dv are multiples of 8 up to 256.
     """
     q, k, v, scores, mask, sinks = call
     parts, queries = [q, *k, *v], q.shape[2]
@@ -292,15 +285,7 @@ def attention_combine(
     shape: tuple[int, ...],
     simds: int = Decode.combine,
 ) -> Bound:
-    """The launch that adds up splits (B, L, H, splits, Dv + 2), and sinks, to (B, L, H, Dv).
-
-    Args:
-        parts: the shape of the splits.
-        dtype: of the result.
-        sinks: (H,) or None.
-        shape: that of the result, if it is to have other axes.
-        simds: SIMD groups to a row.
-    """
+    """Binds the sum of splits (B, L, H, splits, Dv + 2), and sinks: ``shape`` or (B, L, H, Dv)."""
     batch, queries, heads, _, width = parts
     kernel = COMBINE if sinks is None else _COMBINE_SINKS
     splits = Spec(parts, mx.float32)

@@ -38,15 +38,12 @@ _FORWARD = without(_PACKED, _OF_PACKED, "attention_forward")
 class Launcher:
     """Binds the kernels of attention of many queries to the shapes of one call.
 
-    Args:
-        call: specs of the arrays; keys and values are packed for :func:`attention_forward` alone.
-        handed: whether tensor operations take scores as an operand in registers, where they answer
-            that they can, or only from threadgroup memory.
+    ``handed`` says whether tensor operations may take scores as an operand in registers.
 
     Attributes:
         average: whether a query may see no key; it gets the mean of the values.
-        mask_shape: what the mask is broadcast to: its strides say how it repeats, and one more
-            axis keeps a small one from being passed as ``constant``.
+        mask_shape: the mask is broadcast to it, with one more axis, lest a small mask be passed as
+            ``constant``.
         ends: the last two inputs of each kernel: sizes and factors.
     """
 
@@ -150,17 +147,11 @@ class Launcher:
 
 
 def attention_forward(at: Launcher, chosen: Layout | None = None) -> Callable[..., list[mx.array]]:
-    """The launch of attention, with the norms that its gradient needs.
+    """Binds attention, with the norms that its gradient needs.
 
-    Args:
-        at: the shapes.
-        chosen: how to spread the work, if not as the table says.
-
-    Returns:
-        A function of q, k, v (or the three arrays of each), mask and sinks, which gives two arrays:
-        (B, H, L, Dv) in the dtype of ``q``, heads side by side in memory as the projection that
-        comes next wants them; and (B, H, L, 2) float32, for each query the largest score in units
-        of log2, and the sum of 2 to the scores less that.
+    The launch takes q, k, v (or the three arrays of each), mask and sinks. It gives (B, H, L, Dv),
+    which is (B, L, H, Dv) in memory, and the norms (B, H, L, 2) float32: the largest score of each
+    query in units of log2, and the sum of 2 to the scores less that.
     """
     group_size, bits = at.packing
     chosen = chosen or at.layout("packed" if bits else "forward")
@@ -186,10 +177,7 @@ def forward_inputs(at: Launcher, q: Any, *others: Any) -> list[mx.array]:
 
 @cache
 def absent() -> mx.array:
-    """A placeholder for an array that is absent.
-
-    It is evaluated at once: what is being traced can use it, and need not make it anew.
-    """
+    """A placeholder for an absent array, evaluated so that traced functions can use it."""
     array = mx.zeros((1, 1, 1, 1, 8))
     mx.eval(array)
     return array

@@ -69,12 +69,7 @@ class Cut:
 
 
 def cut(kernel: str, at: Launcher) -> Cut | None:
-    """How to spread the work of a call, if it is one for these kernels.
-
-    Args:
-        kernel: ``"forward"``, or ``"backward"``: gradients that are added up by atomics.
-        at: the shapes.
-    """
+    """The configuration of ``"forward"`` or ``"backward"``, if these kernels take the call."""
     fits = at.q.dtype.size == 2 and not at.packing[1]
     if not fits or not device_of(at.device).warpgroup_products:
         return None
@@ -95,13 +90,11 @@ def forward_ahead(at: Launcher, chosen: Cut) -> Callable[..., list[mx.array]]:
 
 
 def backward_once(at: Launcher, chosen: Cut) -> Callable[..., list[mx.array]]:
-    """The launches of the gradients of q, k and v as ``chosen`` spreads them.
+    """Binds the gradients of q, k and v by atomics.
 
-    Returns:
-        A function of q, k, v and the broadcast mask, of out, its cotangent, the norms of the
-        forward pass and what each value gets of the queries that see no key. It gives d_q
-        (B, L, H, D), d_k (B, S, Hkv, D) and d_v (B, S, Hkv, Dv) in the dtype of q, and the sums of
-        the products of out and its cotangent (B, H, L) in float32.
+    The launch takes q, k, v, the broadcast mask, out, its cotangent, the norms, and the part of
+    each value in queries that see no key. It gives d_q, d_k and d_v in the dtype of q, axes 1 and 2
+    swapped, and the sums of the products of out and its cotangent (B, H, L) in float32.
     """
     dtype, rows = at.q.dtype, (at.batch, at.heads, at.queries)
     out, norms = Spec((*rows, at.v_width), dtype), Spec((*rows, 2), mx.float32)
@@ -174,10 +167,7 @@ def _sizes(at: Launcher, chosen: Cut, rows: int) -> tuple[Size, Size]:
 
 
 def _heads_beside(at: Launcher) -> int:
-    """Heads whose longest loops come first together, so that the last ones to end are short.
-
-    Their queries, outputs and gradients fit into the second level of the cache, beside keys.
-    """
+    """Heads that run at the same time, those with the longest loops first, which fit into L2."""
     fits = max(1, (30 << 20) // (at.queries * (4 * at.width + 2 * (at.width + at.v_width))))
     return max(n for n in range(1, min(fits, at.heads) + 1) if at.heads % n == 0)
 
@@ -188,13 +178,7 @@ def _declared(kernel: str, values: Mapping[str, Any]) -> int:
 
 
 def memory(kernel: str, values: Mapping[str, Any], together: bool) -> int:
-    """Bytes of threadgroup memory that a kernel takes, by the values of its template.
-
-    Args:
-        kernel: as :func:`cut` has it.
-        values: the template's values by name.
-        together: whether products are made together.
-    """
+    """Bytes of threadgroup memory by the values of the template."""
     size, simds, tile = values["T"].size, values["SIMDS"], values["TILE"]
     step, rows, slices = 64 if together else 16, 16 * simds, values.get("SLICES", 1)
     if kernel == "backward":

@@ -62,15 +62,7 @@ KERNEL = without(_MASKED, ("mask",), "latent_step")
 def latent_step(
     q: Spec, r: Spec, c: Spec, mask: Spec | None, scale: float
 ) -> Callable[..., list[mx.array]]:
-    """The launches of attention to latent rows.
-
-    Args:
-        q, r, c, mask: specs of what the operation of this name takes.
-        scale: of the scores.
-
-    Returns:
-        A function of the arrays there are that gives (B, H, 1, D).
-    """
+    """Binds attention to latent rows; the launch gives (B, H, 1, D)."""
     (batch, heads, _, width), rows = q.shape, c.shape[2]
     each = _heads(width, r.shape[3])
     splits = splits_of(rows)

@@ -66,14 +66,9 @@ class Layout:
 
 
 def layout(kernel: str, device: str, dtype: mx.Dtype, width: int) -> Layout:
-    """The layout of a kernel.
+    """The layout of ``"forward"``, ``"packed"`` (keys), ``"queries"`` or ``"keys"`` (gradients).
 
-    Args:
-        kernel: ``"forward"``, also with ``"packed"`` keys and values, ``"queries"`` or ``"keys"``
-            (their gradients).
-        device: the name of a backend; ``"host"`` takes what Apple GPUs take.
-        dtype: of queries, keys and values.
-        width: the larger of the head sizes of keys and values.
+    ``width`` is the larger of the head sizes of keys and values.
     """
     name, size = "attention_layout", dtype.size
     at = "cuda" if device_of(device).tensor_cores else "metal"
@@ -126,13 +121,7 @@ def _together(values: Mapping[str, Any], device: str) -> bool:
 
 
 def memory(kernel: str, values: Mapping[str, Any], device: str | None = None) -> int:
-    """Bytes of threadgroup memory that a kernel takes, by the values of its template.
-
-    Args:
-        kernel: as :func:`layout` has it.
-        values: the template's values by name.
-        device: where it runs, by default on the current backend.
-    """
+    """Bytes of threadgroup memory by the values of the template."""
     device = device or backend()
     size, slices, tile = values["T"].size, values["SLICES"], values["TILE"]
     roles, together = values.get("ROLES", 1), _together(values, device)

@@ -63,8 +63,7 @@ def in_batches(record: Any, batches: Sequence[int], sizes: Sequence[int]) -> lis
 
 
 def next_larger(record: Any, measured: Sequence[Any]) -> list[Any]:
-    """Those of the next larger batch and number of keys: the kernel is the same. Calls too
-    large to be measured go by the largest batch, and by the most keys that are not."""
+    """Records of the next larger batch and number of keys, within what can be measured."""
     every = [each for each in measured if each != record]
     batch = min(record.batch, max((each.batch for each in every), default=0))
     above = [each for each in every if each.batch >= batch and each.keys >= record.keys]

@@ -225,21 +225,11 @@ def _joins(semaphores: Any, config: Step, splits: int, row_blocks: int) -> bool:
 def attention_step(
     arrays: Sequence[Any], scale: float, rotation: Rotation, config: Step, epsilon: float = 0.0
 ) -> Callable[..., list[mx.array]]:
-    """A step of decoding, in one launch or two.
+    """Binds a step of decoding, in one launch or two.
 
-    Args:
-        arrays: specs of q, k, v, k_cache, v_cache, k_append, v_append, positions, freqs, mask,
-            sinks, q_norm, k_norm and maybe semaphores, as :class:`StepCall` takes them in turn; D
-            and Dv multiples of 8 up to 256. With semaphores, for NVIDIA GPUs, it is one launch, if
-            that can be.
-        scale: what the products of queries and keys are multiplied by.
-        rotation: how queries and keys are turned.
-        config: how to spread the work.
-        epsilon: of the norms of queries and keys.
-
-    Returns:
-        A function of these arrays, which gives (B, 1, H * Dv), and the append buffers with the
-        token's key and value, and zeros behind them.
+    ``arrays`` are specs of q, k, v, k_cache, v_cache, k_append, v_append, positions, freqs, mask,
+    sinks, q_norm, k_norm and maybe semaphores, which make it one launch on NVIDIA GPUs. The launch
+    gives (B, 1, H * Dv) and the append buffers with the token's key and value, zeros behind them.
     """
     call = StepCall.of(arrays)
     (q, appended, packed), v_width = (call.q, call.k_append, call.packing[1] > 0), call.v_width

@@ -126,9 +126,9 @@ class AttentionStepRecord(Record):
         return int(self.batch > 1 or self.bits > 0)
 
     def calibrated(self) -> Iterator[Record]:
-        """In batches, too, up to so many keys, and with packed keys as mlx-lm packs them.
+        """Also in batches, and with packed keys as mlx-lm packs them.
 
-        Where nothing was measured, also attention alone: what a step asks whose own is no faster.
+        Without measurements also attention alone: what a step asks for whose own is no faster.
         """
         whole = self.width % GROUP == self.v_width % GROUP == 0
         kinds = [(0, 0), *((GROUP, bits) for bits in _BITS if whole)]

@@ -110,12 +110,7 @@ def attention_tensor(at: Launcher) -> Callable[..., list[mx.array]]:
 
 
 def tensor_mask_gradient(at: Launcher, others: Sequence[Spec]) -> Bound:
-    """The launch of the gradient of an additive mask: (B, H, L, S) float32, zero where not seen.
-
-    Args:
-        at: the shapes.
-        others: out, its cotangent and the norms.
-    """
+    """Binds the gradient (B, H, L, S) of an additive mask from out, its cotangent and norms."""
     grid, shape = _grid(at, at.queries, at.heads), (at.batch, at.heads, at.queries, at.keys)
     launch = at.bound(_MASK, others, grid, _THREADS, [shape], init_value=0, **_spread(at, 1))
     return lambda arrays: launch(_dense(arrays))
@@ -128,16 +123,9 @@ def _dense(arrays: list[mx.array]) -> list[mx.array]:
 
 
 def tensor_gradients(at: Launcher, others: Sequence[Spec], average: Spec) -> tuple[Bound, Bound]:
-    """The launches of the gradients, as those of backward.py.
+    """Binds d_q and delta by one function, d_k and d_v by another, as in backward.py.
 
-    Args:
-        at: the shapes.
-        others: out, its cotangent and the norms.
-        average: what each value gets of queries that see no key, if there are any.
-
-    Returns:
-        Functions of lists: one gives d_q (B, L, H, D) and delta, the other d_k (B, S, Hkv, D) and
-        d_v (B, S, Hkv, Dv).
+    ``average`` is the part of each value in queries that see no key, if there are any.
     """
     rows, split = (at.batch, at.heads, at.queries), _parts(at.width)
     shapes = [(at.batch, at.queries, at.heads, at.width), rows]

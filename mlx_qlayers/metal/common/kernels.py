@@ -21,13 +21,7 @@ def numbered(names: Iterable[str], omitted: tuple[str, ...]) -> str:
 
 @lru_cache(maxsize=512)
 def without(kernel: Kernel, omitted: tuple[str, ...], name: str = "") -> Kernel:
-    """A kernel without some of its inputs and outputs: each costs time at every launch.
-
-    Args:
-        kernel: with all of them.
-        omitted: what it does without: null pointers in its function.
-        name: by default the kernel's and a number that tells what is omitted.
-    """
+    """A kernel whose ``omitted`` arrays are null pointers: each array costs time in a launch."""
     if not name:
         program = kernel.program
         name = kernel.name + numbered(program.input_names + program.output_names[1:], omitted)

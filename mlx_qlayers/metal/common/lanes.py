@@ -31,10 +31,9 @@ def bind_groups(
     threads: int,
     init_value: float | None = None,
 ) -> Callable[..., list[mx.array]]:
-    """The launch of ``count`` groups of ``lanes`` threads: whole threadgroups, in rows.
+    """Binds ``count`` groups of ``lanes`` threads: whole threadgroups, in rows.
 
-    What changes from launch to launch is in ``specs``; ``constants`` are the inputs behind them.
-    ``values`` are those of the template's parameters, of other kernels too.
+    ``constants`` are the inputs behind ``specs``; ``values`` may hold other kernels' parameters.
     """
     given = {**values, "LANES": lanes}
     width = min(_ROW, -(-count * lanes // threads) * threads)

@@ -59,11 +59,7 @@ class DeformableConfig:
 
 
 def heuristic(width: int, points: int, dtype: mx.Dtype, backend: str) -> DeformableConfig:
-    """The configuration for heads of a width.
-
-    A GPU reads 16 bytes a thread, four samples at a time; in the gradient neighbouring threads add
-    to neighbouring channels. A CPU takes whole heads, and cannot afford atomics.
-    """
+    """A GPU loads 16 bytes a thread, four samples at a time; a CPU cannot afford atomics."""
     if not device_of(backend).gpu:
         pack, step = math.gcd(width, 128 // dtype.size), math.gcd(points, 2)
         scatter = math.gcd(width, 16)

@@ -35,15 +35,7 @@ _KERNEL = without(_MASKED, ("mask",), "gated_delta")
 
 
 def gated_delta(arrays: Sequence[Any], *norms: float) -> Callable[..., list[mx.array]]:
-    """The launch of the gated delta rule.
-
-    Args:
-        arrays: specs of what the operation of this name takes; the mask may be None.
-        norms: what it takes of that name, if any.
-
-    Returns:
-        A function of the arrays that gives y and the state.
-    """
+    """Binds the gated delta rule; the launch gives y and the state."""
     q, _, v, g, beta, state, mask = arrays
     (_, length, key_heads, width), (*_, heads, values) = q.shape, v.shape
     lanes, rows = width // _EACH, prod(state.shape[:-1])

@@ -78,21 +78,10 @@ def experts_products(
     squares: Any = None,
     epsilon: float = 0.0,
 ) -> Launch:
-    """The launch of products of rows with one or two matrices of the experts that they chose.
+    """Binds the products of rows (..., K) with one or two matrices of the experts that they chose.
 
-    Args:
-        x: the spec of (..., K), the rows.
-        right: that of (...) uint32, P experts; product p takes row p / ``share``.
-        matrices: (E, N, K) packed, one or two of one format, and biases (E, N) or None.
-        fmt: of the matrices.
-        gate: with two matrices, the activation of the first that the second is multiplied with, or
-            what is made of both.
-        share: products of a row.
-        squares: the spec of (rows of x, ceil(K / 16)) float32, where x awaits an RMS norm.
-        epsilon: of that.
-
-    Returns:
-        A function of the arrays there are that gives (..., N) for each matrix, or the gated one.
+    ``right`` has P experts, and product p takes row p / ``share``. ``squares`` and ``epsilon`` are
+    those of a deferred RMS norm. The launch gives (..., N) for each matrix, or the gated product.
     """
     names = dict(zip(_INPUTS, (x, right, *(a for m in matrices for a in m)), strict=False))
     number = mx.array([epsilon], mx.float32)
@@ -127,19 +116,7 @@ def experts_products(
 def experts_combined(
     x: Any, right: Any, scores: Any, matrix: PackedMatrix, residual: Any, fmt: Format
 ) -> Launch:
-    """The launch of sums, by scores, of products with the matrix of each expert of a row.
-
-    Args:
-        x: the spec of (..., J, K), a row for each product.
-        right: that of (..., J) uint32, the experts.
-        scores: that of (..., J), floating point.
-        matrix: (E, N, K) packed, and a bias (E, N) or None.
-        residual: that of (..., N), or None.
-        fmt: of the matrix.
-
-    Returns:
-        A function of the arrays that there are that gives (..., N).
-    """
+    """Binds the sums by ``scores`` (..., J) of products of rows (..., J, K) with experts."""
     arrays = x, right, scores, *matrix, residual
     names = dict(zip(COMBINED.program.input_names, arrays, strict=False))
     given = {name: spec for name, spec in names.items() if spec is not None}
@@ -159,17 +136,7 @@ def experts_combined(
 
 
 def experts_chosen(logits: Any, bias: Any, factors: Any, router: Router) -> Launch:
-    """The launch that chooses experts.
-
-    Args:
-        logits: the spec of (..., E).
-        bias: that of (E,), or None.
-        factors: likewise.
-        router: how; up to 32 experts of a row, and as many groups.
-
-    Returns:
-        A function of the arrays there are that gives experts and weights, (..., J).
-    """
+    """Binds the router: from logits (..., E) to experts and weights (..., J), J at most 32."""
     *leading, experts = logits.shape
     given = {"logits": logits, "bias": bias, "factors": factors}
     numbers = mx.array([router.fill, router.epsilon, router.floor, router.scale], mx.float32)

@@ -50,11 +50,7 @@ def gather_qmm_config(rows: int, matrices: int, dtype: mx.Dtype, fmt: Format) ->
 def gather_qmm_sorted(
     call: MatmulCall, pairs: Pairs, config: QmmConfig | TensorConfig, scaled: bool = False
 ) -> Products:
-    """The launches of :func:`gather_qmv` for many rows, whose matrices do not decrease.
-
-    Returns:
-        The same, but for weights that are rounded to the dtype of ``x``.
-    """
+    """Binds :func:`gather_qmv` for many rows in order; weights are rounded to the dtype of x."""
     x, (w, scales, *_), transpose, fmt = call
     (*_, m, k), products, matrices = x.shape, prod(pairs.shape), prod(w.shape[:-2])
     n = w.shape[-2] if transpose else fmt.dims(w)

@@ -92,12 +92,7 @@ class Columns:
 def configuration(
     device: str, per_pair: int, in_order: bool, transpose: bool, fmt: Format
 ) -> Tile | Columns:
-    """The configuration on the device of a backend.
-
-    Args:
-        per_pair: rows of each product.
-        in_order: whether products with the same matrix are neighbours.
-    """
+    """The configuration for ``per_pair`` rows of each product."""
     single = per_pair == 1 and not in_order
     if not device_of(device).gpu:
         # A thread is a loop of vector instructions: 16 floats fill the widest registers there are.
@@ -118,17 +113,10 @@ def configuration(
 def gather_qmv(
     call: MatmulCall, pairs: Pairs, config: Tile | Columns, scaled: bool = False
 ) -> Products:
-    """The launch of products of M rows each with the packed matrices that they choose.
+    """Binds products of M rows each with the packed matrices that they choose.
 
-    Args:
-        call: x (..., M, K), and matrices with leading dimensions.
-        pairs: the products.
-        config: how to spread the work, :class:`Tile` where the matrices are transposed.
-        scaled: whether there is a global scale for each matrix.
-
-    Returns:
-        A function that gives (..., M, N) in the dtype of ``x``; float32 sums rounded once. It casts
-        arrays to the dtypes of their specs, and broadcasts indices of any integer type.
+    The launch gives (..., M, N): float32 sums rounded once. It casts arrays to the dtypes of their
+    specs, and broadcasts indices of any integer type.
     """
     x, (w, scales, *_), _, fmt = call
     (*_, m, k), (shape, share, _, every_left, every_right, strided) = x.shape, pairs

@@ -20,9 +20,7 @@ _FIXED = large_kernel("gptq_fixed_block", _FILE, registers=12)
 def gptq_block(
     w: Spec, group_size: int, bits: int, dtype: mx.Dtype
 ) -> Callable[[mx.array, mx.array], list[mx.array]]:
-    """From W (batch, N, 128) and U (batch, 128, 128), float32, to codes (batch, N, 128) uint8,
-    errors alike in float32, scales and biases (batch, N, 128 / group_size) in ``dtype``.
-    """
+    """Binds GPTQ of W (batch, N, 128) by U (batch, 128, 128): codes, errors, scales and biases."""
     batch, n, _ = w.shape
     rows, groups = mx.array(n), (batch, n, BLOCK // group_size)
     launch = _BLOCK.bind(

@@ -103,11 +103,7 @@ class GridSampleConfig:
 def heuristic(
     channels: int, dtype: mx.Dtype, backend: str, deterministic: bool = False
 ) -> GridSampleConfig:
-    """The configuration for a number of channels.
-
-    A GPU reads 16 bytes a thread and lets neighbouring threads take neighbouring channels. A CPU
-    takes whole points one after the other, and cannot afford atomics.
-    """
+    """A GPU loads 16 bytes a thread, in neighbouring channels; a CPU cannot afford atomics."""
     if not device_of(backend).gpu:
         pack = math.gcd(channels, 64 // dtype.size)
         cores = os.cpu_count() or 1
@@ -172,10 +168,7 @@ class _Job:
         self.values |= {"ONCE": config.pack * config.lanes >= self.channels, "NEAR": near}
 
     def touches_few(self) -> bool:
-        """Whether sums of touched pixels, as if no two taps shared one, are less than of all.
-
-        They are rounded on the way, which takes as long as to write them: in float32 it is slower.
-        """
+        """Whether half-precision sums of touched pixels take less memory than sums of all."""
         terms = self.points * self.taps
         return self.cotangent.dtype.size == 2 and 2 * terms <= self.pixels and terms < 2**30 - 1
 

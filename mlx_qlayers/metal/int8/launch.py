@@ -44,18 +44,10 @@ def int8_rows(
     eps: float | None = None,
     gate: Gate | None = None,
 ) -> Callable[[mx.array, mx.array | None], list[mx.array]]:
-    """The launch that rounds rows to 8 bits.
+    """Binds the quantization of rows (..., K) to codes (M, K) int8 and scales (M,) float32.
 
-    Args:
-        x: (..., K), K a multiple of :data:`DEPTH`.
-        other: with a gate what its activation is multiplied by, as ``x``; with ``eps`` the norm's
-            weight (K,) or None. In the dtype of ``x``.
-        block: columns that are mixed, 16 to 128 or 0 for none.
-        eps: of the RMS norm that rows go through first, or None.
-        gate: the activation that they go through.
-
-    Returns:
-        A function of both arrays that gives codes (M, K) int8 and scales (M,) float32.
+    ``other`` is the gate's second factor, or the norm's weight (K,); ``block`` columns are
+    multiplied by a Hadamard matrix.
     """
     k, m = x.shape[-1], prod(x.shape[:-1])
     count, threads = -(-k // _RUN), 32
@@ -86,16 +78,9 @@ def int8_products(
     x: Spec,
     matrices: Sequence[tuple[int, bool]],
 ) -> Callable[..., list[mx.array]]:
-    """The launches of products of many rows in 8-bit integers, the rows rounded once.
+    """Binds products of rows, quantized once, with matrices of so many columns, with a bias or not.
 
-    Args:
-        rows: what :func:`int8_rows` gave for ``x``.
-        x: (..., K), K a multiple of :data:`DEPTH`.
-        matrices: of each the columns of its result, and whether a bias is added.
-
-    Returns:
-        A function of the arrays of ``rows``, and of each matrix w (N, K) int8, its scales (N,)
-        float32 and bias (N,) or None, that gives (..., N) for each in the dtype of ``x``.
+    The launch takes the arrays of ``rows`` and, of each matrix, w (N, K) int8, scales and bias.
     """
     (*leading, k), m = x.shape, prod(x.shape[:-1])
     tile_m, tile_n, stages = (128, 256, 4) if device_of().dynamic_memory else (128, 128, 0)

@@ -51,14 +51,10 @@ _SUBTRACT = strided_kernel(
 
 
 def cholesky(w: Spec, block: int) -> Callable[[mx.array], tuple[mx.array, mx.array]]:
-    """From W (batch, n, n), of which the upper triangle is read, to R of W = R^T R and info.
+    """Binds R of W = R^T R and info, from the upper triangle of W (batch, n, n).
 
-    Each launch of one threadgroup a matrix factorises ``block`` rows, a second one solves for the
-    rest of these rows, a third subtracts their product from what is below.
-
-    Returns:
-        A function of W that gives R (batch, n, n), upper triangular, and (batch,) int32: 0, or the
-        order of the first leading minor that is not positive, from whose row on R is NaN.
+    For each ``block`` rows one launch factorises the diagonal block, a second solves for the rest
+    of these rows, a third subtracts their product from what is below.
     """
     batch, n, _ = w.shape
     none, steps = mx.zeros(batch, mx.int32), []
@@ -92,10 +88,7 @@ def cholesky(w: Spec, block: int) -> Callable[[mx.array], tuple[mx.array, mx.arr
 
 
 def solve_lower(a: Spec, b: Spec, block: int) -> Callable[[mx.array, mx.array], mx.array]:
-    """From L (batch, n, n), of which the lower triangle is read, and B (batch, n, m) to L^-1 B.
-
-    Halves the system until it has at most ``block`` rows, which one launch solves.
-    """
+    """Binds L^-1 B, by halves down to ``block`` rows, which one launch solves."""
     (batch, n, _), m = a.shape, b.shape[2]
     if n <= block:
         launch = _solve(a, b)
@@ -121,15 +114,7 @@ def solve_lower(a: Spec, b: Spec, block: int) -> Callable[[mx.array, mx.array], 
 def subtract_product(
     b: Spec, a: Spec, x: Spec, upper: bool = False, parts: int | None = None
 ) -> Bound:
-    """The launch that computes ``[B - A X]`` from ``[B, A, X]``.
-
-    Args:
-        b: (batch, n, m).
-        a: (batch, n, k).
-        x: (batch, k, m).
-        upper: leave out what is well below the diagonal.
-        parts: share k out among so many; the result is the sum of (parts, batch, n, m).
-    """
+    """Binds ``[B, A, X]`` to ``[B - A X]``; with split-K the sum of its ``parts`` is the result."""
     (batch, n, m), device = b.shape, device_of()
     threads, across, each = _GPU if device.gpu else _CPU
     if device.spills and n > _TILE:

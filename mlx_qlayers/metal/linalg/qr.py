@@ -32,12 +32,7 @@ Reflections = tuple[mx.array, mx.array]
 
 
 def qr(a: Spec) -> Callable[[mx.array], tuple[mx.array, mx.array, list[Reflections]]]:
-    """The launches that factorise A (batch, m, n).
-
-    Returns:
-        A function of A that gives H (batch, m, n) and tau (batch, min(m, n)), as LAPACK has them,
-        and the reflections of each panel, whose V have the rows from that panel on.
-    """
+    """Binds A (batch, m, n) to H and tau, as in LAPACK, and the reflections of each panel."""
     batch, m, n = a.shape
     panels = []
     for first in range(0, min(m, n), _WIDTH):

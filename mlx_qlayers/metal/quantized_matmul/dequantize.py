@@ -31,17 +31,9 @@ _KERNEL = large_kernel(
 def dequantize(
     matrices: Sequence[PackedMatrix], fmt: Format, dtype: mx.Dtype
 ) -> Callable[..., mx.array]:
-    """The launch that unpacks matrices, computed in float32 and rounded once.
+    """Binds the dequantization of one to three matrices of one format, one below the other.
 
-    Args:
-        matrices: specs of one to three of the same format and number of columns; ``bias`` is not
-            looked at.
-        fmt: group_size, bits and mode.
-        dtype: float32, float16 or bfloat16.
-
-    Returns:
-        A function of their w, scales and (affine) biases, one matrix after the other, that gives
-        (rows, columns) in ``dtype``: the matrices one below the other.
+    The launch takes their w, scales and (affine) biases; it computes in float32 and rounds once.
     """
     arrays = [a for m in matrices for a in m[:3] if a is not None]
     affine = matrices[0].biases is not None
@@ -78,16 +70,9 @@ _ROWS = without(_AFFINE_ROWS, ("biases",), "dequantize_rows")
 def dequantize_rows(
     numbers: Spec, matrix: PackedMatrix, fmt: Format, dtype: mx.Dtype
 ) -> Callable[..., mx.array]:
-    """The launch that unpacks some rows of a matrix, computed in float32 and rounded once.
+    """Binds the dequantization of rows (..., K) by their numbers (...).
 
-    Args:
-        numbers: spec of (...) int32 or uint32, which rows; on other GPUs than NVIDIA's 8 or more.
-        matrix: specs of its arrays; ``bias`` is not looked at.
-        fmt: group_size, bits and mode.
-        dtype: float32, float16 or bfloat16.
-
-    Returns:
-        A function of numbers, w, scales and (affine) biases that gives (..., K) in ``dtype``.
+    On GPUs other than NVIDIA's there have to be 8 numbers or more.
     """
     affine, count = matrix.biases is not None, prod(numbers.shape)
     run, columns = _run(fmt.bits), fmt.dims(matrix.w)

@@ -17,16 +17,9 @@ _ROWS = large_kernel("gated_rows", "quantized_matmul/gated.metal", registers=3 *
 
 
 def gated_rows(x: Spec, gate: Gate) -> Callable[[mx.array], mx.array]:
-    """The launch that computes ``activation(first) * second``.
+    """Binds x (M, 2 N) to ``activation(first) * second``, N a multiple of :data:`RUN`.
 
     MLX compiles a kernel for that, on NVIDIA GPUs for seconds, which takes twice as long as this.
-
-    Args:
-        x: (M, 2 N), both side by side, N a multiple of :data:`RUN`.
-        gate: the activation.
-
-    Returns:
-        A function of ``x`` that gives (M, N).
     """
     rows, columns = x.shape[0], x.shape[1] // 2
     count = rows * columns // RUN

@@ -45,20 +45,10 @@ _GROUPS = _kernel("quantized_gradients_groups")
 def scales_and_biases_gradient(
     call: MatmulCall, dy: Spec, device: str, chosen: tuple[Spec, Spec, Spec] | None = None
 ) -> Callable[..., list[mx.array]]:
-    """The launch of the gradients of scales and biases of affine matrices.
+    """Binds the gradients of scales and biases of affine matrices, deterministic, rounded once.
 
-    Args:
-        call: the product; ``w`` may have leading dimensions.
-        dy: (..., N) in the dtype of ``x``, M rows: the gradient of the product.
-        device: the name of a backend.
-        chosen: where ``w`` is more than one matrix: rows of ``x`` and rows of ``dy``, by the
-            matrix that they met, and where in these lists the rows of each matrix begin; the
-            number of all rows comes last. uint32.
-
-    Returns:
-        A function of x, dy, w and those of ``chosen`` that gives the gradients of scales and
-        biases, in the shape and dtype of ``scales``; float32 sums rounded once, the same in every
-        run.
+    ``chosen`` are, for several matrices: rows of ``x`` and of ``dy`` by matrix, and where those of
+    each matrix begin, the number of all rows last, uint32.
     """
     x, (w, scales, *_), transpose, fmt = call
     left = dy if transpose else x

@@ -94,11 +94,7 @@ class QmmConfig:
         return self.count(m, n) >= 2 * device_of("cuda").cores
 
     def threads(self, dtype: mx.Dtype) -> int:
-        """The threads of a threadgroup.
-
-        Raises:
-            ValueError: they cannot share the tiles evenly.
-        """
+        """The threads of a threadgroup; a ValueError if they cannot divide the tiles evenly."""
         threads = 32 * self.simds_m * self.simds_n
         if (
             self.tile_m % (16 * self.simds_m)
@@ -141,12 +137,7 @@ def _on_tensor_cores(m: int, n: int, k: int, fmt: Format) -> QmmConfig:
 
 
 def qmm(call: MatmulCall, config: QmmConfig) -> Callable[..., mx.array]:
-    """The launch of a product of many rows.
-
-    Returns:
-        A function of x, w, scales, biases and bias that gives (..., N) in the dtype of ``x``;
-        weights rounded to it, float32 sums rounded once.
-    """
+    """Binds a product of many rows: weights are rounded to the dtype of ``x``, sums once."""
     m, n, k = call.shape
     dtype, steps = call.x.dtype, -(-k // config.tile_k)
     depth = -(-steps // config.parts) * config.tile_k
@@ -175,16 +166,10 @@ def split_k(
     grid: Size,
     threadgroup: Size,
 ) -> Callable[..., mx.array]:
-    """The launch of a product whose depth several threadgroups may share (split-K).
+    """Binds a product whose depth several threadgroups may divide (split-K).
 
-    Args:
-        kernel: takes x, w, scales, biases, bias and shape, as ``qmm`` does.
-        call: the product.
-        depth: of each threadgroup's part of it.
-        template: the rest of its template.
-        grid: the threads. Its last extent is how many parts share the depth; if there are several,
-            the kernel writes float32 planes, which another launch adds.
-        threadgroup: the threads of a threadgroup.
+    The last extent of ``grid`` is the number of parts, each of ``depth``; with several the kernel
+    writes float32 planes, which another launch adds.
     """
     (x, matrix, _, fmt), (m, n, k), parts = call, call.shape, grid[2]
     shape, planes, whole = (*x.shape[:-1], n), (parts, m, n), parts == 1

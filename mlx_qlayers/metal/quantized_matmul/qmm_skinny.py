@@ -20,16 +20,7 @@ _FRAGMENTS = (2, 3, 4, 6, 8)
 def skinny_config(
     device: str, rows: int, n: int, k: int, fmt: Format, single: bool = False
 ) -> Tile:
-    """The configuration on a backend's device, in half precision.
-
-    Args:
-        device: the name of the backend.
-        rows: of x, 9 to 128.
-        n: columns of the result, of all matrices.
-        k: columns of x.
-        fmt: of the matrices.
-        single: whether there is one matrix.
-    """
+    """The configuration for 9 to 128 rows of one or several matrices with n columns in all."""
     fragments = next((f for f in _FRAGMENTS if 8 * f >= rows), _FRAGMENTS[-1])
     odd = fmt.bits % 2 == 1
     if not device_of(device).tensor_cores:
@@ -77,10 +68,9 @@ def skinny_config(
 
 
 def _persistent(rows: int, n: int, k: int, fmt: Format, single: bool) -> Tile | None:
-    """With x persistent in shared memory, where that was measured to be faster.
+    """With x persistent in shared memory, where that was measured to be faster: with many tiles.
 
-    Each multiprocessor reads them first, which pays where it has several tiles. Long rows of a
-    single matrix that has fewer are divided until it has.
+    Long rows of a single matrix that has fewer tiles are divided until it has enough.
     """
     of = threshold("qmm_skinny_spread", device="cuda")
     fragments, run = -(-rows // 8), 32 if fmt.bits < 8 else 16

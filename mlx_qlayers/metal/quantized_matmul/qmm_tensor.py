@@ -108,10 +108,7 @@ def tensor_config(
     gated: bool = False,
     device: str | None = None,
 ) -> TensorConfig:
-    """The configuration for so many rows, of a matrix or of all experts' share of them.
-
-    ``device`` is the name of a backend, by default the current one.
-    """
+    """The configuration for so many rows, of a matrix or of all experts'."""
     if device_of(device).tensor_cores:
         tile = row_of(threshold("qmm_tensor_tiles", device="cuda"), m)
         return TensorConfig(ragged=bool(k % tile["tile_k"]), **tile)
@@ -219,24 +216,14 @@ def qmm_tensor(
     other: PackedMatrix | None = None,
     gate: Gate | None = None,
 ) -> Callable[..., mx.array]:
-    """The launch of a product of many rows.
+    """Binds a product of many rows, and ``residual`` or the gated product with ``other`` behind it.
 
-    Args:
-        call: the product.
-        config: how it is cut, and so whether codes are operands as they are packed.
-        residual: the spec of what is added to it, (..., N) in the dtype of ``x``, or None.
-        other: with a gate, the specs of another matrix of the same shape.
-        gate: give ``activation(product) * product with the other``.
-
-    Returns:
-        A function of x, w, scales, biases, bias, the residual, and the four arrays of the other
-        matrix, that gives (..., N) in the dtype of ``x``; weights rounded to it (or not, as packed
-        codes), float32 sums rounded once. Arguments without a spec may be None; others are not
-        looked at.
+    The launch takes x, w, scales, biases, bias, the residual, and the four arrays of the other
+    matrix; those without a spec may be None.
 
     Raises:
-        ValueError: the configuration is for packed codes, and they are not such; or the depth is
-            shared, and a gate or a residual follows.
+        ValueError: the codes are not packed as the configuration needs them, or the depth is
+            divided and a gate or a residual follows.
     """
     (x, matrix, transpose, fmt), (m, n, k) = call, call.shape
     steps, parts = 1, 1

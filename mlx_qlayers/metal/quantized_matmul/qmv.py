@@ -98,22 +98,11 @@ def qmv(
     gate: Gate | None = None,
     norm_first: bool = False,
 ) -> Launch:
-    """The launch of ``x @ w.T + bias`` for up to three matrices, each read once for all rows.
+    """Binds ``x @ w.T + bias`` for up to three matrices, each read once for all rows.
 
-    Args:
-        specs: the specs of its arrays.
-        fmt: group_size, bits and mode of the matrices, which have K columns each, biases all or
-            none, bias each as it likes.
-        config: how to spread the work. With ``partial_squares`` or ``deferred_weight``
-            :func:`takes_deferred_norm` has to hold for it and the matrices.
-        epsilon: of the RMS norm that ``x`` goes through first; None for no norm.
-        gate: with two matrices of one shape, give ``activation(first) * second`` only.
-        norm_first: whether that norm has a launch of its own.
-
-    Returns:
-        A function of arrays that gives (..., N) in the dtype of ``x`` for each matrix, or the gated
-        one; float32 inside, rounded once. With ``deferred_weight`` also that
-        product times it, and its ``partial_squares``.
+    With ``gate`` it gives ``activation(first) * second`` alone; with ``deferred_weight`` also the
+    product times it, and its ``partial_squares``, which only some configurations take. ``epsilon``
+    is that of an RMS norm of x, which has a launch of its own if ``norm_first``.
     """
     x, config = specs.x, _fitting(config, specs, fmt, gate)
     by_threads = not config.units and config.lanes == 1
@@ -131,12 +120,7 @@ def qmv(
 
 
 def single_qmv(call: MatmulCall, config: Tile) -> Callable[..., mx.array]:
-    """The launch of :func:`qmv` for one matrix.
-
-    Returns:
-        A function of x, w, scales, biases and bias, of which the last two may be None, that gives
-        (..., N); further arguments are not looked at.
-    """
+    """Binds :func:`qmv` for one matrix: x, w, scales, biases and bias, the last two maybe None."""
     specs = QmvArrays(call.x, matrices=[call.matrix])
     launch, shape = _bind(specs, call.fmt, _fitting(config, specs, call.fmt, None), None, None)
     given = itemgetter(*(i for i, spec in enumerate((call.x, *call.matrix)) if spec is not None))

@@ -55,10 +55,7 @@ def any_units(device: str, rows: int, fmt: Format) -> Tile:
 
 
 def _within_registers(config: Tile, dtype: mx.Dtype, fmt: Format) -> Tile | None:
-    """The configuration, or a smaller one, for which M1 and M2 have registers.
-
-    There at most 256 threads: larger threadgroups are near what compilers leave room for.
-    """
+    """The configuration, or a smaller one for the registers of M1 and M2: at most 256 threads."""
     few = device_of("metal").few_registers
     told: dict[str, Any] = {**packed_template(fmt, dtype, dtype), "normed": True}
     sizes = product((config.tiles, 2), (config.simds_k, 8), (config.ahead, 1))
@@ -73,10 +70,7 @@ def _within_registers(config: Tile, dtype: mx.Dtype, fmt: Format) -> Tile | None
 
 
 def _persistent(rows: int, n: int, k: int, fmt: Format, kind: str) -> Tile | None:
-    """Where that was measured to be faster: a threadgroup to each multiprocessor.
-
-    Where that would take too much memory, twice or more times as many.
-    """
+    """A threadgroup for each multiprocessor, or several, if that was measured to be faster."""
     of = threshold("qmv_persistent", device="cuda")
     wide = n >= of["columns"] and k <= of["depth"]
     if fmt != Format(64, 4) or rows > of["rows"] or "norm" in kind or not wide:

@@ -24,12 +24,7 @@ _QVM = large_kernel(
 
 
 def qvm(call: MatmulCall) -> Callable[..., mx.array]:
-    """The launch of ``x @ w + bias`` for 1 to 16 rows: ``w`` is read and unpacked once for all.
-
-    Returns:
-        A function of x, w, scales, biases and bias that gives (..., N) in the dtype of ``x``;
-        float32 sums rounded once.
-    """
+    """Binds ``x @ w + bias`` for 1 to 16 rows; ``w`` is read once, sums are rounded once."""
     rows, n, k = call.shape
     # The sums of a row fill two of the widest vectors there are while they meet the weights.
     run = min(call.fmt.group_size, 32)

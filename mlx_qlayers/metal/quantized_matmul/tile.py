@@ -179,10 +179,7 @@ def persistent_memory(
 def registers(
     *, rows: int, outputs: int, run: int, ways: int, normed: bool = False, **_: object
 ) -> int:
-    """Words of the arrays of a thread of qmv: weights, sums, and squares of x or x itself.
-
-    The weights of a single row are used as they are unpacked.
-    """
+    """Words of the arrays of a thread of qmv: weights, sums, and squares of x or x itself."""
     weights = 2 * run if rows == 1 else outputs * run
     return weights + rows * outputs * ways + rows * normed
 

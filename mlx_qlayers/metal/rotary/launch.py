@@ -19,16 +19,9 @@ _AT, _EACH = (Kernel(name, "rotary/rotary.metal") for name in ("rotary_at", "rot
 def rotary_embedding(
     q: Spec, k: Spec, offset: Spec, rotation: Rotation, share: int
 ) -> Callable[..., list[mx.array]]:
-    """The launch that turns queries and keys by their positions.
+    """Binds the rotary embedding of queries and keys, ``share`` heads to a thread.
 
-    Args:
-        q, k, offset: specs of what the operation of this name takes.
-        rotation: how they are turned; without a base by frequencies.
-        share: heads that one thread turns.
-
-    Returns:
-        A function of q, k, offset and, where there is no base, the reciprocals of frequencies
-        (dims / 2,), that gives (B, H, L, D) and (B, Hkv, L, D).
+    The launch takes q, k, offset and, without a base, the reciprocals of frequencies (dims / 2,).
     """
     dims, listing = rotation.dims, rotation.base is None
     (batch, length, heads, width), kv_heads = q.shape, k.shape[2]
@@ -58,10 +51,7 @@ def rotary_embedding(
 
 
 def rates(rotation: Rotation) -> list[float]:
-    """The angle of each pair from one position to the next, as the sum of two floats.
-
-    Nothing where frequencies are listed instead.
-    """
+    """The frequency of each pair as the sum of two floats; nothing if frequencies are listed."""
     dims, _, base, scale = rotation
     if base is None:
         return []

@@ -26,12 +26,7 @@ DEVICES: dict[str, Callable[[str], Device]] = {
 
 
 def device_of(name: str | None = None) -> Device:
-    """The device of a backend, by default of the current one: this machine's, or a typical one.
-
-    Example:
-        >>> device_of("host").gpu, device_of("cuda").tensor_cores
-        (False, True)
-    """
+    """The device of a backend, by default of the current one: this machine's, or a typical one."""
     return _found(DEVICES[name or backend()], mx.device_info)
 
 

@@ -41,12 +41,7 @@ def most_threads(words: int) -> int:
 
 @cache
 def limits(device: str) -> dict[str, Any]:
-    """The attributes that a device's file gives it.
-
-    Example:
-        >>> limits("sm_90")["cores"], limits("a GPU of next year")
-        (132, {})
-    """
+    """The attributes that a device's file gives it."""
     path = FILES / f"{device}.json"
     found = json.loads(path.read_text()).get("limits", {}) if path.is_file() else {}
     return dict(found)

@@ -153,12 +153,7 @@ def _borrowed(body: str) -> set[str]:
 
 
 def instrument(ir: str, locate: Callable[[str], str]) -> Instrumented:
-    """Put the hooks of the checked build into a module.
-
-    Args:
-        ir: textual IR with the device, constant and threadgroup address spaces kept.
-        locate: the source line of an instruction, from its ``!dbg``.
-    """
+    """Put the hooks of the checked build into IR; ``locate`` finds the line of a ``!dbg``."""
     hooks, lines = _Hooks(), {"": 0}
     out: list[str] = []
     labels: set[str] = set()

@@ -25,12 +25,7 @@ _FUNCTIONS |= {"minnum": 1, "maxnum": 1, "exp2": 4, "log2": 4, "sqrt": 15, "exp"
 
 
 def cycles(instruction: str) -> int:
-    """The cycles of one line of IR; 0 for what is no arithmetic.
-
-    Example:
-        >>> cycles("  %5 = lshr i32 %4, 3"), cycles("  %6 = fadd <4 x float> %1, %2")
-        (4, 4)
-    """
+    """The cycles of one line of IR; 0 for what is no arithmetic."""
     match = _INSTRUCTION.match(instruction)
     if match is None:
         return 0

@@ -101,9 +101,7 @@ _CODES = {"__ENVIRONMENT_OS_VERSION_MIN_REQUIRED__": "260400"}
 
 
 class _Compiled(NamedTuple):
-    """A kernel compiled for one set of types, and where its buffers come from: pairs of the indices
-    of a buffer and of an input, with what makes a shape or rank; strides by inputs; outputs.
-    """
+    """A kernel compiled for one set of types, and where its buffers come from, by their indices."""
 
     kernel: HostKernel
     inputs: list[tuple[int, int]]
@@ -225,11 +223,8 @@ class _Frame:
 def bind(launch: Launch) -> Bound:
     """A function that runs a launch and returns its outputs, one for each output shape.
 
-    The inputs are read where they lie and the outputs are written where MLX will read them, or
-    copied if they are small; an input that must be row-contiguous and is not gets copied too.
-
-    Raises:
-        BackendError: the grid has too many threadgroups.
+    Inputs are read in place, outputs are written where MLX will read them, or copied if they are
+    small; an input that must be row-contiguous and is not gets copied too.
     """
     check_grid(launch.program.name, launch.grid, launch.threadgroup)
     return _runner(launch, launch.rows("host"), launch.program.ensure_row_contiguous)

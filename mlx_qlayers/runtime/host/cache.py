@@ -27,14 +27,7 @@ _CHECKSUMS = "checksums"
 
 
 def root() -> Path:
-    """The folder of this backend's part of the cache.
-
-    Where that cannot be used, or others could have written there, it is a folder that goes when the
-    process ends.
-
-    Raises:
-        OSError: that cannot be made either.
-    """
+    """The folder of this backend's part of the cache, or one that goes when the process ends."""
     try:
         return _opened(cache_folder())
     except OSError as error:
@@ -73,17 +66,9 @@ def _made_scratch() -> Path:
 
 
 def entry(name: str, build: Callable[[Path], None]) -> Path:
-    """The folder called ``name``, built first if it is not there or not as it was built.
+    """The folder called ``name``, a hash of its inputs; built if it is not there or damaged.
 
-    While another process builds it, this one waits. Where the cache cannot be used it lives as long
-    as the process.
-
-    Args:
-        name: a hash of all that its content depends on.
-        build: fills an empty folder; what it leaves appears under ``name`` all at once.
-
-    Raises:
-        ToolchainError: no folder can be written.
+    While another process builds it, this one waits. Without a cache it ends with the process.
     """
     try:
         return _entry(root() / name, build)

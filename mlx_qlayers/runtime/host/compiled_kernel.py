@@ -31,11 +31,7 @@ _checked_lock = threading.Lock()
 
 
 def workers() -> int:
-    """The number of cores that a launch may use.
-
-    Raises:
-        HostError: ``MLX_QLAYERS_HOST_THREADS`` is not a number.
-    """
+    """The number of cores that a launch may use."""
     asked = os.environ.get("MLX_QLAYERS_HOST_THREADS") or "0"
     if not asked.isdecimal():
         raise HostError(f"MLX_QLAYERS_HOST_THREADS must be a number of cores, not {asked!r}")
@@ -47,11 +43,7 @@ def workers() -> int:
 
 
 def check_grid(name: str, grid: Size, threadgroup: Size) -> None:
-    """Refuse a grid whose threadgroups 32 bits cannot number.
-
-    Raises:
-        BackendError: it has too many.
-    """
+    """Refuse a grid whose threadgroups 32 bits cannot number."""
     count = prod(-(-g // t) for g, t in zip(grid, threadgroup, strict=True))
     if count >= 1 << 32:
         raise BackendError(

@@ -60,9 +60,7 @@ class Compiled(NamedTuple):
     """A kernel as built.
 
     Attributes:
-        library: its file.
-        signature: its parameters.
-        fibers: whether its threads meet, so that each needs a stack of its own.
+        fibers: whether its threads meet at barriers, so that each needs a stack of its own.
         granule: the bytes of its smallest store.
         lines: the source lines that its hooks name by their index.
     """
@@ -98,8 +96,7 @@ def split(unit: str) -> tuple[str, str]:
 
 
 def _shared(text: str, function: str) -> tuple[str, str, Callable[[str], str]]:
-    """The text that instances of a kernel have in common, the kernel's name there, and what makes
-    of a text this instance's own."""
+    """The text and name that instances of a kernel share, and what makes them this instance's."""
     found = {*re.findall(rf"\b{function}<([^<>;]*)>", text)} if function.isidentifier() else set()
     if len(found) != 1:
         return text, function, str
@@ -113,13 +110,7 @@ def _shared(text: str, function: str) -> tuple[str, str, Callable[[str], str]]:
 
 
 def precompile(headers: str, constants: Mapping[int, object], *, checked: bool) -> Preamble:
-    """Translate and parse the headers in front of a kernel, or take them from the cache.
-
-    Args:
-        headers: what the preprocessor made of them.
-        constants: the values of function constants by index.
-        checked: as for the kernel.
-    """
+    """Translate and parse the preprocessed headers of a kernel, or take them from the cache."""
 
     def make(folder: Path) -> None:
         text, declared = source.rewrite(headers, constants)
@@ -224,10 +215,7 @@ def build(
     language: int,
     first: Callable[[str], None] | None,
 ) -> Compiled:
-    """Compile one kernel of a Metal source, or take it from the cache.
-
-    The arguments and exceptions are those of :func:`~.compiled_kernel.compile_source`.
-    """
+    """Compile one kernel as :func:`~.compiled_kernel.compile_source`, or take it from the cache."""
     if checked:
         defines = {**defines, "QK_CHECKED": "1"}
 

@@ -101,15 +101,7 @@ def _members(text: str) -> list[tuple[int, str]]:
 
 
 def lint(text: str) -> list[str]:
-    """List the places of a Metal source that some version of its compiler refuses.
-
-    Returns:
-        One line for each finding, with the number of the source line.
-
-    Example:
-        >>> lint("inline float f(float* x) { return *x; }")[0][:20]
-        '1: this pointer name'
-    """
+    """List what some version of Metal's compiler refuses in a source, with line numbers."""
     found = []
     if bad := re.search(r"[^\x00-\x7f]", text):
         found.append((bad.start(), "MLX compiles ASCII only"))
@@ -124,11 +116,7 @@ def lint(text: str) -> list[str]:
 
 @functools.lru_cache(maxsize=64)
 def refuse(text: str) -> None:
-    """Raise what :func:`lint` finds.
-
-    Raises:
-        CompileError: there is something.
-    """
+    """Raise what :func:`lint` finds, as a CompileError."""
     if found := lint(text):
         lines = "\n".join(f"source.metal:{line}" for line in found)
         raise CompileError(f"not Metal for every version\n{lines}")

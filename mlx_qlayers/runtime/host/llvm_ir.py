@@ -79,12 +79,7 @@ def demangle(name: str) -> str:
 
 
 def check(ir: str, locate: Callable[[str], str] = lambda line: "") -> None:
-    """Refuse what no Metal compiler takes although clang did.
-
-    Raises:
-        CompileError: a pointer into another address space used as a ``thread`` pointer, or
-            recursion.
-    """
+    """Refuse recursion, and ``thread`` pointers to other address spaces."""
     calls: dict[str, set[str]] = {}
     for name, body in functions(ir):
         calls[name] = set(_CALL.findall(body))
@@ -107,8 +102,8 @@ def check(ir: str, locate: Callable[[str], str] = lambda line: "") -> None:
 def unalign(ir: str) -> str:
     """Forget the alignment of vectors and structs in memory.
 
-    Metal's buffers start at page boundaries, MLX's arrays on a CPU at multiples of 8 bytes or, for
-    parts of arrays, of an element. Instructions that need no alignment are as fast.
+    MLX's arrays on a CPU begin at multiples of 8 bytes, views at any element, Metal's buffers at
+    pages. Unaligned instructions are as fast.
     """
     out = []
     for line in ir.split("\n"):

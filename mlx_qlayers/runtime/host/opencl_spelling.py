@@ -74,11 +74,10 @@ def _opening(text: str, at: int) -> int:
 
 
 def _undeduced(text: str) -> str:
-    """Keep address spaces out of template arguments deduced from ``thread T&`` parameters.
+    """Keep address spaces out of template arguments that are deduced from ``thread T&`` parameters.
 
-    ``T`` would become ``__private float`` or ``__generic float``, of which the function cannot
-    declare variables. Where another parameter settles ``T`` the reference is not deduced from;
-    else a second parameter is, and ``T`` is what remains of it without its address space.
+    ``T`` would be ``__private float``, of which the function cannot declare variables. If another
+    parameter settles ``T`` the reference is not deduced from, else by way of a second parameter.
     """
     functions: dict[int, set[str]] = {}
     for m in _THREAD_REFERENCE.finditer(text):

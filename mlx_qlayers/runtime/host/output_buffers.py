@@ -103,11 +103,7 @@ def small_output(shape: tuple[int, ...], dtype: mx.Dtype, value: float | None) -
 
 
 class _Unread(io.RawIOBase):
-    """A file that reads whatever is in the memory it should read to.
-
-    Its methods are functions of C: MLX calls them in another thread, where each call of a Python
-    function would wait for the interpreter.
-    """
+    """A file that reads what is in memory already, by functions of C, which need no GIL."""
 
     readable: Any = True.__bool__
     seekable: Any = True.__bool__

@@ -44,11 +44,7 @@ LANGUAGE = (
 
 @functools.cache
 def zig() -> str:
-    """The path of the compiler.
-
-    Raises:
-        ToolchainError: the ``host`` extra is not installed.
-    """
+    """The path of the compiler; a ToolchainError if the ``host`` extra is not installed."""
     spec = importlib.util.find_spec("ziglang")
     if spec is None or not spec.submodule_search_locations:
         raise ToolchainError("the host backend needs its compiler: pip install 'mlx-qlayers[host]'")
@@ -106,12 +102,7 @@ _alone = threading.Lock()
 def run(
     arguments: Sequence[str], source: str | None = None, output: Path | None = None
 ) -> tuple[str, str]:
-    """Run the compiler and return what it prints, and its diagnostics.
-
-    Args:
-        arguments: the command.
-        source: its standard input.
-        output: the file to write, in the folder of an entry; Zig has a cache beside that.
+    """Run the compiler on a standard input, and return what it prints and its diagnostics.
 
     Raises:
         CompileError: it refuses the source; the message is its diagnostics.

@@ -216,15 +216,9 @@ def _entry(signature: Signature) -> str:
 def rewrite(
     text: str, constants: Mapping[int, object], before: Declared | None = None
 ) -> tuple[str, Declared]:
-    """Rewrite a part of a preprocessed translation unit for clang.
+    """Rewrite a part of a preprocessed translation unit for clang, and say what it declares.
 
-    Args:
-        text: the part.
-        constants: the values of function constants by index.
-        before: what the parts in front of it declare.
-
-    Returns:
-        The source for clang, and what it declares with what is declared ``before``.
+    ``constants`` are the function constants' values; ``before`` is what earlier parts declare.
     """
     known = before or Declared()
     known = Declared({**known.kernels}, {**known.instances}, {**known.constants})
@@ -241,20 +235,7 @@ def rewrite(
 def translate(
     text: str, function: str, constants: Mapping[int, object], before: Declared | None = None
 ) -> tuple[str, Signature]:
-    """Rewrite a preprocessed translation unit and add the entry point of one kernel.
-
-    Args:
-        text: the unit after the preprocessor; ``entry.h`` comes with it.
-        function: the kernel: its name, its ``host_name``, or a name with template arguments.
-        constants: the values of function constants by index.
-        before: what a part in front of ``text`` declares, from :func:`rewrite`.
-
-    Returns:
-        The source for clang and the kernel's signature.
-
-    Raises:
-        CompileError: there is no such kernel, or a parameter's attribute is unknown.
-    """
+    """Rewrite a preprocessed translation unit and add the entry point of one kernel."""
     text, declared = rewrite(text, constants, before)
     expression = declared.instances.get(function, function)
     base = expression.split("<")[0].strip().split("::")[-1]
