@@ -37,6 +37,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_qlayers import convert_model, fused_loss, linear_cross_entropy, recompute_activations
 from mlx_qlayers.commands.demo import shipped_model
 from mlx_qlayers.runtime.backend import backend
+from mlx_qlayers.training.plan import SHARE, least_memory
 
 # Rows, columns and words of the output layer.
 HEAD = 4096, 3584, 152064
@@ -47,7 +48,8 @@ STEPS = {
     "long": (28, (1, 16384), True),
     "shipped": (None, (1, 128), False),
 }
-# Whether the model is converted, its loss is fused, and it recomputes activations.
+# Whether the model is converted, its loss is fused, and it recomputes activations in as little
+# memory as that takes.
 CONTENDERS = {
     "stock": (False, False, False),
     "converted": (True, False, False),
@@ -199,6 +201,7 @@ def bench_step(part: str, table: Table, only: list[str], repeats: int) -> None:
     """One contender after the other: they do not fit together."""
     layers, shape, checkpointed = STEPS[part]
     stock: Result | None = None
+    mx.set_memory_limit(before := mx.set_memory_limit(0))
     for name, (converted, fused, recomputes) in CONTENDERS.items():
         if only and name not in only:
             continue
@@ -212,6 +215,8 @@ def bench_step(part: str, table: Table, only: list[str], repeats: int) -> None:
                 mx.eval(found)
                 stock = stock or (found if name == "stock" else None)
                 row |= {"loss": found["loss"].item(), "error": difference(found, stock)}
+                if recomputes:  # as mlx-qlayers lora does
+                    mx.set_memory_limit(round(SHARE * least_memory(training.run)))
                 training.run()
                 most = above(training.run) + training.bytes / 1e6
                 time = measure({name: training.run}, repeats=repeats)[name].scaled(1e3)
@@ -219,6 +224,7 @@ def bench_step(part: str, table: Table, only: list[str], repeats: int) -> None:
         except RuntimeError as error:  # no memory is left
             row["ms"] = f"fails: {str(error)[:40]}"
         table.add(**row)
+        mx.set_memory_limit(before)
         del training
         gc.collect()
         mx.clear_cache()

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 from ..conversion.checkpoint import read_header
 from . import guesses
-from .arguments import Parser, add_layers
+from .arguments import Parser, add_layers, positive
 
 # What each command does, as mlx_lm's of the same name.
 SUMMARIES = {
@@ -32,6 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     if parser.prog.endswith(" lora"):
         text = "compute all logits for the loss, as mlx-lm does"
         parser.add_argument("--stock-loss", action="store_true", help=text)
+        text = "train nothing: print what memory it would take"
+        parser.add_argument("--plan", action="store_true", help=text)
+        text = "for --plan, instead of this device's"
+        parser.add_argument("--memory", type=positive, metavar="GB", help=text)
     guesses.add_arguments(parser)
     parser.set_defaults(rest=())
 
@@ -156,38 +161,53 @@ def _generate(module: Any, args: Any) -> AbstractContextManager[None]:
 
 @contextmanager
 def _lora(module: Any, asked: Any) -> Iterator[None]:
+    from mlx_lm.tuner.trainer import iterate_batches
+
     from ..runtime.backend import backend
     from ..runtime.transformed import uncompiled
     from ..training.fused_loss import fused_loss
+    from ..training.plan import in_least_memory
     from ..training.recompute import recompute_activations
-    from .lora_arguments import check_lora, read_yaml
+    from .lora_arguments import check_lora, plan_of, read_yaml
 
     theirs = module.run
 
     def run(args: Any) -> None:
         check_lora(module, args)
-        theirs(args)
+        if not asked.plan:
+            theirs(args)
+        else:
+            with TemporaryDirectory() as args.adapter_path:
+                theirs(args)
 
-    def train(model: Any, args: Any, **options: Any) -> None:
-        recompute_activations(model, layers=args.grad_checkpoint)
-        args.grad_checkpoint = False
-        begin(model=model, args=args, **losses(model), **options)
+    def train(model: Any, args: Any, optimizer: Any, train_dataset: Any, **options: Any) -> None:
+        if not asked.stock:
+            recompute_activations(model, layers=args.grad_checkpoint)
+            args.grad_checkpoint = False
+        given = losses(model)
+        if asked.plan:
+            print(plan_of(model, optimizer, train_dataset, args, asked.memory, **given))
+            return
+        given |= {"model": model, "args": args, "optimizer": optimizer}
+        # What kernels on a CPU compute is there at once.
+        if backend() != "host" and not asked.stock:
+            given["iterate_batches"] = in_least_memory(iterate_batches)
+        begin(train_dataset=train_dataset, **given, **options)
 
     def evaluate(model: Any, **options: Any) -> float:
         loss: float = measure(model=model, **losses(model), **options)
         return loss
 
     def losses(model: Any) -> dict[str, Any]:
-        if asked.stock_loss:
+        if asked.stock_loss or asked.stock:
             return {}
         loss = fused_loss(model)
         print(loss, file=sys.stderr)
         return {"loss": loss}
 
     begin, measure = module.train, module.evaluate
-    replaced: dict[str, Any] = {"run": run, "yaml": SimpleNamespace(load=read_yaml)}
-    if not asked.stock:
-        replaced |= {"train": train, "evaluate": evaluate}
+    replaced: dict[str, Any] = {"run": run, "train": train, "evaluate": evaluate}
+    replaced["yaml"] = SimpleNamespace(load=read_yaml)
     # A compiled step traces its operations, and traced ones run no kernels on a CPU.
     with _holding(module, **replaced), uncompiled(backend() == "host"):
         yield

@@ -53,6 +53,25 @@ def check_lora(module: Any, args: Any) -> None:
     _check_data(args)
 
 
+def plan_of(
+    model: Any, optimizer: Any, data: Any, args: Any, gigabytes: int | None, loss: Any = None
+) -> str:
+    """What the plan of a training says, for the longest batch of its data."""
+    import mlx.core as mx
+    from mlx_lm.tuner.trainer import default_loss, grad_checkpoint
+
+    from ..training.plan import memory, plan
+
+    if args.grad_checkpoint:
+        grad_checkpoint(model.layers[0])
+    longest = max(data.itemlen(i) for i in range(len(data)))
+    # As mlx-lm pads them; the last token is nothing but a target.
+    length = min(1 + 32 * -(-longest // 32), args.max_seq_length) - 1
+    batch = args.batch_size // mx.distributed.init().size()
+    found = plan(model, optimizer, loss or default_loss, batch, max(8, length))
+    return found.table(gigabytes * 1e9 if gigabytes else memory())
+
+
 def _check_optimizer(module: Any, args: Any) -> None:
     """Make the schedule and the optimizer, as the training will."""
     kinds = {name.lower(): getattr(module.optim, name) for name in _OPTIMIZERS}

@@ -164,6 +164,16 @@ def test_lora_trains_what_stock_loads(talker, tmp_path, capsys):
     assert ours < 0.95 * untrained
 
 
+def test_a_plan_of_lora_trains_nothing(talker, tmp_path, capsys):
+    arguments = ["--model", str(talker), "--train", "--data", str(texts(tmp_path / "data"))]
+    arguments += ["--batch-size", "2", "--num-layers", "2", "--plan", "--memory", "1"]
+    assert main(["lora", *arguments, "--adapter-path", str(tmp_path / "adapters")]) == 0
+    lines = capsys.readouterr().out.splitlines()[-7:]
+    assert [line[:7] for line in lines[:4]] == ["weights", "adapter", "optimiz", "activat"]
+    assert lines[5].startswith("2 x 32 tokens") and lines[6].endswith("tokens fit in 1 GB")
+    assert not (tmp_path / "adapters").exists()
+
+
 def test_lora_names_data_that_is_not_there(tiny_model, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)  # as where it is not installed
     assert main(["lora", "--model", str(tiny_model), "--train", "--data", "no/where"]) == 2
