@@ -307,6 +307,7 @@ OTHER = {
     "gptq_cuda": "GPTQ of a 7B model",
     "int8_cuda": "Products and prompts in 8-bit integers",
     "linalg_cuda": "Cholesky, triangular solves and QR beside PyTorch",
+    "lora_loss_cuda": "The loss of an output layer of 152,064 words, forward and back",
     "match_images": "Matching two pictures beside PyTorch, while other processes ran",
     "match_images_cuda": "Matching two pictures beside PyTorch",
     "peers_cuda": "Attention, small products and grid sampling beside PyTorch",
