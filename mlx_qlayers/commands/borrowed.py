@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..conversion.checkpoint import read_header
-from . import guesses
+from . import guesses, kv_cache
 from .arguments import Parser, add_layers, positive
 
 # What each command does, as mlx_lm's of the same name.
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         text = "for --plan, instead of this device's"
         parser.add_argument("--memory", type=positive, metavar="GB", help=text)
     guesses.add_arguments(parser)
+    kv_cache.add_arguments(parser)
     parser.set_defaults(rest=())
 
 
@@ -71,7 +72,7 @@ def run_main(args: argparse.Namespace, command_line: Sequence[str], **replaced: 
     # mlx-lm's server generates in a thread of its own.
     backend = default_backend(args.backend) if args.backend else nullcontext()
     surroundings = _SURROUNDINGS.get(args.command, lambda *_: nullcontext())
-    argv = [f"mlx-qlayers {args.command}", *command_line]
+    argv = [f"mlx-qlayers {args.command}", *command_line, *kv_cache.command_line(args)]
     if guesses.are_wanted(args, command_line):
         if group.size() > 1:
             raise ValueError("guesses need one process: ranks would choose other numbers of them")
@@ -83,6 +84,7 @@ def run_main(args: argparse.Namespace, command_line: Sequence[str], **replaced: 
         _holding(module, **replaced),
         backend,
         surroundings(module, args),
+        kv_cache.quantizing(args, _holding),
     ):
         module.main()
 

@@ -195,9 +195,7 @@ class ResponseGenerator(server.ResponseGenerator):
 
     def _is_batchable(self, args: Any) -> bool:
         # One with a seed too: its sampler has random numbers of its own.
-        return (
-            self.model_provider.is_batchable and self.cli_args.kv_bits is None and not self.singly
-        )
+        return self.model_provider.is_batchable and not self.singly
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         # Here an error reaches the request alone; in later steps it would end the thread.

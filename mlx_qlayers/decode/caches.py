@@ -8,7 +8,7 @@ themselves, so that a step is always the plain case of their code.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -23,7 +23,10 @@ _LEAST = 2
 _MOST_ROWS = 2048
 # Steps after which caches are looked at again, where nothing limits them sooner.
 RECHECK_AFTER = 256
-_RINGS = ("RotatingKVCache", "BatchRotatingKVCache")
+RINGS = (
+    *("RotatingKVCache", "BatchRotatingKVCache"),
+    *("RotatingQuantizedKVCache", "BatchRotatingQuantizedKVCache"),
+)
 # Cases of rings in which a step's row is none that goes on with the tokens.
 _AT_ROWS = ("full", "begins", "moves")
 # The counts of each class of caches that go on with each token.
@@ -34,8 +37,13 @@ _COUNTERS = {
     "RotatingKVCache": ("_idx", "offset"),
     "BatchKVCache": ("_idx",),
     "BatchRotatingKVCache": ("_idx", "_offset"),
+    "RotatingQuantizedKVCache": ("_idx", "offset"),
+    "BatchQuantizedKVCache": ("_idx",),
+    "BatchRotatingQuantizedKVCache": ("_idx", "_offset"),
     "ArraysCache": (),
 }
+# The modules of their classes.
+_MODULES = "mlx_lm.models.cache", f"{__package__}.quantized_caches"
 
 
 class Facts(NamedTuple):
@@ -63,7 +71,7 @@ def facts(c: Any, length: int) -> Facts:
         Unsupported: the cache is of a class that no step is captured for.
     """
     kind, own = type(c).__name__, vars(c)
-    if kind not in _COUNTERS or type(c).__module__ != "mlx_lm.models.cache":
+    if kind not in _COUNTERS or type(c).__module__ not in _MODULES:
         raise Unsupported(f"a cache is a {kind}")
     if kind == "ArraysCache":
         return Facts((kind, *_kinds(own, ())), {}, None, 0, None)
@@ -73,7 +81,7 @@ def facts(c: Any, length: int) -> Facts:
         raise Unsupported("a cache is not finalized")
     at, last, case = _room(c, kind, length), None, ""
     rows = _rows(own["keys"])
-    if kind in _RINGS:
+    if kind in RINGS:
         offset = own["_offset" if "_offset" in own else "offset"]
         if length > 1 and offset + 1 >= own["max_size"]:
             case = "moves"
@@ -120,7 +128,7 @@ def _rows(buffer: Any) -> int:
 
 def _room(c: Any, kind: str, length: int) -> int:
     """Where the next token goes, with room for it."""
-    if kind in _RINGS:
+    if kind in RINGS:
         return _room_in_ring(c) if length == 1 else _in_order(c)
     if kind == "ChunkedKVCache":
         c.maybe_trim_front()
@@ -136,7 +144,7 @@ def _room(c: Any, kind: str, length: int) -> int:
         more = max(length + 1, min(rows // 4, _MOST_ROWS))
         size = -(-(at + more) // c.step) * c.step
     if size > rows:
-        c.keys, c.values = (_grown(b, size - at, at) for b in (c.keys, c.values))
+        change(c, lambda each: _grown(each, size - at, at))
     return at
 
 
@@ -145,22 +153,22 @@ def _in_order(c: Any) -> int:
     if getattr(c, "rotated", False):  # its mask goes by what it has not in order
         raise Unsupported("a rotated cache of a batch takes several tokens")
     if "rotated" in vars(c):
-        c.keys, c.values = (each[:, :, : c._idx] for each in (c.keys, c.values))
+        change(c, lambda each: each[:, :, : c._idx])
     else:
-        c.keys, c.values = map(c._temporal_order, (c.keys, c.values))
-        c._idx = c.keys.shape[2]
+        change(c, c._temporal_order)
+        c._idx = _rows(c.keys)
     at: int = c._idx
     return at
 
 
 def _room_in_ring(c: Any) -> int:
     offset = c._offset if "_offset" in vars(c) else c.offset
-    if offset + 1 >= (rows := c.keys.shape[2]) and rows < c.max_size:
+    if offset + 1 >= (rows := _rows(c.keys)) and rows < c.max_size:
         more = min(c.step, c.max_size - rows)
-        c.keys, c.values = (_grown(b, more, b.shape[2]) for b in (c.keys, c.values))
+        change(c, lambda each: _grown(each, more, rows))
         c._idx = offset
-    if (extra := c.keys.shape[2] - c.max_size) > 0:
-        c.keys, c.values = c._trim(extra, c.keys), c._trim(extra, c.values)
+    if (extra := _rows(c.keys) - c.max_size) > 0:
+        change(c, lambda each: c._trim(extra, each))
         c._idx = c.max_size
         if "left_padding" in vars(c):
             c.left_padding = c.left_padding - extra
@@ -173,10 +181,18 @@ def _room_in_ring(c: Any) -> int:
     return at
 
 
-def _grown(buffer: Any, more: int, at: int) -> Any:
+def change(c: Any, made_of: Callable[[mx.array], mx.array]) -> None:
+    """Let a cache have other arrays, each made of one that it has."""
+
+    def changed(buffer: Any) -> Any:
+        is_array = isinstance(buffer, mx.array)
+        return made_of(buffer) if is_array else type(buffer)(map(made_of, buffer))
+
+    c.keys, c.values = changed(c.keys), changed(c.values)
+
+
+def _grown(buffer: mx.array, more: int, at: int) -> mx.array:
     """A buffer with more rows, behind those that count."""
-    if not isinstance(buffer, mx.array):
-        return type(buffer)(_grown(each, more, at) for each in buffer)
     batch, heads, _, width = buffer.shape
     return mx.concatenate(
         [buffer[:, :, :at], mx.zeros((batch, heads, more, width), buffer.dtype)], 2
@@ -230,7 +246,7 @@ def _ways(some: Sequence[Facts], reach: int) -> dict[int, int]:
     found: dict[int, int] = {}
     for each in some:
         for name in {"_idx", "offset", "_offset"} & each.counters.keys():
-            if name == "_idx" and each.key[0] in _RINGS and each.key[1] in _AT_ROWS:
+            if name == "_idx" and each.key[0] in RINGS and each.key[1] in _AT_ROWS:
                 continue
             value = each.counters[name]
             most = reach * (2 * len(found) + 1) if value not in found else found[value]
@@ -239,7 +255,7 @@ def _ways(some: Sequence[Facts], reach: int) -> dict[int, int]:
 
 
 def _goes_round(each: Facts) -> bool:
-    return each.key[0] in _RINGS and each.key[1] == "full"
+    return each.key[0] in RINGS and each.key[1] == "full"
 
 
 def _ways_round(some: Sequence[Facts]) -> dict[int, int]:
@@ -266,7 +282,7 @@ def _moved(
     """Counters and rows of a cache at another position."""
     assert each.rows is not None
     kind, case, *rest = each.key
-    settings, is_ring = dict(rest), kind in _RINGS
+    settings, is_ring = dict(rest), kind in RINGS
     moved = {name: v + ways.get(v, 0) for name, v in each.counters.items()}
     if is_ring and case in ("begins", "moves"):
         return moved | {"_idx": each.at}, each.rows
@@ -342,7 +358,7 @@ def more_steps(each: Facts, c: Any, length: int) -> int:
     if case == "moves":
         return RECHECK_AFTER if _rows(own["keys"]) == each.rows else 0
     if case:
-        return each.rows - each.at - 1 if kind in _RINGS else 0
+        return each.rows - each.at - 1 if kind in RINGS else 0
     counts, last = each.counters, RECHECK_AFTER
     if each.last is not None:
         last = (each.last - counts["_offset" if "_offset" in counts else "offset"]) // length

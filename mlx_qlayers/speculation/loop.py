@@ -11,10 +11,11 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import generation_stream, maybe_quantize_kv_cache
+from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..decode.engine import MAX_LENGTH
+from ..decode.quantized_caches import maybe_quantize_kv_cache
 from .depth import Depths
 from .drawing import Drawer, Processor, Sampler
 from .rounds import Rounds, SpeculationReport, Text

@@ -8,10 +8,10 @@ from typing import Any
 import mlx.core as mx
 
 from ..decode.append_buffers import kind_of, released
+from ..decode.caches import RINGS, change
 from ..decode.engine import rewound
 from ..decode.twin import leaves
 
-_RINGS = ("RotatingKVCache", "BatchRotatingKVCache")
 # Models whose masks of several tokens have another window than their rings.
 _OTHERWISE = ("plamo3",)
 
@@ -41,7 +41,7 @@ class Checkpoint:
         # What a state goes back with is kept, too, unless it has counts alone.
         self.kept: list[Any] = [None] * len(kept)
         if any(kept):
-            kept = [k or kind in _RINGS for k, kind in zip(kept, kinds, strict=True)]
+            kept = [k or kind in RINGS for k, kind in zip(kept, kinds, strict=True)]
             released([c for c, k in zip(self.own, kept, strict=True) if k])
             pairs = zip(self.own, kept, strict=True)
             self.kept = [_copied(vars(c)) if k else None for c, k in pairs]
@@ -70,7 +70,7 @@ class Checkpoint:
                 ]
                 continue
             self._drop(c, None, least)
-            c.keys, c.values = (_rolled(each, shift) for each in (c.keys, c.values))
+            change(c, lambda each: _rolled(each, shift))
             c.offset, c.left_padding = c.offset - shift, c.left_padding + shift
         return dropped
 
@@ -79,14 +79,14 @@ class Checkpoint:
             return
         if before is not None:
             vars(c).update(_copied(before))
-        elif kind_of(c).__name__ in _RINGS and not self.singly:
+        elif kind_of(c).__name__ in RINGS and not self.singly:
             _cut(c, count)
         else:
             c.trim(count)
 
     def _is_cut(self, c: Any, kind: str) -> bool:
         """Whether tokens can be dropped from the end of a cache."""
-        if kind not in _RINGS:
+        if kind not in RINGS:
             return bool(c.is_trimmable())
         offset: int = vars(c).get("_offset", c.offset)
         return not self.singly or offset + self.length < c.max_size
@@ -98,14 +98,14 @@ def longest(model: Any, caches: Sequence[Any]) -> int | None:
     A full ring that keeps its first rows takes several tokens otherwise than one by one.
     """
     alike = getattr(model, "model_type", None) not in _OTHERWISE
-    rings = [c for c in leaves(caches) if kind_of(c).__name__ == "RotatingKVCache"]
+    rings = [c for c in leaves(caches) if kind_of(c).__name__ in RINGS and hasattr(c, "keep")]
     rings = [c for c in rings if c.keep or not alike]
     return min((max(c.max_size - c.offset, 1) for c in rings), default=None)
 
 
 def _cut(c: Any, rows: int) -> None:
     """Drop rows of a ring that has just taken more tokens than one."""
-    c.keys, c.values = (each[..., :-rows, :] for each in (c.keys, c.values))
+    change(c, lambda each: each[..., :-rows, :])
     c._idx -= rows
     c.offset = c.offset - rows
     if "_offset" in vars(c):

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
-from mlx_lm.generate import maybe_quantize_kv_cache
 
 from ..decode.engine import MAX_LENGTH
+from ..decode.quantized_caches import maybe_quantize_kv_cache
 from .depth import Depths
 from .drawing import Drawer, Drawn, accepted
 from .rollback import Checkpoint, longest

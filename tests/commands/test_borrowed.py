@@ -22,6 +22,7 @@ from mlx_qlayers import explain
 from mlx_qlayers.cli import main
 from mlx_qlayers.commands import borrowed
 from mlx_qlayers.commands.demo import shipped_model
+from mlx_qlayers.decode.quantized_caches import RotatingQuantizedKVCache
 from mlx_qlayers.runtime.backend import backend, requested
 from tests.numerics import assert_same_losses, assert_same_model
 
@@ -95,6 +96,19 @@ def test_chat_goes_on_with_guesses(talker, capsys, monkeypatch):
         out, err = capsys.readouterr()
         said.append([line for line in out.splitlines() if "tok/s" not in line])
     assert said[0] == said[1] and err.count("guesses: ") == 3
+
+
+def test_chat_with_quantized_windows(talker, capsys, monkeypatch):
+    """The text is that of the stock model with such caches, which mlx-lm's chat lacks."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\nq\n"))
+    options = ["--max-kv-size=16", "--kv-bits=8", "--kv-group-size=32", "--max-tokens=30"]
+    assert main(["chat", f"--model={talker}", "--temp=0", *options]) == 0
+    model, tokenizer = mlx_lm.load(str(talker))
+    messages = [{"role": "user", "content": PROMPT}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    cache = [RotatingQuantizedKVCache(16, 4, 32, 8) for _ in model.layers]
+    wanted = mlx_lm.generate(model, tokenizer, prompt, max_tokens=30, prompt_cache=cache)
+    assert wanted in capsys.readouterr().out
 
 
 def test_server_with_guesses(talker, tmp_path):

@@ -7,12 +7,15 @@ import shutil
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import mlx_lm
 import pytest
 from command_line import PROMPT
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_qlayers import explain
 from mlx_qlayers.cli import main
+from mlx_qlayers.decode.quantized_caches import quantized
 
 
 @pytest.mark.parametrize("stock", [[], ["--no-fuse"], ["--stock"]], ids=str)
@@ -109,3 +112,22 @@ def test_guesses_change_no_text(temp, exact_model, capsys):
         found, err = capsys.readouterr()
         assert found == out
         assert re.search(r"guesses: \d+ of \d+ accepted in \d+ rounds, .* tokens/s", err)
+
+
+def test_a_window_is_quantized(exact_model, capsys):
+    """Which mlx-lm refuses; the text is that of the stock model with such caches."""
+    arguments = ["--max-kv-size=40", "--kv-bits=8", "--kv-group-size=32", "--quantized-kv-start=9"]
+    model, tokenizer = mlx_lm.load(str(exact_model))
+    cache = make_prompt_cache(model, 40)
+    tokens = tokenizer.encode(PROMPT)
+    model(mx.array([tokens[:-1]]), cache=cache)  # a prompt is read before it is quantized
+    cache = [quantized(c, 32, 8) for c in cache]
+    wanted = mlx_lm.generate(model, tokenizer, tokens[-1:], max_tokens=60, prompt_cache=cache)
+    prompt = f"--prompt={PROMPT}", "--max-tokens=60"
+    assert generated(capsys, exact_model, *prompt, *arguments) == wanted
+    assert generated(capsys, exact_model, *prompt, *arguments, "--prompt-lookup") == wanted
+    with pytest.raises(NotImplementedError):
+        cache = make_prompt_cache(model, 40)
+        mlx_lm.generate(
+            model, tokenizer, PROMPT, prompt_cache=cache, kv_bits=8, quantized_kv_start=9
+        )

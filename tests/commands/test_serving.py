@@ -10,13 +10,16 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import mlx_lm
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_qlayers.cli import main
 from mlx_qlayers.commands.ranges import RANGES
@@ -246,6 +249,27 @@ def test_a_seed_waits_for_nobody(address):
         client.setblocking(False)
         assert client.recv(1 << 20)  # it is still generated for
     assert beside == alone != other
+
+
+def test_quantized_caches_are_batched(exact_model):
+    """Beside a long text; each text is that of the stock model alone with mlx-lm's such cache."""
+    prompts = ["Once upon a time", "One day", "Perhaps some accident has befallen him, said the"]
+    model, tokenizer = mlx_lm.load(str(exact_model))
+    wanted = []
+    for prompt in prompts:
+        cache = [QuantizedKVCache(32, 8) for _ in model.layers]
+        text = mlx_lm.generate(model, tokenizer, prompt, max_tokens=30, prompt_cache=cache)
+        wanted.append(text)
+    with serving(exact_model, "--kv-bits=8", "--kv-group-size=32") as (address, _):
+        with start(address, "b") as client, ThreadPoolExecutor(3) as pool:
+            assert client.recv(10)
+            bodies = [{"prompt": prompt, "max_tokens": 30} for prompt in prompts]
+            for _ in range(2):  # the second time behind prompts whose caches are held
+                answers = [*pool.map(lambda body: ask(address, COMPLETE, body)[1], bodies)]
+                assert [answer["choices"][0]["text"] for answer in answers] == wanted
+            client.setblocking(False)
+            assert client.recv(1 << 20)  # it is still generated for
+        assert all(a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers)
 
 
 def test_a_prompt_that_is_held_whole_is_served(address):

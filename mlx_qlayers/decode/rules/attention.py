@@ -36,7 +36,7 @@ def _attention(
         return None
     mask = found.get("mask")
     if mask is not None:
-        mask = _of_heads(mask)
+        mask = of_heads(mask)
         if mask is None:
             return None
     sinks = found.get("sinks")
@@ -48,7 +48,7 @@ def _attention(
     return root.like("Attention", q, k, v, mask, sinks, arg=(scale, False))
 
 
-def _of_heads(mask: Node) -> Node | None:
+def of_heads(mask: Node) -> Node | None:
     """A mask as it was before its heads were split into those of keys and their shares."""
     while mask.op in ("Broadcast", "ExpandDims", "Unflatten") and len(mask.shape) != 4:
         if mask.src[0] is None:

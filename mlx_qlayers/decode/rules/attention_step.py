@@ -76,12 +76,14 @@ VIEWS: list[Rule] = [
 # the position of a batch is an array.
 COUNTERS = {
     "KVCache": ("offset", "offset"),
-    "QuantizedKVCache": ("offset", "offset"),
     "RotatingKVCache": ("_idx", "offset"),
     "BatchKVCache": ("_idx", "_idx"),
     "BatchRotatingKVCache": ("_idx", "_offset"),
 }
-BATCHES = ("BatchKVCache", "BatchRotatingKVCache")
+COUNTERS |= {
+    f"{name.removesuffix('KVCache')}QuantizedKVCache": counts for name, counts in COUNTERS.items()
+}
+BATCHES = tuple(name for name in COUNTERS if name.startswith("Batch"))
 
 
 class TracedCaches(NamedTuple):

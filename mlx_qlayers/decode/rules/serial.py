@@ -13,6 +13,7 @@ import mlx.core as mx
 from ...metal.attention.decode import MAX_QUERIES
 from ...options import Rotation
 from ..graph import Graph, Node, Pattern, Rule, Size, Spec, first_rows, rewrite
+from .attention import of_heads
 from .attention_step import VIEWS, of_packed
 from .masks import seen_through
 from .rotary import finite
@@ -69,13 +70,15 @@ def _packed(root: Node) -> Node | None:
     # Keys have the same format.
     if [32 * k[0].shape[3] // bits, size * k[1].shape[3]] != [width] * 2 or length > MAX_QUERIES:
         return None
+    whole = None if mask is None else of_heads(mask)
     while mask is not None and mask.op in ("Broadcast", "ExpandDims", "Unflatten"):
         mask = mask.src[0]
-    if mask is not None and not _is_causal(mask, length, k[0].shape[2]):
+    causal = mask is not None and _is_causal(mask, length, k[0].shape[2])
+    if mask is not None and not causal and (whole is None or whole.dtype != mx.bool_):
         return None
     out = Spec((batch, heads, length, root.shape[-1]), root.dtype)
-    arg = found.scale, mask is not None, len(k), len(found.values)
-    node = Node("AttentionPacked", (found.q, *k, *found.values, None, None), arg, (out,))
+    arg, seen = (found.scale, causal, len(k), len(found.values)), None if causal else whole
+    node = Node("AttentionPacked", (found.q, *k, *found.values, seen, None), arg, (out,))
     return Node("Reshape", (node,), (root.shape,), root.outputs)
 
 

@@ -1,0 +1,228 @@
+"""Quantized caches of batches and windows: sequences join, wrap and leave as if each were alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from architectures import VOCABULARY
+from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models import cache as stock
+from step_models import as_graphs, pair
+
+from mlx_qlayers import attention, explain, use_backend
+from mlx_qlayers.decode import engine, quantized_caches
+from mlx_qlayers.decode.quantized_caches import make_prompt_cache, quantized
+
+WIDTH, HEADS, SHARE = 64, 2, 3
+
+
+class Alone:
+    """A sequence by itself: the rows that were given, packed by mx.quantize, in a list."""
+
+    def __init__(self, size: int, bits: int) -> None:
+        self.size, self.bits = size, bits
+        self.rows: list[list[np.ndarray]] = [[], []]
+
+    def add(self, *new: mx.array) -> None:
+        """Keys and values (1, H, L, D)."""
+        for rows, x in zip(self.rows, new, strict=True):
+            packed = mx.quantize(x, 32, self.bits)
+            numbers = np.array(mx.dequantize(*packed, 32, self.bits))[0].astype(np.float64)
+            rows += [numbers[:, i] for i in range(numbers.shape[1])]
+
+    def attended(self, q: mx.array) -> np.ndarray:
+        """Attention of the last tokens, (H, L, D) in float64, as a window shows the rows."""
+        queries, (k, v) = np.array(q).astype(np.float64), map(np.array, self.rows)
+        length, found = queries.shape[1], []
+        for i in range(length):
+            stop = len(k) - length + i + 1
+            start = max(0, stop - self.size) if self.size else 0
+            keys, values = (np.repeat(x[start:stop], SHARE, axis=1) for x in (k, v))
+            scores = np.einsum("hd,shd->hs", queries[:, i], keys) * WIDTH**-0.5
+            shares = np.exp(scores - scores.max(-1, keepdims=True))
+            found.append(np.einsum("hs,shd->hd", shares / shares.sum(-1, keepdims=True), values))
+        return np.stack(found, 1)
+
+
+class Batch:
+    """A cache of several sequences, and each of them alone."""
+
+    def __init__(self, size: int, bits: int, seed: int) -> None:
+        self.size, self.bits = size, bits
+        self.random = np.random.default_rng(seed)
+        self.cache, self.alone = None, list[Alone]()
+
+    def new(self, length: int, heads: int = HEADS) -> mx.array:
+        shape = len(self.alone), heads, length, WIDTH
+        return mx.array(self.random.normal(size=shape).astype(np.float32))
+
+    def token(self, length: int = 1, counts: list[int] | None = None) -> None:
+        """Tokens of each sequence, of which so many count: the others are padding behind them."""
+        k, v, q = self.new(length), self.new(length), self.new(length, HEADS * SHARE)
+        mask = self.cache.make_mask(length, return_array=True)
+        found = attention(q, *self.cache.update_and_fetch(k, v), scale=WIDTH**-0.5, mask=mask)
+        for i, each in enumerate(self.alone):
+            count = length if counts is None else counts[i]
+            if count:
+                each.add(k[i : i + 1, :, :count], v[i : i + 1, :, :count])
+                wanted = each.attended(q[i, :, :count])
+                assert np.abs(np.array(found[i, :, :count]) - wanted).max() < 2e-5
+
+    def prompts(self, counts: list[int], chunk: int) -> "Batch":
+        """Prompts of several lengths in chunks, as mlx-lm's batches read them."""
+        plain = stock.RotatingKVCache(self.size) if self.size else stock.KVCache()
+        empty = [quantized(plain, 32, self.bits) for _ in counts]
+        self.cache = empty[0].merge(empty)
+        self.alone = [Alone(self.size, self.bits) for _ in counts]
+        longest = max(counts)
+        self.cache.prepare(lengths=counts, right_padding=[longest - n for n in counts])
+        for at in range(0, longest, chunk):
+            length = min(chunk, longest - at)
+            self.token(length, [min(max(n - at, 0), length) for n in counts])
+        self.cache.finalize()
+        return self
+
+    def extend(self, other: "Batch") -> None:
+        self.cache.extend(other.cache)
+        self.alone += other.alone
+
+    def leave(self, keep: list[int]) -> None:
+        self.cache.filter(keep)
+        self.alone = [self.alone[i] for i in keep]
+
+
+@pytest.mark.parametrize("backend", ["reference", "host"])
+@pytest.mark.parametrize("size", [0, 12], ids=["whole", "window"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_sequences_of_a_batch_are_as_each_alone(bits, size, backend, tmp_path):
+    """By an oracle in float64 which attends to the same packed rows."""
+    with use_backend(backend):
+        batch = Batch(size, bits, bits).prompts([3, 17, 9], chunk=5)
+        for _ in range(4):
+            batch.token()
+        batch.extend(Batch(size, bits, 7).prompts([6, 1], chunk=4))
+        for _ in range(15):  # a window goes round
+            batch.token()
+        batch.leave([0, 2, 4])
+        batch.token()
+        # Each sequence leaves by itself, is stored and read, and joins again in another place.
+        singles = [batch.cache.extract(i) for i in (2, 0, 1)]
+        path = str(tmp_path / "caches.safetensors")
+        stock.save_prompt_cache(path, singles)
+        read = stock.load_prompt_cache(path)
+        assert [type(c).__name__ for c in read] == [type(c).__name__ for c in singles]
+        nbytes = sum(a.nbytes for c in singles for each in (c.keys, c.values) for a in each)
+        assert sum(c.nbytes for c in singles) == nbytes
+        read = [quantized(c) for c in read]  # mlx-lm's own class, which has no merge
+        batch.cache = read[0].merge(read)
+        batch.alone = [batch.alone[i] for i in (2, 0, 1)]
+        batch.token(2)
+        for _ in range(3):
+            batch.token()
+        if not size:
+            assert batch.cache.trim(2) == 2
+            for each in batch.alone:
+                each.rows = [rows[:-2] for rows in each.rows]
+            batch.token()
+        assert {d.path for d in explain() if d.op == "attention"} >= {backend}
+
+
+def greedy(model: nn.Module, prompts: list[list[int]], make: Callable[[], list[Any]]) -> list[Any]:
+    """The greedy tokens of each prompt alone, and those of all in a batch where some come later."""
+    alone = [
+        [int(t) for t, _ in generate_step(mx.array(p), model, max_tokens=14, prompt_cache=make())]
+        for p in prompts
+    ]
+    generator = BatchGenerator(model, max_tokens=14, prefill_step_size=4)
+    found: dict[int, list[int]] = {}
+    for some in (prompts[:2], prompts[2:]):
+        uids = generator.insert(some, caches=[make() for _ in some])
+        found |= {uid: [] for uid in uids}
+        for _ in range(3):
+            for response in generator.next_generated():
+                found[response.uid].append(response.token)
+    while responses := generator.next_generated():
+        for response in responses:
+            found[response.uid].append(response.token)
+    return [alone, [*found.values()]]
+
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]]
+
+
+@pytest.mark.parametrize("path", ["a GPU", "a CPU"])
+@pytest.mark.parametrize(("name", "window"), [("phi3", None), ("phi3", 8), ("gemma3_text", None)])
+def test_texts_alone_and_in_a_batch_are_those_of_stock(name, window, path):
+    """By graphs, of which the stock model alone has none."""
+    plain, model = pair(name)
+
+    def make() -> list[Any]:
+        if window:  # mlx-lm's own makes ones that keep rows, of which a batch keeps none
+            return [quantized(stock.RotatingKVCache(window), 32, 8) for _ in plain.layers]
+        return make_prompt_cache(plain, group_size=32, bits=8)
+
+    wanted = []
+    for prompt in PROMPTS:
+        # mlx-lm's own class, where it has one.
+        cache = [
+            stock.QuantizedKVCache(32, 8) if type(c).__name__ == "QuantizedKVCache" else c
+            for c in make()
+        ]
+        steps = generate_step(mx.array(prompt), plain, max_tokens=14, prompt_cache=cache)
+        wanted.append([int(token) for token, _ in steps])
+    if path == "a GPU":
+        with as_graphs() as graphs:
+            assert greedy(model, PROMPTS, make) == [wanted, wanted]
+            assert len(graphs) > 40, engine.stopped(model)
+    else:
+        assert greedy(model, PROMPTS, make) == [wanted, wanted]
+    forms = {
+        type(form).__name__
+        for steps in engine._steps.values()
+        if steps.model() is model
+        for each in steps.steps.values()
+        for step in each
+        for form in step.programs.values()
+    }
+    assert forms >= ({"AppendForm"} if path == "a GPU" else {"Form"})
+
+
+def test_tokens_of_a_batch_are_read_packed_on_a_cpu():
+    """By the kernel, with the mask of sequences of several lengths."""
+    _, model = pair("phi3")
+    tokens = mx.random.randint(0, VOCABULARY, (2, 9), key=mx.random.key(2))
+    with use_backend("host"):
+        cache = [quantized(stock.BatchKVCache([3, 0]), 32, 8) for _ in model.layers]
+        model(tokens[:, :6], cache=cache)
+        explain(reset=True)
+        for i in range(6, 9):
+            mx.eval(model(tokens[:, i : i + 1], cache=cache))
+        packed = [d for d in explain() if d.op == "attention"]
+        assert sum(d.calls for d in packed) >= 3 * len(cache)
+        assert {d.path for d in packed} == {"host"}
+
+
+def test_caches_that_are_packed_otherwise_do_not_meet():
+    one, other = (quantized(stock.KVCache(), 32, bits) for bits in (8, 4))
+    with pytest.raises(ValueError, match="packed in other ways"):
+        one.merge([one, other])
+
+
+def test_a_full_cache_is_packed_once(monkeypatch):
+    """Windows too; what is quantized stays as it is, as do caches of states."""
+    model = pair("phi3")[0]
+    caches = [stock.KVCache(), stock.RotatingKVCache(8), stock.ArraysCache(2)]
+    for c in caches[:2]:
+        c.update_and_fetch(mx.ones((1, 2, 11, 64)), mx.ones((1, 2, 11, 64)))
+    quantized_caches.maybe_quantize_kv_cache(caches[:2], 12, 32, 4)
+    assert [type(c).__module__ for c in caches] == ["mlx_lm.models.cache"] * 3
+    quantized_caches.maybe_quantize_kv_cache(caches, 5, 32, 4)
+    names = ["QuantizedKVCache", "RotatingQuantizedKVCache", "ArraysCache"]
+    assert [type(c).__name__ for c in caches] == names
+    before = [*caches]
+    quantized_caches.maybe_quantize_kv_cache(caches, 5, 32, 4)
+    assert caches == before
+    assert len(make_prompt_cache(model)) == len(model.layers)
