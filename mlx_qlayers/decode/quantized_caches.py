@@ -19,7 +19,7 @@ _PARTS = 3
 class _Quantized:
     """What the classes below add to the one of mlx-lm's that each is made of."""
 
-    plain: type
+    plain: Any
     keys: Any
     values: Any
     group_size: int
@@ -61,7 +61,7 @@ class _Quantized:
         if any((c.group_size, c.bits) != (first.group_size, first.bits) for c in caches):
             raise ValueError("caches that are packed in other ways cannot be merged")
         each = [_parts_of(c, cls.plain) for c in caches]
-        parts = [cls.plain.merge([*some]) for some in zip(*each, strict=True)]  # type: ignore[attr-defined]
+        parts = [cls.plain.merge([*some]) for some in zip(*each, strict=True)]
         return _joined(parts, first.group_size, first.bits)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
@@ -71,14 +71,14 @@ class _Quantized:
     @property
     def state(self) -> Any:
         """mlx-lm's of the plain class, and the format."""
-        own = cast(Any, self.plain).state.fget(self)
+        own = self.plain.state.fget(self)
         return *own, self.group_size, self.bits
 
     @state.setter
     def state(self, v: Any) -> None:
         *own, self.group_size, self.bits = v
         own[:2] = [None if each is None else tuple(each) for each in own[:2]]
-        cast(Any, self.plain).state.fset(self, own)
+        self.plain.state.fset(self, own)
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +102,7 @@ class _Quantized:
         self._take(parts)
 
 
-def _parts_of(c: Any, plain: type) -> list[Any]:
+def _parts_of(c: Any, plain: Any) -> list[Any]:
     """Three plain caches, which share no array: mlx-lm's code changes some in place."""
     buffers = c.keys, c.values
     found = []
@@ -127,7 +127,7 @@ class QuantizedKVCache(stock.QuantizedKVCache):
     """mlx-lm's, which can be merged into a batch."""
 
     plain = stock.KVCache
-    merge = classmethod(_Quantized.merge.__func__)  # type: ignore[attr-defined]
+    merge: Any = classmethod(_Quantized.merge.__func__)  # type: ignore[attr-defined]
 
     def size(self) -> int:
         """The tokens that it holds."""
