@@ -81,6 +81,9 @@ class Format(NamedTuple):
 
     def dequantize(self, w: Any, *rest: Any, **options: Any) -> mx.array:
         """``mx.dequantize`` of w, scales and biases."""
+        if self.mode == "nvfp4" and w.size % 4:  # MLX takes 32 elements at once
+            twice = (mx.concatenate([a, a]) for a in (w, rest[0]))
+            return self.dequantize(*twice, *rest[1:], **options)[: len(w)]
         return _MLX.dequantize(w, *rest, *self, **options, **self._where)
 
     def mismatch(self, w: Any, scales: Any, biases: Any) -> str | None:

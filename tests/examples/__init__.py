@@ -11,14 +11,26 @@ import mlx.core as mx
 
 from mlx_qlayers.commands.example import Example, mapped
 from mlx_qlayers.commands.examples import examples, families
-from tests.examples import elements, fused, heads, losses, products, recurrent, sampled
+from tests.examples import (
+    elements,
+    experts,
+    factors,
+    fused,
+    heads,
+    integers,
+    losses,
+    products,
+    recurrent,
+    sampled,
+)
 from tests.examples.calls import Random
 from tests.examples.invalid import OPERATIONS
 
-# Random and awkward calls by operation; those of linear algebra are in fuzz/test_linalg.py.
+MODULES = elements, experts, factors, fused, heads, integers, losses, products, recurrent, sampled
+# Random and awkward calls by operation.
 RANDOM: dict[str, Random] = {
     name.lower(): each
-    for module in (elements, fused, heads, losses, products, recurrent, sampled)
+    for module in MODULES
     for name, each in vars(module).items()
     if isinstance(each, Random)
 }

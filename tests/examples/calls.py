@@ -31,6 +31,7 @@ class Call(NamedTuple):
         gradients: names of the arrays that are differentiated.
         by_kernel: whether a kernel takes the call, so that a backend can be forced.
         dtypes: of the results; the last one is that of all others.
+        holds: raises unless results are what else they must be.
     """
 
     function: Callable[..., Any]
@@ -41,6 +42,7 @@ class Call(NamedTuple):
     gradients: Sequence[str] = ()
     by_kernel: bool = True
     dtypes: Sequence[mx.Dtype] = ()
+    holds: Callable[[list[mx.array]], None] = lambda _: None
 
     def check(self, backend: str, what: str = "") -> tuple[list[mx.array], list[str]]:
         """Hold results and gradients against float64, and float32 rounded once.
@@ -74,6 +76,7 @@ class Call(NamedTuple):
         if not outputs[0].size:
             return outputs, kernels
         with np.errstate(all="ignore"):
+            self.holds(outputs)
             (truth, terms), (rough, _) = (
                 self.expected(
                     {n: to64(a).astype(kind) for n, a in self.arrays.items() if a is not None},

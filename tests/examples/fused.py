@@ -1,5 +1,6 @@
 """Random calls of products that share an input, with their norm, activation and residual."""
 
+from collections.abc import Callable
 from math import erf, pi, sqrt
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.fused_products import fused_products
-from mlx_qlayers.options import PackedMatrix
+from mlx_qlayers.options import Clipped, PackedMatrix
 from tests.examples import arrays
 from tests.examples.arrays import DTYPES, dtype_of
 from tests.examples.calls import Call, Numbers, Random
@@ -23,6 +24,29 @@ ACTIVATIONS = {
     "gelu": lambda x: x * (1 + np.vectorize(erf)(x / sqrt(2)).astype(x.dtype)) / 2,
     "gelu_approx": lambda x: x * (1 + np.tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2,
 }
+
+
+def gated64(
+    gate: str | Clipped,
+    products: list[np.ndarray],
+    terms: list[np.ndarray],
+    rounded: Callable[[np.ndarray], np.ndarray],
+    unit: float,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The gated activation of two products, and its terms, from theirs."""
+    g, up = products
+    if isinstance(gate, Clipped):
+        kind = g.dtype.type
+        g, up = np.minimum(g, kind(gate.limit)), np.clip(up, -kind(gate.limit), kind(gate.limit))
+        up, activation = up + kind(gate.shift), g * np.exp(-np.logaddexp(kind(0), -gate.alpha * g))
+    else:
+        activation = ACTIVATIONS[gate](g)
+    activation = rounded(activation)
+    # No activation is steeper than 1.13.
+    behind = 1.13 * terms[0] * np.abs(up) + np.abs(activation) * terms[1]
+    # Both products are rounded, the activation, and what is given; none is larger than this.
+    behind = behind + 4 * unit * np.abs(g * up)
+    return [activation * up], [behind]
 
 
 def fused64(
@@ -56,12 +80,7 @@ def fused64(
         products.append(rounded(product(x, dense.T.astype(kind)) + kind(1) * added))
         terms.append(loose * (sums(x, dense.T, terms64(*parts, fmt).T) + np.abs(added)))
     if gate is not None:
-        activation = rounded(ACTIVATIONS[gate](products[0]))
-        # No activation is steeper than 1.13.
-        behind = 1.13 * terms[0] * np.abs(products[1]) + np.abs(activation) * terms[1]
-        # Both products are rounded, the activation, and what is given; none is larger than this.
-        behind = behind + 4 * unit * np.abs(products[0] * products[1])
-        products, terms = [activation * products[1]], [behind]
+        products, terms = gated64(gate, products, terms, rounded, unit)
     if residual is not None:
         added = to64(residual).astype(kind).reshape(len(x), -1)
         products, terms = [rounded(products[0]) + added], [terms[0] + np.abs(added)]

@@ -7,17 +7,19 @@ import mlx.core as mx
 import numpy as np
 from hypothesis import strategies as st
 
-from mlx_qlayers.formats import GLOBAL_UNIT, Format
+from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.gather_qmm import gather_qmm
 from mlx_qlayers.ops.quantized_matmul import quantized_matmul
 from tests.examples import arrays
 from tests.examples.arrays import DTYPES, dtype_of, filled
-from tests.examples.calls import Call, Numbers, Random
+from tests.examples.calls import BACKENDS, Call, Numbers, Random
 from tests.numerics import IN_FLOAT32, random, round_to, to64
 from tests.oracles import product, sums
 from tests.packed import FORMATS, codes, dequantize64, terms64
 
 ROWS = [(7,), (), (1,), (1,), (0,), (2,), (3, 1), (2, 5), (16,), (17,), (1, 40)]
+# What a global scale is of: the largest number of E4M3 times that of E2M1.
+GLOBAL_UNIT = 448 * 6
 SMALL, FP4 = Format(32, 4), Format(16, 4, "nvfp4")
 
 
@@ -210,7 +212,7 @@ GATHERED = [
 
 
 def _gather_qmm(case: SimpleNamespace, rng: np.random.Generator) -> Call:
-    fmt, dtype, kind = case.fmt, dtype_of(case.dtype), dtype_of(case.index)
+    fmt, kinds, kind = case.fmt, [dtype_of(d) for d in case.dtypes], dtype_of(case.index)
     lead, batch, left, right = case.shapes
     wide = case.groups * fmt.group_size
     inner, outer = (wide, case.n) if case.transpose else (case.n, wide)
@@ -222,10 +224,12 @@ def _gather_qmm(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     if case.sorted and right is not None:
         indices[1] = np.sort(indices[1], axis=None).reshape(right)
     indices = [None if i is None else mx.array(i, kind) for i in indices]
-    x = random(rng, (*lead, case.m, inner), dtype)
-    parts = packed(rng, (*batch, case.n, wide), fmt, dtype)
-    names = "x", "w", "scales", "biases", "lhs_indices", "rhs_indices"
-    given = arrays.placed(names, (x, *parts, *indices), case.layouts)
+    x = random(rng, (*lead, case.m, inner), kinds[0])
+    parts = packed(rng, (*batch, case.n, wide), fmt, kinds[1])
+    scaled = case.scaled and fmt.mode == "nvfp4"
+    factors = mx.abs(random(rng, (matrices,))) + 1 if scaled else None
+    names = "x", "w", "scales", "biases", "lhs_indices", "rhs_indices", "global_scale"
+    given = arrays.placed(names, (x, *parts, *indices, factors), case.layouts)
     matrix = [given[name] for name in names[1:4]]
     at = [
         np.arange(count).reshape(shape) if i is None else np.array(i).astype(int)
@@ -237,12 +241,30 @@ def _gather_qmm(case: SimpleNamespace, rng: np.random.Generator) -> Call:
         )
     ]
     at_left, at_right = np.broadcast_arrays(*at)
+    unit = 1.0 if factors is None else to64(given["global_scale"])[:, None, None] / GLOBAL_UNIT
     dense, large = (
-        a.reshape(-1, *a.shape[-2:])[at_right]
+        (a.reshape(-1, *a.shape[-2:]) * unit)[at_right]
         for a in (dequantize64(*matrix, fmt), terms64(*matrix, fmt))
     )
     if case.transpose:
         dense, large = dense.swapaxes(-1, -2), large.swapaxes(-1, -2)
+    dtype = kinds[0] if matrix[2] is None else mx.result_type(*kinds)
+
+    # MLX has no gradients of scales in a product that is not transposed.
+    of_all = matrix[2] is not None and (case.transpose or case.backend in BACKENDS)
+
+    def of_scales(rows: np.ndarray, up: np.ndarray) -> list[np.ndarray]:
+        """The gradients of scales and biases: sums over groups, and over all that chose each."""
+        rows, up = (rows, up) if case.transpose else (up, rows)
+        d_w = product(up.swapaxes(-1, -2), rows)
+        d_w = d_w.reshape(*d_w.shape[:-1], -1, fmt.group_size)
+        q = codes(given["w"], fmt.bits).reshape(matrices, *d_w.shape[-3:])[at_right]
+        found = []
+        for each in (d_w * q.astype(d_w.dtype), d_w):
+            found.append(np.zeros((matrices, *d_w.shape[-3:-1]), d_w.dtype))
+            # One term after the other.
+            np.add.at(found[-1], at_right, np.cumsum(each, -1, each.dtype)[..., -1])
+        return [a.reshape(given["scales"].shape) for a in found]
 
     def expected(n: Numbers, up: list[np.ndarray], _: bool) -> tuple[Numbers, Numbers]:
         kind = n["x"].dtype
@@ -258,7 +280,12 @@ def _gather_qmm(case: SimpleNamespace, rng: np.random.Generator) -> Call:
             if exact:
                 lost = np.zeros_like(total)
                 np.add.at(lost, at_left, sums(up[0], back, large.swapaxes(-1, -2)))
-                terms["x"] = lost.max(initial=0)
+                # The cotangent was rounded to the product's dtype.
+                terms["x"] = lost.max(initial=0) * (1 + IN_FLOAT32[dtype] * (len({*kinds}) > 1))
+            if of_all:
+                found |= dict(zip(names[2:4], of_scales(rows, up[0]), strict=True))
+                lost = of_scales(np.abs(rows), np.abs(up[0])) if exact else ()
+                terms |= {n: a.max(initial=0) for n, a in zip(names[2:4], lost, strict=False)}
         return found, terms
 
     return Call(
@@ -268,8 +295,9 @@ def _gather_qmm(case: SimpleNamespace, rng: np.random.Generator) -> Call:
         fmt._asdict() | {"transpose": case.transpose, "sorted_indices": case.sorted},
         (*at_left.shape, case.m, outer),
         expected,
-        ["x"] if case.gradient else (),
+        ["x", *names[2:4] * of_all] if case.gradient else (),
         0 not in at_left.shape,
+        [dtype],
     )
 
 
@@ -281,7 +309,8 @@ GATHER_QMM = Random(
         "n": [33, 1, 8, 64],
         "groups": range(1, 5),
         "transpose": [True, False],
-        "dtype": ("float32", DTYPES),
+        "dtypes": (("float32",) * 2, DTYPES.map(lambda d: (d, d)) | st.tuples(DTYPES, DTYPES)),
+        "scaled": [False, True],
         "index": ["uint32", "int32", "int64", "uint8"],
         "sorted": [False, True],
         "gradient": [False, True],
@@ -295,8 +324,14 @@ GATHER_QMM = Random(
                 zip(GATHERED, (1, 1, 1, 3, 2, 1, 2, 2) * 2, strict=False)
             )
         ),
-        {"fmt": SMALL, "shapes": ((2, 1), (5,), None, (2, 16)), "dtype": "bfloat16"}
+        {"fmt": SMALL, "shapes": ((2, 1), (5,), None, (2, 16)), "dtypes": ("bfloat16",) * 2}
         | {"gradient": True, "groups": 2},
-        {"fmt": Format(64, 4), "shapes": GATHERED[-1], "dtype": "float16", "sorted": True},
+        {"fmt": Format(64, 4), "shapes": GATHERED[-1], "dtypes": ("float16",) * 2, "sorted": True},
+        *(
+            {"fmt": SMALL, "shapes": GATHERED[0], "dtypes": d, "groups": 2, "gradient": True}
+            for d in (("float16", "bfloat16"), ("float16", "float32"), ("float32", "bfloat16"))
+        ),
+        {"fmt": FP4, "shapes": GATHERED[0], "dtypes": ("bfloat16",) * 2, "scaled": True},
+        {"fmt": FP4, "shapes": GATHERED[1], "scaled": True, "transpose": False},
     ],
 )

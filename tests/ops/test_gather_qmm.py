@@ -16,8 +16,6 @@ from mlx_qlayers.runtime.backend import backend, current, epoch
 from tests.experts import check_gathered, random_experts
 from tests.machine import has_gpu
 from tests.numerics import (
-    EPSILON,
-    assert_same_sums,
     random,
 )
 
@@ -35,17 +33,6 @@ def path(request):
 
 def options(fmt, **others):
     return fmt._asdict() | others
-
-
-def test_sorted_or_not_is_a_matter_of_speed(path):
-    rng = np.random.default_rng(2)
-    packed, x = random_experts(rng, (E,), N, K, SMALL), random(rng, (23, 1, K))
-    right = np.sort(rng.integers(0, E, 23))
-    found = [
-        gather_qmm(x, *packed, None, mx.array(right), **options(SMALL, sorted_indices=in_order))
-        for in_order in (True, False)
-    ]
-    assert mx.array_equal(*found)
 
 
 def test_reference_large_enough_for_every_core(monkeypatch):
@@ -75,17 +62,6 @@ def test_nothing_to_add_up(path):
         assert y.shape == (0, 1, N)
 
 
-def test_promotes_as_stock_does(path):
-    rng = np.random.default_rng(7)
-    w, *scales_and_biases = random_experts(rng, (E,), N, K, SMALL)
-    right = mx.array([0, 3])
-    for a in (mx.float32, mx.float16, mx.bfloat16):
-        for b in (mx.float32, mx.float16, mx.bfloat16):
-            x, packed = mx.ones((2, 1, K), a), (w, *(n.astype(b) for n in scales_and_biases))
-            y = gather_qmm(x, *packed, None, right, **options(SMALL))
-            assert y.dtype == mx.gather_qmm(x, *packed, None, right, True, 32, 4).dtype
-
-
 def test_only_gradients_that_are_asked_for_are_launched():
     rng = np.random.default_rng(10)
     w, *scales_and_biases = random_experts(rng, (E,), N, K, SMALL)
@@ -100,25 +76,6 @@ def test_only_gradients_that_are_asked_for_are_launched():
         with use_backend("host"), trace() as launches:
             mx.eval(mx.grad(loss, asked)(x, *scales_and_biases))
         assert [launch.kernel for launch in launches] == ["gather_qmm_rows", *kernels]
-
-
-def test_global_scale(path):
-    rng = np.random.default_rng(12)
-    dense = random(rng, (E, N, K), scale=3.0)
-    factors = mx.abs(dense).max((1, 2))
-    packed = [mx.quantize(a, mode="nvfp4", global_scale=f) for a, f in zip(dense, factors)]  # noqa: B905
-    w, scales = (mx.stack(parts) for parts in zip(*packed, strict=True))
-    x, right = random(rng, (6, 1, 1, K), mx.bfloat16), mx.array(rng.integers(0, E, (6, 2)))
-    y = gather_qmm(x, w, scales, None, None, right, mode="nvfp4", global_scale=factors)
-    check_gathered(y, x, (w, scales, None), NVFP4, None, right, factors=factors)
-    # What it stands for: the very values that the stock operator dequantizes.
-    for e in range(E):
-        stock = mx.dequantize(w[e], scales[e], mode="nvfp4", global_scale=factors[e])
-        one = gather_qmm(
-            mx.eye(K), w, scales, None, None, mx.array([e]), mode="nvfp4", global_scale=factors
-        )
-        rounding = EPSILON[stock.dtype] * mx.abs(stock)
-        assert (mx.abs(one[0].T - stock) <= rounding).all()
 
 
 def test_explains_its_path():
@@ -196,27 +153,6 @@ def test_sorted_choices_that_are_repeated_as_a_whole_are_not_sorted():
     assert pairs(right, left).in_order
     y = gather_qmm(x, w, scales, biases, left, right, **options(SMALL, sorted_indices=True))
     check_gathered(y, x, (w, scales, biases), SMALL, left, right)
-
-
-def test_gradients_in_the_dtypes_of_their_arguments():
-    """What is promoted for the product is cast back, in half precision too."""
-    rng = np.random.default_rng(17)
-    w, scales, biases = random_experts(rng, (E,), N, K, SMALL)
-    arrays = random(rng, (3, 1, K), mx.float16), scales.astype(mx.bfloat16), biases
-    right = mx.array([[4, 0, 0], [1, 2, 4]])
-
-    def function(x, scales, biases):
-        return gather_qmm(x, w, scales, biases, None, right, **options(SMALL))
-
-    d = random(rng, (2, 3, 1, N))
-    with use_backend("host"):
-        (y,), found = mx.vjp(lambda *a: [function(*a)], arrays, [d])
-    with use_backend("reference"):
-        expected = mx.vjp(lambda *a: [function(*a)], [a.astype(mx.float32) for a in arrays], [d])[1]
-    assert y.dtype == mx.float32
-    for a, b, argument in zip(found, expected, arrays, strict=True):
-        assert a.dtype == argument.dtype
-        assert_same_sums(a.astype(mx.float32), b.astype(a.dtype).astype(mx.float32))
 
 
 def test_packed_weights_have_no_gradient(path):
