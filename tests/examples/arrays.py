@@ -173,11 +173,16 @@ def answer(call: Callable[[], Any], backend: str, names: Sequence[str]) -> Answe
     return "accepted", [(a.shape, a.dtype) for a in found]
 
 
-def same_answers(call: Callable[[], Any], names: Sequence[str]) -> None:
-    """Assert that all backends take a call, with the same shapes, or refuse it by its arguments."""
+def same_answers(call: Callable[[], Any], names: Sequence[str]) -> str:
+    """Assert that all backends take a call, with the same shapes, or refuse it by its arguments.
+
+    Returns:
+        "accepted" or "refused".
+    """
     answers = {backend: answer(call, backend, names) for backend in ("reference", "auto", "host")}
     kinds = [a for a in answers.values() if a[0] != "no kernel"]
     assert all(a == kinds[0] for a in kinds), f"backends do not agree: {answers}"
+    return kinds[0][0]
 
 
 def _other_dtype(a: Any) -> mx.array:

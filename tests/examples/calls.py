@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 from hypothesis import strategies as st
 
+from mlx_qlayers.ops.signature import Signature
 from mlx_qlayers.runtime import trace
 from tests.examples import arrays
 from tests.numerics import random, to64
@@ -132,6 +133,13 @@ class Random(NamedTuple):
     def check(self, case: SimpleNamespace) -> None:
         """Hold a case against float64."""
         self.build(case, np.random.default_rng(case.seed)).check(case.backend, f"{case}")
+
+
+def declared(*signatures: Signature) -> dict[str, Any]:
+    """Fields of the flags and the strings to choose from that signatures declare."""
+    given = [argument for each in signatures for argument in each.arguments]
+    kinds = {a.name: a.choices or (False, True) * (a.kind == "flag") for a in given}
+    return {name: [*values] for name, values in kinds.items() if values}
 
 
 _LAYOUTS = st.tuples(*[arrays.LAYOUTS] * 9)

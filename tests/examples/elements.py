@@ -7,11 +7,11 @@ import mlx.core as mx
 import numpy as np
 from hypothesis import strategies as st
 
-from mlx_qlayers.ops.exp import Exp, exp
+from mlx_qlayers.ops.exp import _TAKES, Exp, exp
 from mlx_qlayers.ops.rotary import rotary_embedding
 from tests.examples import arrays
 from tests.examples.arrays import DTYPES, dtype_of, filled, laid_out, placed
-from tests.examples.calls import Call, Numbers, Random
+from tests.examples.calls import Call, Numbers, Random, declared
 from tests.numerics import IN_FLOAT32, ROUNDINGS, random, round_to, to64
 
 
@@ -43,9 +43,9 @@ EXP = Random(
         ),
         "dtype": ("float32", DTYPES),
         "values": ("normal", arrays.VALUES),
-        "strided": [False, True],
         "layer": [False, True],
-    },
+    }
+    | declared(_TAKES),
     _exp,
     [
         {"shape": shape, "dtype": dtype, "strided": i % 2 == 1, "layer": i == 3}

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from mlx_qlayers import linalg
 from mlx_qlayers.formats import Format
-from mlx_qlayers.ops.gptq import gptq
+from mlx_qlayers.ops.gptq import _TAKES, gptq
 from mlx_qlayers.ops.linalg import subtract_product
 from tests.examples import arrays
 from tests.examples.arrays import DTYPES, dtype_of, filled, laid_out
-from tests.examples.calls import BACKENDS, Call, Numbers, Random
+from tests.examples.calls import BACKENDS, Call, Numbers, Random, declared
 from tests.numerics import EPSILON, random, to64
 from tests.oracles import product, sums
 from tests.packed import codes
@@ -475,10 +475,10 @@ GPTQ = Random(
         "n": range(7, 0, -1),
         "groups": [1, 2, 3],
         "batch": [(), (2,)],
-        "act_order": [False, True],
         "unseen": [False, True],
         "dtype": ("float32", DTYPES),
-    },
+    }
+    | declared(_TAKES),
     _gptq,
     [
         {"fmt": fmt, "groups": 192 // fmt.group_size, "dtype": "bfloat16", "act_order": act_order}

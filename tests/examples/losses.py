@@ -7,10 +7,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_qlayers.formats import Format
-from mlx_qlayers.ops.linear_cross_entropy import linear_cross_entropy
+from mlx_qlayers.ops.linear_cross_entropy import _TAKES, linear_cross_entropy
 from tests.examples import arrays
 from tests.examples.arrays import DTYPES, dtype_of
-from tests.examples.calls import Call, Calls, Numbers, Random
+from tests.examples.calls import Call, Calls, Numbers, Random, declared
 from tests.numerics import IN_FLOAT32, random, round_to, to64
 from tests.oracles import sums
 from tests.packed import FORMATS, codes, dequantize64, terms64
@@ -43,6 +43,8 @@ def _linear_cross_entropy(case: SimpleNamespace, rng: np.random.Generator) -> Ca
     head = _head(case, rng, width)
     picks = rng.integers(-1, case.words + 1, case.rows)
     weights = random(rng, case.rows) if case.mask == "float" else mx.array(picks % 3 != 1)
+    if case.reduction == "mean" and case.mask == "float":  # of weights that do not cancel
+        weights = mx.abs(weights)
     given = arrays.placed(
         _NAMES,
         (
@@ -131,7 +133,7 @@ def _gradients(
 
 
 # Of each number of bits one in turn, all modes, and no quantization.
-_ALL = {"label_smoothing": 0.1, "softcap": 3.0, "bias": True, "mask": "float"}
+_ALL = {"reduction": "sum", "label_smoothing": 0.1, "softcap": 3.0, "bias": True, "mask": "float"}
 LINEAR_CROSS_ENTROPY = Random(
     {
         "fmt": [None, *FORMATS],
@@ -144,20 +146,20 @@ LINEAR_CROSS_ENTROPY = Random(
         "mask": [None, "bool", "float"],
         "label_smoothing": [0.0, 0.1],
         "softcap": [None, 3.0],
-        "reduction": ["sum", "none"],
-    },
+    }
+    | declared(_TAKES),
     _linear_cross_entropy,
     [
-        {},
-        {"words": 1},
+        {"reduction": "sum"},
+        {"words": 1, "reduction": "mean"},
         {"rows": (2, 5), "words": 4100, "dtype": "bfloat16"} | _ALL,
         {"rows": (), "words": 2049, "dtype": "float16", "index": "int64"} | _ALL,
-        {"rows": (1,), "words": 2, "reduction": "none", "index": "int16"},
-        {"rows": (0, 3)},
+        {"rows": (1,), "words": 2, "index": "int16"},
+        {"rows": (0, 3), "reduction": "sum"},
         *(
             {"fmt": fmt, "dtype": ("float32", "float16", "bfloat16")[i % 3]}
             | {"words": 2100 if i % 5 == 0 else 41}
-            | (_ALL if i % 2 else {"reduction": "none"})
+            | (_ALL if i % 2 else {})
             for i, fmt in enumerate(FORMATS)
         ),
     ],

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from mlx_qlayers import GridSample, affine_grid
 from mlx_qlayers.ops.deform_conv2d import deform_conv2d
-from mlx_qlayers.ops.deformable_attention import deformable_attention
-from mlx_qlayers.ops.grid_sample import grid_sample
+from mlx_qlayers.ops.deformable_attention import _TAKES, deformable_attention
+from mlx_qlayers.ops.grid_sample import _NAMES, grid_sample
+from mlx_qlayers.ops.signature import Signature
 from tests.examples.arrays import DTYPES, dtype_of, filled, placed
-from tests.examples.calls import Call, Numbers, Random
+from tests.examples.calls import Call, Numbers, Random, declared
 from tests.numerics import IN_FLOAT32, random, round_to
 
 EXTENT = st.sampled_from([1, 2, 3, 17]) | st.integers(1, 9)
@@ -135,8 +136,6 @@ GRID_SAMPLE = Random(
         "size": ((5, 7), st.tuples(EXTENT, EXTENT) | st.tuples(EXTENT, EXTENT, EXTENT)),
         "out": ((4, 6), st.tuples(*[st.integers(0, 6)] * 2)),
         "channels": [3, 1, 2, 4, 8, 17, 64, 0],
-        "mode": ["bilinear", "bilinear", "nearest", "bicubic"],
-        "padding_mode": ["zeros", "border", "reflection"],
         "align_corners": [False, True],
         "deterministic": [False, True],
         "dtypes": KINDS,
@@ -144,7 +143,8 @@ GRID_SAMPLE = Random(
         "values": ["normal", "normal", "zeros", "tiny", "special"],
         "layer": [False, True],
         "gradient": [False, True],
-    },
+    }
+    | declared(Signature("\n".join(_NAMES))),
     _grid_sample,
     [
         *(
@@ -267,10 +267,10 @@ DEFORMABLE_ATTENTION = Random(
         "rows": ((2, 5, 3), st.tuples(st.integers(0, 3), st.integers(0, 17), st.integers(1, 3))),
         "width": [8, 1, 33],
         "points": [2, 1, 3],
-        "padding_mode": ["zeros", "border"],
         "dtypes": KINDS,
         "reach": [0.6, 2.0, 50.0],
-    },
+    }
+    | declared(_TAKES),
     _deformable_attention,
     [
         {},

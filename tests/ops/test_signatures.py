@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from mlx_qlayers import attention, quantized_matmul, use_backend
-from mlx_qlayers.ops import attention_checks, gated_delta, latent_attention, linalg, rotary
-from mlx_qlayers.ops import exp as elementwise
 from mlx_qlayers.ops.gather_qmm import gather_qmm
-from mlx_qlayers.ops.signature import FLOATS
+from tests.examples.declared import DECLARED
 from tests.examples.invalid import OPERATIONS
 from tests.numerics import assert_same_sums
 
@@ -59,66 +57,21 @@ def test_attention_by_position():
     assert_same_sums(attention(q, k, v, **options), stock)
 
 
-# Operations whose arguments are one signature, and what they take besides.
-DECLARED = [
-    (elementwise.exp, elementwise._TAKES, {}),
-    (rotary.rotary_embedding, rotary._TAKES, {"dims": 2}),
-    (gated_delta.gated_delta, gated_delta._TAKES, {}),
-    (latent_attention.latent_attention, latent_attention._TAKES, {}),
-    (attention, attention_checks._TAKES, {}),
-    (linalg.solve_triangular, linalg._SYSTEM, {}),
-    (linalg.subtract_product, linalg._DIFFERENCE, {}),
-    (linalg.cholesky, linalg._SQUARE, {"check": False}),
-]
-SIZES = (1, 1, 2, 3, 4, 6)
-VALUES = {"int": (1, 7), "number": (0.5, 3), "flag": (True, False)}
-
-
-def sampled(signature, rng):
-    """Arguments that fit, by trial."""
-    for _ in range(5000):
-        sizes, values = {"1": 1}, {}
-        kind = FLOATS[rng.integers(3)]
-        for argument in signature.arguments:
-            if argument.optional and rng.integers(2):
-                values[argument.name] = None
-            elif argument.is_array:
-                tokens = argument.shapes and argument.shapes[rng.integers(len(argument.shapes))]
-                shape = [sizes.setdefault(t.split("|")[-1], rng.choice(SIZES)) for t in tokens]
-                fixed = {"float32": mx.float32, "int32": mx.int32, "integer": mx.int32}
-                dtype = fixed.get(argument.kind, mx.bool_ if "bool" in argument.kind else kind)
-                values[argument.name] = mx.ones([*map(int, shape)]).astype(dtype)
-            else:
-                values[argument.name] = VALUES[argument.kind][rng.integers(2)]
-        if fits(signature, values) is None:
-            return values
-    raise AssertionError("nothing fits")
-
-
-def fits(signature, values):
-    """What the signature says against these arguments, if it does."""
-    try:
-        signature.check(*values.values())
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-@pytest.mark.parametrize(("function", "signature", "more"), DECLARED)
-def test_what_is_declared_is_taken_and_nothing_else(function, signature, more):
+@pytest.mark.parametrize("each", DECLARED, ids=lambda each: each.function.__name__)
+def test_what_is_declared_is_taken_and_nothing_else(each):
     rng, refused = np.random.default_rng(7), 0
     for _ in range(5):
-        values = sampled(signature, rng)
-        for argument in signature.arguments:
+        values = each.drawn(rng)
+        for argument in each.signature.arguments:
             for other in damaged(values[argument.name], argument):
                 given = values | {argument.name: other}
-                why = fits(signature, given)
+                why = each.refused(given)
                 with use_backend("reference"):
                     if why is None:
-                        mx.eval(function(**given, **more))
+                        mx.eval(each(**given))
                         continue
                     with pytest.raises(ValueError) as caught:
-                        mx.eval(function(**given, **more))
+                        mx.eval(each(**given))
                 assert str(caught.value) == why or other == "text"
                 assert why.split()[0] in values and " must " in why and ", " in why
                 refused += 1
@@ -162,10 +115,10 @@ def ranks(shapes):
     return {(len([t for t in s if t[0] not in ".*"]), any(t[0] in ".*" for t in s)) for s in tokens}
 
 
-@pytest.mark.parametrize(("function", "signature", "more"), DECLARED)
-def test_declared_shapes_and_dtypes_are_documented(function, signature, more):
-    said = documented(function)
-    for argument in signature.arguments:
+@pytest.mark.parametrize("each", DECLARED, ids=lambda each: each.function.__name__)
+def test_declared_shapes_and_dtypes_are_documented(each):
+    said = documented(each.function)
+    for argument in each.signature.arguments:
         if not argument.is_array:
             continue
         text = said[argument.name]
