@@ -1,15 +1,22 @@
 """Pretends that a machine has other backends than it has."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
 import mlx_qlayers.runtime.backend as backend
+from mlx_qlayers.dispatch.measurements import entry_of
+from mlx_qlayers.measurements import entries, store
 from mlx_qlayers.measurements.thresholds import threshold
+from mlx_qlayers.metal.records import RECORDS
+from mlx_qlayers.runtime import tensor_ops
 from mlx_qlayers.runtime.devices import DEVICES, device_of
 from mlx_qlayers.runtime.proof import trial
+from tests import apple_gpu
 
 ALL = ("metal", "cuda", "host")
 
@@ -25,18 +32,64 @@ def has_device(monkeypatch: pytest.MonkeyPatch, name: str, **other: Any) -> None
     monkeypatch.setitem(DEVICES, name, lambda _: device)
 
 
-@pytest.fixture
-def machine(monkeypatch):
-    """Pretend that exactly these backends can run; plans made meanwhile are not used again."""
+class Machine:
+    """Pretends that a machine has other backends; plans made meanwhile are not used again."""
 
-    def pretend(*names: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self._patch, self._folder = monkeypatch, folder
+
+    def __call__(self, *names: str) -> None:
+        """Exactly these backends can run."""
         for name in ALL:
             why = None if name in names else f"no {name} here"
-            monkeypatch.setitem(backend.missing, name, lambda why=why: why)
+            self._patch.setitem(backend.missing, name, lambda why=why: why)
         backend.advance_epoch()
 
+    def apple(self, architecture: str = "applegpu_g17s", system: str = "25.4.0") -> None:
+        """A Mac, by default an M5 with macOS 26.4, whose kernels run on the host backend."""
+        facts = {"architecture": architecture, "device_name": "Apple M5", "memory_size": 24 << 30}
+        here = os.uname()
+        self._patch.setattr(mx.metal, "is_available", lambda: True)
+        self._patch.setattr(mx, "device_info", lambda *_: facts)
+        self._patch.setattr(os, "uname", lambda: os.uname_result((*here[:2], system, *here[3:])))
+        self._patch.setattr(mx.fast, "metal_kernel", apple_gpu.on_host)
+        self._measuring()
+
+    def nvidia(self, architecture: str = "sm_90") -> None:
+        """An NVIDIA GPU, on which nothing can be launched."""
+        self._patch.setattr(mx.cuda, "is_available", lambda: True)
+        self._patch.setattr(mx, "device_info", lambda *_: {"architecture": architecture})
+        self._measuring()
+
+    def _measuring(self) -> None:
+        self._patch.setenv("MLX_QLAYERS_CACHE_DIR", str(self._folder))
+        forget()
+        backend.advance_epoch()
+
+    def measured(self, family: str, *question: Any, **seconds: float) -> None:
+        """A problem's paths took so many seconds here, the first was fastest."""
+        device = backend.backend()
+        record = RECORDS[family](*question)
+        config, path = record.heuristic(device), next(iter(seconds))
+        name = entries.file_of(device)
+        assert name is not None
+        store.save(name, {record.key: entry_of(record, config, path, seconds)})
+
+
+def forget() -> None:
+    """Let what is remembered of the machine be asked again."""
+    for remembered in (entries.device_kind, entries.device_name, tensor_ops.missing):
+        remembered.cache_clear()
+    tensor_ops._defines.cache_clear()
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Backends that are not there, and what was measured on them."""
     with trial():  # launches that nobody proves, where they are counted and not made
-        yield pretend
+        yield Machine(monkeypatch, tmp_path)
+    monkeypatch.undo()
+    forget()
     backend.advance_epoch()
 
 

@@ -5,16 +5,13 @@ import numpy as np
 import pytest
 
 from mlx_qlayers import explain, use_backend
-from mlx_qlayers.dispatch.measurements import Found
 from mlx_qlayers.formats import Format
-from mlx_qlayers.measurements.thresholds import Evidence
 from mlx_qlayers.ops import gather_qmm as operation
 from mlx_qlayers.ops.gather_qmm import gather_qmm
 from mlx_qlayers.reference import cores
-from mlx_qlayers.runtime import BackendError, metal, tensor_ops, trace
+from mlx_qlayers.runtime import BackendError, trace
 from mlx_qlayers.runtime.backend import backend, current, epoch
 from tests.experts import check_gathered, random_experts
-from tests.machine import has_gpu
 from tests.numerics import (
     random,
 )
@@ -118,21 +115,22 @@ def test_when_auto_leaves_a_gpu_to_stock(machine, device, rows, bits, reason):
         (None, "reference", "the kernel was not measured on an Apple GPU"),
     ],
 )
-def test_sorted_rows_on_an_apple_gpu_go_by_what_was_measured(
-    path, taken, said, machine, monkeypatch
-):
-    machine("metal")
-    names = []
-    monkeypatch.setattr(metal, "bind", lambda launch: names.append(launch.program.name))
-    has_gpu(monkeypatch, "applegpu_g16s")
-    monkeypatch.setattr(tensor_ops, "missing", lambda: None)
-    best = path and Found(path, None, Evidence("measured here", "M5", seconds={path: 41e-6}))
-    monkeypatch.setattr(operation, "found", lambda *_: best)
+def test_sorted_rows_on_an_apple_gpu_go_by_what_was_measured(path, taken, said, machine):
+    machine.apple()
+    if path:
+        form = "affine", SMALL.group_size, SMALL.bits
+        machine.measured("gather_qmm", (64, E, N, K), mx.float16, form, **{path: 41e-6})
     packed = random_experts(np.random.default_rng(19), (E,), N, K, SMALL, mx.float16)
-    arrays = mx.ones((64, 1, K), mx.float16), *packed, None, mx.arange(64) * E // 64, None
-    plan = operation._plan(arrays, True, SMALL.group_size, SMALL.bits, SMALL.mode, True)
-    assert plan.choice.path == taken and plan.choice.reason.startswith(said)
+    x, right = mx.ones((64, 1, K), mx.float16), mx.arange(64) * E // 64
+    explain(reset=True)
+    with trace() as launches:
+        y = gather_qmm(x, *packed, None, right, **options(SMALL, sorted_indices=True))
+        mx.eval(y)
+    (choice,) = (d for d in explain() if d.op == "gather_qmm")
+    assert choice.path == taken and choice.reason.startswith(said)
+    names = [launch.kernel for launch in launches]
     assert ("gather_qmm_tensor" in names) == (path == "tensor")
+    check_gathered(y, x, packed, SMALL, None, right)
     for in_order in (True, False):  # a token's are stock's, without a question
         given = current.get(), epoch.number, 64, 4, in_order
         assert operation.leaves_to_stock(*given) is not in_order

@@ -7,13 +7,10 @@ import pytest
 from machine import has_gpu
 
 from mlx_qlayers import quantized_matmul, use_backend
-from mlx_qlayers.dispatch.measurements import Found
 from mlx_qlayers.formats import Format
 from mlx_qlayers.measurements.entries import entries
-from mlx_qlayers.measurements.thresholds import Evidence
 from mlx_qlayers.metal.quantized_matmul.qmm_skinny import skinny_config
 from mlx_qlayers.metal.quantized_matmul.tile import Tile
-from mlx_qlayers.ops import quantized_route
 from mlx_qlayers.ops.quantized_route import (
     DENSE,
     QMM,
@@ -28,15 +25,14 @@ from mlx_qlayers.ops.quantized_route import (
 )
 from mlx_qlayers.ops.tensor_choice import CODES, TENSOR
 from mlx_qlayers.options import MatmulCall, PackedMatrix
-from mlx_qlayers.runtime import backend, tensor_ops
 from mlx_qlayers.runtime.spec import Spec
 
 AFFINE = Format(64, 4)
 
 
 @pytest.fixture
-def on_cuda(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(backend.missing, "cuda", lambda: None)
+def on_cuda(machine):
+    machine("cuda", "host")
 
 
 def planned(rows, n, k, dtype=mx.bfloat16, transpose=True, fmt=AFFINE, **options):
@@ -126,38 +122,35 @@ def time_of(product):
     return time.perf_counter() - start
 
 
+M4, M5 = "applegpu_g16s", "applegpu_g17s"
+QUESTION = 512, 3584, 3584, mx.bfloat16, AFFINE, True
+
+
 @pytest.mark.parametrize(
-    ("path", "missing", "kernel", "said"),
+    ("path", "gpu", "system", "kernel", "said"),
     [
-        ("tensor", None, TENSOR, "tensor operations, measured here: tensor 41.0 us"),
-        ("tensor", "an M4", QMM, "the kernel was not measured"),
-        ("codes", None, CODES, "on packed codes, measured here: tensor 41.0 us"),
-        ("codes", "macOS 26.2", QMM, "the kernel was not measured"),
-        ("kernel", None, QMM, "tensor operations were slower"),
-        ("kernel", "an M4", QMM, "no tensor operations: an M4"),
+        ("tensor", M5, "25.4.0", TENSOR, "tensor operations, measured here: tensor 41.0 us"),
+        ("tensor", M4, "25.4.0", QMM, "the kernel was not measured"),
+        ("codes", M5, "25.4.0", CODES, "on packed codes, measured here: codes 41.0 us"),
+        ("codes", M5, "25.2.0", QMM, "the kernel was not measured"),
+        ("kernel", M5, "25.4.0", QMM, "tensor operations were slower"),
+        ("kernel", M4, "25.4.0", QMM, "no tensor operations: the GPU is applegpu_g16s"),
     ],
 )
-def test_tensor_operations(path, missing, kernel, said, machine, monkeypatch):
+def test_tensor_operations(path, gpu, system, kernel, said, machine):
     """Taken where they run and were measured to be fastest; the reason is there to be read."""
-    machine("metal")
-    seconds = {"tensor": 41e-6, "kernel": 63e-6}
-    best = Found(path, None, Evidence("measured here", "M5", seconds=seconds))
-    monkeypatch.setattr(quantized_route, "found", lambda *_: best)
-    without = "missing_codes" if path == "codes" else "missing"
-    for function in ("missing", "missing_codes"):
-        why = missing if function == without else None
-        monkeypatch.setattr(tensor_ops, function, lambda why=why: why)
+    machine.apple(gpu, system)
+    machine.measured("qmm", *QUESTION, **{path: 41e-6} | {"tensor": 63e-6} | {path: 41e-6})
     to = planned(512, 3584, 3584)
     assert to.kernel == kernel
     assert said in to.choice.reason
 
 
 @pytest.mark.parametrize(("path", "kernel"), [("tensor", TENSOR), ("codes", DENSE)])
-def test_tensor_operations_on_cuda(path, kernel, machine, monkeypatch):
+def test_tensor_operations_on_cuda(path, kernel, machine):
     """The shim runs them, but not on packed codes."""
-    machine("cuda")
-    best = Found(path, None, Evidence("measured here", "sm_90"))
-    monkeypatch.setattr(quantized_route, "found", lambda *_: best)
+    machine.nvidia()
+    machine.measured("qmm", 512, 37888, *QUESTION[2:], **{path: 41e-6})
     assert planned(512, 37888, 3584).kernel == kernel
 
 
