@@ -5,20 +5,19 @@ from functools import partial
 from itertools import cycle
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from attention_cases import DTYPES, EXTRAS, MASKS, check, make
+from numerics import random
 from pairwise import pairwise
 from runtime.host import mlx_kernels as mk
 
-from mlx_qlayers import attention
-from mlx_qlayers.dispatch.measurements import Found
-from mlx_qlayers.measurements.thresholds import Evidence
+from mlx_qlayers import attention, explain
 from mlx_qlayers.metal.attention import tensor
 from mlx_qlayers.metal.attention.backward import attention_backward
 from mlx_qlayers.metal.attention.forward import Launcher
-from mlx_qlayers.ops import attention as ops
 from mlx_qlayers.options import AttentionCall, Scores
-from mlx_qlayers.runtime import tensor_ops, use_backend
+from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.host.compiled_kernel import LAYOUTS
 from mlx_qlayers.runtime.spec import Spec
@@ -164,32 +163,32 @@ def test_moves_no_more_than_stock():
     assert moved <= theirs.bytes_read + theirs.bytes_written
 
 
-def test_taken_where_they_were_fastest(monkeypatch, machine):
-    """On a stand-in for an M5: the plan is made, and not run."""
-    best = Found("tensor", None, Evidence("measured here", "M5", seconds={"tensor": 41e-6}))
-    monkeypatch.setattr(ops, "found", lambda *_, **__: best)
-    x = Spec((1, 2, 64, 64), mx.float16)
+def test_taken_where_they_were_fastest(machine):
+    """On a stand-in for an M5; through memory where what is handed over was wrong, or slower."""
+    machine.apple()
+    x = random(np.random.default_rng(0), (1, 2, 64, 64), mx.float16)
     call = AttentionCall(x, (x,), (x,), Scores(0.125))
-    # Where scores that are handed over were wrong, or slower, those that go through memory.
-    launched = []
-
-    def launch(*, template, output_shapes, output_dtypes, **_):
-        launched.append(dict(template)["HANDED"])
-        return [mx.zeros(*each) for each in zip(output_shapes, output_dtypes, strict=True)]
-
-    monkeypatch.setattr(mx.fast, "metal_kernel", lambda **_: launch)
+    taken = []
     for path in ("tensor", "tensor_memory"):
-        machine("metal")
-        monkeypatch.setattr(tensor_ops, "missing", lambda: None)
-        monkeypatch.setattr(ops, "found", lambda *_, path=path, **__: best._replace(path=path))
-        q = mx.zeros(x.shape, x.dtype)
-        with use_backend("metal"):
-            attention(q, q, q, scale=0.125)
-    assert launched == [True, False]
-    monkeypatch.setattr(ops, "found", lambda *_, **__: best)
-    for why, said in ((None, "tensor operations, measured here"), ("an M4", "an M4")):
-        machine("metal")
-        monkeypatch.setattr(tensor_ops, "missing", lambda why=why: why)
-        with use_backend("metal"):
-            assert ops._choose_forward(call).reason.startswith("asked for")
-            assert said in ops._choose_forward(call).reason
+        machine.measured("attention_forward", *Launcher(call).question(), **{path: 41e-6})
+        with trace() as launches:
+            mx.eval(attention(x, x, x, scale=0.125))
+        taken += [dict(launch.template)["HANDED"] for launch in launches]
+    assert taken == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said"),
+    [("applegpu_g17s", "tensor operations, measured here"), ("applegpu_g16s", "applegpu_g16s")],
+)
+def test_says_why(gpu, said, machine):
+    machine.apple(gpu)
+    x = mx.zeros((1, 2, 64, 64), mx.float16)
+    call = AttentionCall(x, (x,), (x,), Scores(0.125))
+    seconds = {"tensor": 41e-6, "kernel": 63e-6}
+    machine.measured("attention_forward", *Launcher(call).question(), **seconds)
+    explain(reset=True)
+    with use_backend("metal"):
+        attention(x, x, x, scale=0.125)
+    (choice,) = (d for d in explain() if d.op == "attention")
+    assert choice.reason.startswith("asked for") and said in choice.reason
