@@ -5,6 +5,8 @@
     python benchmarks/bench_lora.py checkpoints     # the same with gradient checkpointing
     python benchmarks/bench_lora.py long            # 28 layers, 1 x 16,384 tokens, checkpointing
     python benchmarks/bench_lora.py shipped         # the shipped model, 1 x 128 tokens: for a CPU
+    python benchmarks/bench_lora.py curves --only float32 --csv benchmarks/results/lora_curves.csv
+    python benchmarks/bench_lora.py curves --only bfloat16  # hours by stock's products on a CPU
     python benchmarks/bench_lora.py step --only recomputing --repeats 3 --csv
 
 A step is that of mlx-lm's trainer: loss, gradients of adapters of rank 8 beside all linear layers,
@@ -12,6 +14,10 @@ Adam; compiled, but where kernels run on a CPU. Its peak is the model, adapters,
 else at the worst moment: by MLX's allocator on a GPU, by the process's resident memory on a CPU,
 where kernels allocate their own. That of a loss is above its inputs and results. Losses and
 gradients are held against stock's before anything is timed.
+
+Curves are the losses of 200 steps of the shipped model on the tales, 1 x 32 tokens each, at
+mlx-lm's learning rate: in float32 how far ours are from stock's, in bfloat16 the means of the last
+50 of three seeds.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+import numpy as np
 from common import Table, arguments, output
 from decoding_model import QWEN2_7B, build
 from harness import GPU, Run, arrays, measure, peak
@@ -60,6 +67,8 @@ COLUMNS = {"task": 12, "path": 20, "ms": 12, "peak MB": 12, "loss": 9, "error": 
 # How far from stock's a loss may be, and all gradients by their norm: stock's logits are bfloat16.
 LOSS, GRADIENTS = 0.01, 0.5
 Result = dict[str, mx.array]
+DATA = Path(__file__).parents[1] / "models" / "data"
+LENGTH = 32  # of the sequences of curves
 
 
 def losses() -> dict[str, Run]:
@@ -89,15 +98,13 @@ def losses() -> dict[str, Run]:
 class Training:
     """A model with adapters, its optimizer and one batch."""
 
-    def __init__(self, layers: int | None, shape: tuple[int, int], converted: bool, fused: bool):
-        if layers is None:
-            model = load(str(shipped_model()))[0]
-        else:
-            model = build(QWEN2_7B | {"num_hidden_layers": layers}, 64, 4)
+    def __init__(
+        self, model: Any, shape: tuple[int, int], converted: bool, fused: bool, seed: int = 7
+    ) -> None:
         if converted:
             convert_model(model)
         model.freeze()
-        mx.random.seed(7)
+        mx.random.seed(seed)
         config = {"rank": 8, "scale": 20.0, "dropout": 0.0}
         linear_to_lora_layers(model, len(model.layers), config)
         # Adapters start with zeros, before which half of the gradients are none.
@@ -119,14 +126,14 @@ class Training:
         self.step = traced(self._step)
         mx.eval(state, self.batch, self.lengths)
 
-    def _step(self) -> mx.array:
-        (value, _), gradients = self.gradients(self.model, self.batch, self.lengths)
+    def _step(self, batch: mx.array) -> mx.array:
+        (value, _), gradients = self.gradients(self.model, batch, self.lengths)
         self.optimizer.update(self.model, gradients)
         return value
 
     def run(self) -> list[Any]:
         """A step, with all that it changes."""
-        return [self.step(), self.model.trainable_parameters(), self.optimizer.state]
+        return [self.step(self.batch), self.model.trainable_parameters(), self.optimizer.state]
 
     def first(self) -> Result:
         """The loss and the gradients."""
@@ -205,7 +212,12 @@ def bench_step(part: str, table: Table, only: list[str], repeats: int) -> None:
     for name, (converted, fused, recomputes) in CONTENDERS.items():
         if only and name not in only:
             continue
-        training = Training(layers, shape, converted, fused)
+        if layers is None:
+            model: Any = load(str(shipped_model()))[0]
+        else:
+            model = build(QWEN2_7B | {"num_hidden_layers": layers}, 64, 4)
+        training = Training(model, shape, converted, fused)
+        del model
         if recomputes:
             recompute_activations(training.model, layers=checkpointed)
         row: dict[str, Any] = {"task": part, "path": name}
@@ -230,14 +242,53 @@ def bench_step(part: str, table: Table, only: list[str], repeats: int) -> None:
         mx.clear_cache()
 
 
+def curve(dtype: mx.Dtype, seed: int, ours: bool, steps: int = 200) -> list[float]:
+    """The loss of each step."""
+    model, tokenizer = load(str(shipped_model()))
+    model.set_dtype(dtype)
+    training = Training(model, (1, LENGTH), ours, ours, seed)
+    if ours:
+        recompute_activations(model)
+    tokens = mx.array(tokenizer.encode((DATA / "grimms_fairy_tales.txt").read_text()[:200_000]))
+    starts = np.random.default_rng(seed).integers(0, tokens.size - LENGTH - 1, steps).tolist()
+    found = []
+    for start in starts:
+        training.batch = tokens[None, start : start + LENGTH + 1]
+        found.append(training.run()[0].item())
+    return found
+
+
+def bench_curves(table: Table, only: list[str]) -> None:
+    """Ours beside stock's in both dtypes, or the one that is asked for."""
+    if not only or "float32" in only:
+        exact_curves(table)
+    for seed in range(3) if not only or "bfloat16" in only else ():
+        for name in ("stock", "ours"):
+            found = float(np.mean(curve(mx.bfloat16, seed, name == "ours")[-50:]))
+            table.add(task="bfloat16", path=f"{name}, seed {seed}", loss=found)
+
+
+def exact_curves(table: Table) -> None:
+    """In float32 each loss is stock's."""
+    stock, ours = (np.array(curve(mx.float32, 0, each)) for each in (False, True))
+    error = float(np.abs(ours / stock - 1).max())
+    for name, found in (("stock", stock), ("ours", ours)):
+        table.add(task="float32", path=name, loss=float(found[-50:].mean()), error=error)
+    assert error <= 1e-4, f"a loss differs from stock's by {error:.1e}"
+
+
 def main() -> None:
     parser = arguments(__doc__, repeats=5)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"loss, {', '.join(STEPS)}; all")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"loss, curves, {', '.join(STEPS)}"
+    )
     parser.add_argument("--only", nargs="+", default=[], help="contenders")
     args = parser.parse_args()
     with output(args, "lora"):
         for part in args.parts or ["loss", *STEPS]:
-            if part == "loss":
+            if part == "curves":
+                bench_curves(Table(COLUMNS), args.only)
+            elif part == "loss":
                 bench_loss(Table(COLUMNS), args.only, args.repeats)
             else:
                 bench_step(part, Table(COLUMNS), args.only, args.repeats)

@@ -209,8 +209,8 @@ def _of_x(blocks: Blocks, dy: mx.array, lse: mx.array, given: Arrays) -> list[mx
         dx = mx.array(0.0)
         for words in blocks.words:
             now = blocks.after(state)
-            g = now.slopes(rows, words, lse)
-            dx = dx + now.head.part(words).times(g, False)
+            g = now.slopes(rows, words, lse, now.head.dtype)
+            dx = dx + now.head.part(words).times(g, False).astype(mx.float32)
             state = [dx]
         # Times what may be tiny behind the product: half precision holds more of it.
         found.append((dx * dy[rows]).astype(given[0].dtype))

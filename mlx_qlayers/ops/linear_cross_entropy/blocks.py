@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -44,7 +45,7 @@ class Head(NamedTuple):
         return self.holding(*(None if a is None else a[words] for a in self[:4]))
 
     def times(self, rows: mx.array, transpose: bool) -> mx.array:
-        """The product of rows with the matrix, or its transpose, in float32."""
+        """The product of rows with the matrix, or its transpose."""
         packed = self.weight, self.scales, self.biases
         rows = rows.astype(self.dtype)
         if self.fmt is None:
@@ -56,14 +57,44 @@ class Head(NamedTuple):
         else:
             given = rows, *packed, None, None
             y = dispatch(QUANTIZED_MATMUL, given, (transpose, *self.fmt))
-        return y.astype(mx.float32)
+        return y
 
     def logits(self, rows: mx.array) -> mx.array:
         """Those of rows, in float32."""
-        z = self.times(rows, True)
-        if self.bias is not None:
-            z = z + self.bias.astype(mx.float32)
-        return z if self.softcap is None else self.softcap * mx.tanh(z / self.softcap)
+        return _logits(self.times(rows, True), self.bias, self.softcap)
+
+
+def _logits(y: mx.array, bias: Any, softcap: float | None) -> mx.array:
+    z = y.astype(mx.float32)
+    if bias is not None:
+        z = z + bias.astype(mx.float32)
+    return z if softcap is None else softcap * mx.tanh(z / softcap)
+
+
+def _slopes(
+    softcap: float | None,
+    smoothing: float,
+    words: int,
+    dtype: mx.Dtype,
+    y: mx.array,
+    targets: mx.array,
+    lse: mx.array,
+    *bias: mx.array,
+) -> mx.array:
+    z = _logits(y, bias[0] if bias else None, softcap)
+    at = mx.arange(y.shape[1]) == targets
+    g = mx.exp(z - lse) - mx.where(at, 1 - smoothing, 0.0)
+    if smoothing:
+        g = g - smoothing / words
+    if softcap is not None:
+        g = g * (1 - mx.square(z / softcap))
+    return g.astype(dtype)
+
+
+@cache
+def _in_one_pass(*options: Any) -> Callable[..., mx.array]:
+    """The same where MLX would hold each step, of which a CPU may lack the compiler."""
+    return mx.compile(partial(_slopes, *options))
 
 
 def on_cpu() -> bool:
@@ -139,13 +170,13 @@ class Blocks(NamedTuple):
             found.append([lse - score, lse])
         return [mx.concatenate(list(each)) for each in zip(*found, strict=True)]
 
-    def slopes(self, rows: slice, words: slice, lse: mx.array) -> mx.array:
-        """The derivatives of rows' losses by some logits without a bias or a cap, in float32."""
-        z = self.head.part(words).logits(self.x[rows])
-        at = mx.arange(words.start, words.stop) == self.targets[rows, None]
-        g = mx.exp(z - lse[rows, None]) - mx.where(at, 1 - self.smoothing, 0.0)
-        if self.smoothing:
-            g = g - self.smoothing / self.head.weight.shape[0]
-        if (cap := self.head.softcap) is not None:
-            g = g * (1 - mx.square(z / cap))
-        return g
+    def slopes(
+        self, rows: slice, words: slice, lse: mx.array, dtype: mx.Dtype = mx.float32
+    ) -> mx.array:
+        """The derivatives of rows' losses by some logits without a bias or a cap."""
+        head = self.head.part(words)
+        given = head.times(self.x[rows], True), self.targets[rows, None] - words.start
+        bias = () if head.bias is None else (head.bias,)
+        options = head.softcap, self.smoothing, self.head.weight.shape[0], dtype
+        run = partial(_slopes, *options) if on_cpu() else _in_one_pass(*options)
+        return run(*given, lse[rows, None], *bias)
