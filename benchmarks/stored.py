@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 # Kernels by what was measured; a whole model, and what is not listed, may run any of them.
 PRODUCTS = ("quantized_matmul/qm*",)
-STEP = ("attention/step*", "attention/*decode*", "attention/combine*", "common/row*", "rotary/*")
+STEP = ("attention/step*", "attention/*decode*", "attention/combine*", "rotary/*")
 TILES = ("attention/*forward*", "attention/*backward*")
 KERNELS: dict[str, tuple[str, ...]] = {
     "attention_decode": STEP[:3],

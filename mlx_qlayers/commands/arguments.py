@@ -50,16 +50,7 @@ def _number(action: argparse.Action, text: str) -> Any:
 
 
 def check_argument(name: str, value: Any) -> None:
-    """Check one argument of any command by itself: what it names, if anything, need not be read.
-
-    Args:
-        name: underscores between its words.
-        value: what was given for it, of the type that the command takes.
-
-    Raises:
-        ValueError: no command can work with it.
-        OSError: the file or directory that it names is not there, or something else is.
-    """
+    """Check one argument of any command: an OSError for a wrong file, a ValueError else."""
     check_number(name, value)
     if name in _OBJECTS and not isinstance(_parsed(value), dict):
         raise ValueError(f"must be a JSON object, not {shown(value)}")
@@ -90,12 +81,7 @@ def _check_text(name: str, text: str) -> None:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Check all arguments of a command by name, wherever they come from.
-
-    Raises:
-        ValueError: one cannot be worked with; the message names it.
-        OSError: likewise.
-    """
+    """Check all arguments of a command by name, wherever they come from."""
     for name, value in arguments.items():
         try:
             check_argument(name, value)

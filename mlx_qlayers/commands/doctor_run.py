@@ -38,15 +38,9 @@ _Message = tuple[str, str, Outcome | str | None]
 def outcomes(
     families: Sequence[str], path: str, end: float, one_process: bool = False
 ) -> Iterator[Outcome | str]:
-    """The outcomes of the checks of some families, and lines about the model.
+    """The outcomes of the checks of some families until ``end``, and lines about the model.
 
     A check that ends its process is an outcome, and the next one runs in another process.
-
-    Args:
-        families: their names, and ``"model"``.
-        path: the backend.
-        end: the time by :func:`time.monotonic` from which no check begins.
-        one_process: run them in this process.
     """
     if one_process:
         yield from (got for *_, got in _messages(families, 0, path, end) if got is not None)

@@ -98,13 +98,7 @@ RANGES = {
 
 
 def check_number(name: str, value: Any, allowed: Range | None = None) -> None:
-    """Raise a ``ValueError`` unless ``value`` is a number within what its name allows.
-
-    Args:
-        name: underscores between its words.
-        value: what was given for it.
-        allowed: its range, for a name that has none of its own.
-    """
+    """Raise a ``ValueError`` unless ``value`` is a number within the range of its name."""
     if (allowed := allowed or RANGES.get(name)) is None:
         return
     number = not isinstance(value, bool) and isinstance(

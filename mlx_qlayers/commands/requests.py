@@ -38,14 +38,7 @@ class BadRequest(ValueError):
 
 
 def check_body(body: Any) -> None:
-    """Check the parts of a request that mlx-lm takes on trust.
-
-    Args:
-        body: the request, parsed.
-
-    Raises:
-        ValueError: something has a wrong type or value; the message names it.
-    """
+    """Check the parts of a parsed request that mlx-lm takes on trust; a ValueError names one."""
     if not isinstance(body, dict):
         raise ValueError("it must be a JSON object")
     for name, value in body.items():

@@ -2,7 +2,6 @@
 
 from .attention.records import AttentionDecodeRecord, AttentionForwardRecord, LatentRecord
 from .attention.step_record import AttentionStepRecord
-from .common.row_sum import RowSumRecord
 from .gather_qmm.records import ExpertsRecord, GatherRecord, RouterRecord
 from .grid_sample.record import GridSampleRecord
 from .quantized_matmul.records import QmmRecord, QmvRecord
@@ -12,7 +11,6 @@ from .record import Record
 RECORDS: dict[str, type[Record]] = {
     kind.family: kind
     for kind in (
-        RowSumRecord,
         QmvRecord,
         SkinnyRecord,
         QmmRecord,

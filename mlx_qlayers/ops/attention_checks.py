@@ -45,16 +45,9 @@ def checked(
     softcap: Any,
     deterministic: Any = False,
 ) -> AttentionCall:
-    """Check the arguments of a call.
+    """Check the arguments of a call, with arrays as specs; a ValueError names what does not fit.
 
-    Args:
-        arrays: q, k, v, the mask if it is an array, and sinks, as specs.
-        counts: of how many arrays k and v are tuples; 0 for what is no tuple.
-        scale, mask, window, softcap, deterministic: see :func:`mlx_qlayers.attention`; ``mask`` if
-            it is no array.
-
-    Raises:
-        ValueError: something does not fit; it is named.
+    ``counts`` says of how many arrays k and v are tuples; ``mask`` is one that is no array.
     """
     q, *parts, of_mask, sinks = arrays
     k, v = tuple(parts[: counts[0] or 1]), tuple(parts[counts[0] or 1 :])

@@ -58,12 +58,7 @@ def decode_host_gain(call: AttentionCall) -> float:
 
 
 def why_no_kernel(call: AttentionCall, widest: int = WIDEST) -> str | None:
-    """Why the kernels of many queries do not take these arguments, if they do not.
-
-    Args:
-        call: specs of the arrays.
-        widest: the largest head; by default that of gradients too.
-    """
+    """Why the kernels of many queries do not take these arguments, by default with gradients."""
     (*_, queries, width), v_width, scale = call.q.shape, call.v_width, call.scores.scale
     if call.q.size == 0 or v_width == 0:
         return "there is nothing to compute"
@@ -150,9 +145,7 @@ def fills_memory(call: AttentionCall) -> bool:
 
 
 def _differs_in_gradients(call: AttentionCall) -> bool:
-    """Whether a call that ``auto`` leaves to the stock operator, which is cuDNN, may be left to
-    kernels if it is differentiated.
-    """
+    """Whether kernels may take a call that ``auto`` leaves to cuDNN, if it is differentiated."""
     q = call.q
     if (
         threshold("attention_gradient_min_scores") is None

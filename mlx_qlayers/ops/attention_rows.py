@@ -17,10 +17,9 @@ __all__ = ["ATTENTION_ROWS"]
 
 
 def _plan(arrays: Sequence[Any], scale: float, causal: bool) -> Plan:
-    """Of q (B, H, L, D), k (B, Hkv, R, D), v (B, Hkv, R, Dv), None, sinks and held.
+    """Of q, k and v with R rows, None, sinks and held (1,) int32: how many of the R rows count.
 
-    The last is an int32 array (1,): how many of the R rows count. A slice of these rows, as
-    :func:`mlx_qlayers.attention` takes it, is another call with another plan for each count.
+    A slice of these rows would be another call with another plan for each count.
     """
     *most, held = arrays
     if held.shape != (1,) or held.dtype != mx.int32:

@@ -171,15 +171,7 @@ def why_not(
     v_width: int,
     packing: tuple[int, int] = (0, 0),
 ) -> str | None:
-    """Why the kernel should not be used on this machine for such a cache, if so.
-
-    Args:
-        dtype: of the cache.
-        share: queries of a key head.
-        k_shape: (B, Hkv, S, D).
-        v_width: Dv.
-        packing: the group size and the bits of packed keys and values.
-    """
+    """Why the kernel should not be used for a cache (B, Hkv, S, D) of ``dtype`` here, if so."""
     if not _covers(dtype, share, k_shape, v_width, packing):
         return "no kernel for these shapes"
     choice = _choose(dtype, share, k_shape, v_width, packing)

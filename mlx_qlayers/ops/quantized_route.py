@@ -98,13 +98,7 @@ def is_dense(x: Spec | mx.array) -> bool:
 def route(op: str, call: MatmulCall, single: bool = False) -> Route:
     """Choose how to compute a product.
 
-    Args:
-        op: the operation's name.
-        call: the product.
-        single: whether Python calls the product each time, which may take longer than it runs.
-
-    Raises:
-        BackendError: a backend was forced that has no kernel for these arguments.
+    ``single`` says that Python calls the product each time, which may take longer than it runs.
     """
     (x, (w, *_), transpose, fmt), (rows, n, k) = call, call.shape
     if w.ndim > 2 or 0 in (rows, *w.shape):
@@ -183,10 +177,7 @@ def host_gain(rows: int, fmt: Format, transpose: bool = True) -> float | None:
 
 
 def _many_rows(call: MatmulCall) -> str:
-    """The kernel, by measured rows. Stock is none of the choices: MLX compiles it for 40 s.
-
-    The dense matrix is held in memory while it is multiplied: 2 bytes an element.
-    """
+    """The kernel, by measured rows. Stock is none of the choices: MLX compiles it for 40 s."""
     (x, _, transpose, fmt), (rows, n, k) = call, call.shape
     cut = configure("qmm", backend(), rows, n, k, x.dtype, fmt, transpose)
     # Where tiles share the depth and another launch adds them up, a dense product wins sooner.
@@ -206,9 +197,7 @@ def _max_rows(tiles: str) -> int:
 def dense_is_worse(
     rows: int, n: int, x: Spec, fmt: Format
 ) -> tuple[str | None, tuple[str | Evidence, ...]]:
-    """Why ``auto`` does not dequantize matrices, of n rows in all, for one dense product; and what
-    that rests on.
-    """
+    """Why ``auto`` does not dequantize matrices for one dense product, and what that rests on."""
     best = found("qmm", rows, n, x.shape[-1], x.dtype, fmt, True)
     if best is not None and best.path != "uncompared":
         worse = None if best.path == "dequantized" else str(best.evidence)
@@ -220,12 +209,7 @@ def dense_is_worse(
 
 
 def product(to: Route, call: MatmulCall) -> Product:
-    """The launch of a product, on a route that takes it.
-
-    Returns:
-        A function of x, w, scales, biases and bias that gives (..., N); further arguments are not
-        looked at.
-    """
+    """The launch of a product on a route: a function of x, w, scales, biases, bias and others."""
     kernels = to.kernel, *to.others
     return first_proven(
         {each: partial(_product, to._replace(kernel=each), call) for each in kernels}

@@ -42,15 +42,7 @@ class Signature:
         self.arguments = [_Argument(line.strip()) for line in text.strip().splitlines()]
 
     def check(self, *values: Any, **sizes: Any) -> Sizes:
-        """The numbers that letters stand for.
-
-        Args:
-            values: the arguments in turn; arrays may be specs.
-            sizes: letters that are known before.
-
-        Raises:
-            ValueError: an argument does not fit; it is named.
-        """
+        """The numbers of letters, or a ValueError that names the argument that does not fit."""
         dtypes: dict[str, tuple[mx.Dtype, ...]] = {}
         for argument, value in zip(self.arguments, values, strict=True):
             if value is None and argument.optional:

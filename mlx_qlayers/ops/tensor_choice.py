@@ -38,20 +38,7 @@ def _runs(path: str) -> bool:
 
 
 def in_turn(best: Found, kernels: Mapping[str, str]) -> list[str]:
-    """Kernels that a call may go by where those before failed their proof: the one that was
-    fastest, and others that were no slower than the stock operator.
-
-    Args:
-        best: what was measured.
-        kernels: their names by paths.
-
-    Example:
-        >>> from mlx_qlayers.measurements.thresholds import Evidence
-        >>> seconds = {"tensor": 1.0, "stock": 2.0, "kernel": 1.5, "tensor_memory": 3.0}
-        >>> best = Found("tensor", None, Evidence("measured here", "M5", seconds=seconds))
-        >>> in_turn(best, PATHS | {"kernel": "many queries"})
-        ['tensor operations', 'many queries']
-    """
+    """The fastest kernel of a call, then others no slower than stock, if the proof fails."""
     seconds = best.evidence.seconds or {}
     rest = [p for p in kernels if seconds.get(p, inf) <= seconds.get("stock", 0) and _runs(p)]
     ranked = sorted(

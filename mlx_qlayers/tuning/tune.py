@@ -98,8 +98,8 @@ def tune(
         KeyboardInterrupt: the user had enough; what was found until then is stored.
 
     Example:
-        >>> from mlx_qlayers.metal.common.row_sum import RowSumRecord
-        >>> record = RowSumRecord(64, 256, mx.float32)
+        >>> from mlx_qlayers.metal.grid_sample.record import GridSampleRecord
+        >>> record = GridSampleRecord(16, mx.float32, False, 2)
         >>> tune(record, budget_s=1, keep=False).trials[0].problem
         ''
     """

@@ -19,9 +19,8 @@ from mlx_qlayers.runtime.source import METAL, OPERATIONS
 from tests.gpus import HERE, on_gpus
 from tests.machine import has_gpu
 
-# Where threads run one by one, and what no operation launches.
+# Where threads run one by one.
 ON_CPUS = {"attention_serial", "quantized_gradients_groups", "qvm", "grid_sample_gradient_x_bands"}
-NOT_LAUNCHED = {"row_sum"}
 # On Apple GPUs the depth of a product is not divided without tuning, and stock operators take rows.
 ON_CUDA = {
     "qmm_sum",
@@ -92,7 +91,7 @@ def test_every_kernel_is_launched(device, other, machine, monkeypatch, capsys):
     assert not re.search(r" right ", out) and re.search(r"^0 of \d+ checks were right$", out, re.M)
     texts = (path.read_text() for room in (METAL, OPERATIONS) for path in room.rglob("*.metal"))
     every = {name for text in texts for name in re.findall(r"\]\] void (\w+)\(", text)}
-    assert every - launched == other | NOT_LAUNCHED
+    assert every - launched == other
 
 
 def test_without_kernels(capsys, machine):

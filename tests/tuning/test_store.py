@@ -13,6 +13,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from row_sum import RowSum, RowSumRecord
 
 from mlx_qlayers import explain, quantized_matmul, use_backend
 from mlx_qlayers.dispatch.measurements import lookup
@@ -20,7 +21,6 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.measurements import entries
 from mlx_qlayers.measurements.entries import Entry
 from mlx_qlayers.measurements.store import clear, listed, save
-from mlx_qlayers.metal.common.row_sum import RowSum, RowSumRecord
 from mlx_qlayers.metal.quantized_matmul.records import QmvRecord
 from mlx_qlayers.runtime.backend import advance_epoch
 

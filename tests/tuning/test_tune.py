@@ -6,12 +6,12 @@ from typing import ClassVar
 
 import mlx.core as mx
 import pytest
+import row_sum
 from counted import DEVICE, Counted
+from row_sum import RowSum, RowSumRecord
 
 from mlx_qlayers.dispatch.measurements import lookup
 from mlx_qlayers.measurements import entries, store
-from mlx_qlayers.metal.common import row_sum
-from mlx_qlayers.metal.common.row_sum import RowSum, RowSumRecord
 from mlx_qlayers.runtime import KernelTimeout, use_backend
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.tuning import evaluator

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 import mlx.core as mx
 
-from ...runtime.kernel import Kernel
-from ...runtime.spec import Spec
-from ..record import Inputs, Path, Record, normal
-from .kernels import large_kernel
+from mlx_qlayers.metal.record import Inputs, Path, Record, normal
+from mlx_qlayers.runtime.kernel import Kernel
+from mlx_qlayers.runtime.spec import Spec
 
-KERNEL = large_kernel(
+KERNEL = Kernel(
     "row_sum",
-    "common/row_sum.metal",
+    pathlib.Path(__file__).with_name("row_sum.metal"),
+    large=True,
     threadgroup_memory=lambda upcast, local, group, **_: 4 * upcast * local * group,
     registers=lambda upcast, unroll, **_: upcast * (1 + unroll),
 )
