@@ -13,18 +13,20 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from ..dispatch.gradients import listed
+from ..layers.qlinear import QLinear
 from ..runtime.backend import backend
 
 
 def recompute_activations(model: nn.Module, layers: bool = False) -> int:
     """Have a model in training mode keep less of its forward pass for the gradients.
 
-    Adapters keep their input as it is, not in their own precision; gated feed-forward layers keep
+    Adapters keep their input as it is, not in their own precision, and those of DoRA no dense
+    matrix, with which they do not multiply; gated feed-forward layers keep
     the gate and the other factor, and neither the activation nor its product, but where kernels
     run on a CPU. The gradients compute these anew, which takes no product with a large matrix;
     results stay the same.
 
-    Modules of mlx-lm's ``LoRALinear``, and those with ``gate_proj``, ``up_proj`` and ``down_proj``
+    Modules of mlx-lm's ``LoRALinear``, its ``DoRALinear`` around a ``QLinear``, and those with ``gate_proj``, ``up_proj`` and ``down_proj``
     of any class whose code lets it, get another class and keep everything else.
 
     Args:
@@ -43,6 +45,7 @@ def recompute_activations(model: nn.Module, layers: bool = False) -> int:
 
     Source: Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198.
     """
+    from mlx_lm.tuner.dora import DoRALinear
     from mlx_lm.tuner.lora import LoRALinear
 
     found: list[tuple[Any, Any]] = []
@@ -50,6 +53,8 @@ def recompute_activations(model: nn.Module, layers: bool = False) -> int:
         cls: Any = type(module)
         if cls is LoRALinear:
             found.append((module, _lora_class(cls)))
+        elif cls is DoRALinear and isinstance(module["linear"], QLinear):
+            found.append((module, _dora_class(cls)))
         elif _is_gated(module):
             found.append((module, _gated_class(cls)))
     for layer in filter(None, model.layers if layers else ()):
@@ -150,6 +155,25 @@ def _lora_class(cls: Any) -> Any:
         given = self.dropout(x), self["lora_a"], self["lora_b"]
         y: mx.array = self.linear(x) + checkpoint(added)(*given)
         return y
+
+    return _made(cls, call)
+
+
+@cache
+def _dora_class(cls: Any) -> Any:
+    def call(self: Any, x: mx.array) -> mx.array:
+        def scaled(x: mx.array, y: mx.array, *some: mx.array) -> mx.array:
+            a, b, m, norms = some
+            y = y + (self.scale * ((x @ a) @ b)).astype(x.dtype)
+            return (m / norms).astype(x.dtype) * y
+
+        a, b = self["lora_a"], self["lora_b"]
+        # The dense matrix is there for its rows' norms alone, where the stock layer keeps it.
+        adapted = self._dequantized_weight() + (self.scale * b.T) @ a.T
+        norms = mx.stop_gradient(mx.linalg.norm(adapted, axis=1))
+        product = self.linear._product(x, with_bias=False)
+        y: mx.array = checkpoint(scaled)(self.dropout(x), product, a, b, self["m"], norms)
+        return y + self.linear["bias"] if "bias" in self.linear else y
 
     return _made(cls, call)
 

@@ -23,10 +23,11 @@ def without_kernels():
         yield
 
 
-def adapted(model: nn.Module) -> nn.Module:
+def adapted(model: nn.Module, use_dora: bool = False) -> nn.Module:
     """The model with adapters that have learned something."""
     model.freeze()
-    linear_to_lora_layers(model, len(model.layers), {"rank": 2, "scale": 2.0, "dropout": 0.0})
+    config = {"rank": 2, "scale": 2.0, "dropout": 0.0}
+    linear_to_lora_layers(model, len(model.layers), config, use_dora)
     return grown(model)
 
 
