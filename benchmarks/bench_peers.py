@@ -24,7 +24,7 @@ from common import Table, arguments, output
 from harness import Run, Task, case, either, tasks, verified
 
 from mlx_qlayers import attention, grid_sample, quantized_matmul
-from mlx_qlayers.runtime.cuda_ahead import together
+from mlx_qlayers.runtime.cuda_ahead import compiled_in_parallel
 
 # Products in one of PyTorch's CUDA graphs and in one of ours.
 CHAIN = 6
@@ -187,7 +187,7 @@ def runs(task: Task) -> tuple[dict[str, Run], dict[str, Run]]:
     mx.random.seed(0)
     torch.cuda.empty_cache()
     theirs, ours = task.shape.runs(task)
-    with together():
+    with compiled_in_parallel():
         ours["ours"]()
     return theirs, ours
 

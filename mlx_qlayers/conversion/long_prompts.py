@@ -18,7 +18,7 @@ import mlx.core as mx
 from ..decode.engine import where
 from ..ops.quantized_route import is_dense
 from ..runtime.backend import within
-from ..runtime.cuda_ahead import finish, together
+from ..runtime.cuda_ahead import compiled_in_parallel, finish
 from ..runtime.transformed import is_transformed
 
 # The queries of the last layer that was called, in a call of a model.
@@ -29,7 +29,7 @@ def in_turn(call: Callable[..., Any], model: Any, *args: Any, **options: Any) ->
     """Call a model. On CUDA layers of a prompt wait in turn, and kernels are compiled at once."""
     if where() is None:
         return call(model, *args, **options)
-    with within(_queries, []), together():
+    with within(_queries, []), compiled_in_parallel():
         return call(model, *args, **options)
 
 

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten, tree_map
 from ..formats import GLOBAL_UNIT
 from ..layers.qlinear import Counterpart, QEmbedding
 from ..reference.rounding import rounding_error
-from ..runtime.cuda_ahead import together
+from ..runtime.cuda_ahead import compiled_in_parallel
 from ..runtime.devices import device_of
 from ..runtime.explain import recording
 from .attention_patch import patched_attention
@@ -40,7 +40,7 @@ def verify_steps(model: nn.Module, steps: Sequence[Step]) -> None:
     dtype = next((p.dtype for p in parameters if p.dtype in _FLOATS), mx.float32)
     seen, results = set[tuple[object, ...]](), list[Result]()
     # All kernels are asked for before the first one runs: some are compiled side by side.
-    with recording(), together():  # what is verified is no call of the user's
+    with recording(), compiled_in_parallel():  # what is verified is no call of the user's
         for step in steps:
             assert step.cls is not None
             path, module, kind = step.row.path, step.packed or step.module, tuple[object, ...]()

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from ..layers.qlinear import Counterpart, QEmbedding
 from ..runtime.arena import View, arena, side_by_side, still_there
 from ..runtime.backend import Mode, mode
-from ..runtime.cuda_ahead import together
+from ..runtime.cuda_ahead import compiled_in_parallel
 from ..runtime.devices import device_of
 
 
@@ -48,7 +48,7 @@ def traced(given: Sequence[mx.array], weights: Sequence[View]) -> Iterator[None]
         given: what the graph takes; arrays like these leave it, as they are.
         weights: where arrays of the model lie.
     """
-    with mode(Mode.INFERENCE), together(), arena(given, weights):
+    with mode(Mode.INFERENCE), compiled_in_parallel(), arena(given, weights):
         yield
 
 

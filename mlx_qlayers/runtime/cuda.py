@@ -38,7 +38,7 @@ _SHIMMED = tuple(
     METAL / f"common/{name}.metal" for name in ("operands", "tile_products", "arrival")
 )
 # The template parameters that say how many threadgroups a multiprocessor should hold, and whether
-# SIMD groups run tensor operations together; and what holds without them.
+# SIMD groups run tensor operations in lockstep; and what holds without them.
 _TOLD = ("RESIDENT", 1), ("LOCKSTEP", False)
 # And the one that says how many bytes of dynamic shared memory the kernel takes.
 _SHARED = "SHARED"
@@ -116,8 +116,8 @@ def _text(
     template: tuple[tuple[str, TemplateValue], ...],
 ) -> tuple[str, str, str]:
     """Name, header and source of that kernel."""
-    resident, together = (cast(int, dict(template).get(n, d)) for n, d in _TOLD)
-    header, body = cuda_source(program, threadgroup, surplus, resident, bool(together))
+    resident, lockstep = (cast(int, dict(template).get(n, d)) for n, d in _TOLD)
+    header, body = cuda_source(program, threadgroup, surplus, resident, bool(lockstep))
     # MLX looks for these words in the text to know which parameters to add.
     words = " ".join(w.split()[-1] for p in program.inputs for w in shape_words(body, p.name))
     constants = "".join(_constant(name, value) for name, value in template)
@@ -161,17 +161,17 @@ def cuda_source(
     threadgroup: Size,
     surplus: bool,
     resident: int = 1,
-    together: bool = False,
+    lockstep: bool = False,
 ) -> tuple[str, str]:
     """A kernel's ``header`` and ``source`` for ``mx.fast.cuda_kernel``, for one threadgroup size.
 
     ``surplus`` says whether threads beyond the grid are started and must return at once,
-    ``resident`` how many threadgroups a multiprocessor must have registers for, ``together``
+    ``resident`` how many threadgroups a multiprocessor must have registers for, ``lockstep``
     whether all SIMD groups run each tensor operation at the same time with the same operands.
     """
     helpers = translate(_without_shimmed(program.header))
     header = f"#define MSL_GROUP_SIZE {prod(threadgroup)}\n#define MSL_RESIDENT {resident}\n"
-    header += f'#define MSL_LOCKSTEP {int(together)}\n#include "{SHIM}"\n'
+    header += f'#define MSL_LOCKSTEP {int(lockstep)}\n#include "{SHIM}"\n'
     if helpers:
         # MLX puts the kernel into this namespace too; the shim's names hide CUDA's there.
         header += f"namespace mlx::core::cu {{\n{helpers}\n}}\n"

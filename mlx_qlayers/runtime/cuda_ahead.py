@@ -117,7 +117,7 @@ def begin(
 
 
 @contextmanager
-def together(waits: bool = True) -> Iterator[None]:
+def compiled_in_parallel(waits: bool = True) -> Iterator[None]:
     """Compile all kernels that are bound in a ``with`` block side by side.
 
     It waits for them at the end, if ``waits`` and not inside another such block; else whoever binds

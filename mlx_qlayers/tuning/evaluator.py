@@ -17,7 +17,7 @@ import mlx.core as mx
 from ..measurements.entries import file_of
 from ..metal.record import Inputs, Path, Record, in_float32
 from ..runtime.backend import backend
-from ..runtime.cuda_ahead import together
+from ..runtime.cuda_ahead import compiled_in_parallel
 from ..runtime.devices import device_of
 from ..runtime.explain import recording
 from ..runtime.host import checks
@@ -117,7 +117,7 @@ class Evaluator(Generic[C]):
 
     def prepare(self, configs: Sequence[C], waits: bool = True) -> None:
         """Have configurations compiled side by side where that takes long; nothing is run."""
-        with together(waits):
+        with compiled_in_parallel(waits):
             for config in configs if device_of(self.device).stock_compiles else ():
                 with suppress(Exception):  # what is wrong with it will be found where it is tried
                     self._path(config)(self.inputs)

@@ -14,7 +14,7 @@ from ..decode.twin import is_stepped, leaves, twin
 from ..dispatch.measurements import questions
 from ..metal.record import Record
 from ..runtime.backend import advance_epoch, backend
-from ..runtime.cuda_ahead import together
+from ..runtime.cuda_ahead import compiled_in_parallel
 from ..runtime.devices import device_of
 from ..runtime.explain import note, recording
 from ..runtime.transformed import has_values
@@ -95,7 +95,7 @@ def compile_kernels(model: nn.Module) -> None:
     """Compile what a converted model launches for a token, a short and a long prompt."""
     if not device_of().stock_compiles:
         return
-    with together(waits=False), recording():
+    with compiled_in_parallel(waits=False), recording():
         for prompt in _PROMPTS:
             asked_by(model, prompt)
     advance_epoch()  # so that whoever launches one of them binds it, and waits for it

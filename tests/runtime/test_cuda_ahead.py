@@ -13,7 +13,7 @@ from machine import has_gpu
 from mlx_qlayers import explain, quantized_matmul, use_backend
 from mlx_qlayers.runtime import backend, cuda_ahead
 from mlx_qlayers.runtime.backend import advance_epoch
-from mlx_qlayers.runtime.cuda_ahead import nothing_compiled, string_hash, together
+from mlx_qlayers.runtime.cuda_ahead import compiled_in_parallel, nothing_compiled, string_hash
 from mlx_qlayers.runtime.nvrtc_worker import compiled
 
 from . import nvrtc
@@ -73,7 +73,7 @@ def test_the_texts_are_those_that_mlx_generates(machine, monkeypatch):
         before(target, name, text)
 
     monkeypatch.setattr(cuda_ahead, "_compile", collecting)
-    with together():
+    with compiled_in_parallel():
         for rows in (1, 7, 100):
             product(rows)
     assert set(texts) == machine.launched and len(texts) == len(machine.given) > 2
@@ -101,9 +101,9 @@ def test_what_is_being_compiled_is_waited_for_by_whoever_launches_it(machine, mo
         product(1)
     assert not cuda_ahead._jobs
     advance_epoch()
-    with together(waits=False):
+    with compiled_in_parallel(waits=False):
         product(1)
-        with together():  # the block around it does not wait
+        with compiled_in_parallel():  # the block around it does not wait
             product(7)
     assert cuda_ahead._jobs and not ended
     advance_epoch()

@@ -177,19 +177,19 @@ def _declared(kernel: str, values: Mapping[str, Any]) -> int:
     return 0 if values["SHARED"] else memory(kernel, values, False)
 
 
-def memory(kernel: str, values: Mapping[str, Any], together: bool) -> int:
+def memory(kernel: str, values: Mapping[str, Any], warpgroup: bool) -> int:
     """Bytes of threadgroup memory by the values of the template."""
     size, simds, tile = values["T"].size, values["SIMDS"], values["TILE"]
-    step, rows, slices = 64 if together else 16, 16 * simds, values.get("SLICES", 1)
+    step, rows, slices = 64 if warpgroup else 16, 16 * simds, values.get("SLICES", 1)
     if kernel == "backward":
         step, rows = slices * max(step, 16 * (rows // tile)), rows // slices
     width, v_width = (-(-values[name] // step) * step for name in ("D", "DV"))
 
     def of(rows: int, width: int) -> int:
-        return rows * width * size if together else tile_bytes(rows, width, size)
+        return rows * width * size if warpgroup else tile_bytes(rows, width, size)
 
     if kernel == "forward":
-        ahead = 2 if together else 1
+        ahead = 2 if warpgroup else 1
         return (ahead + 1) * of(tile, width) + (ahead + 2) * of(tile, v_width) + 16
     wide = max(width, v_width)
     tiles = 2 * of(rows, wide) + (6 if slices == 1 else 4) * of(tile, wide) + 2 * of(rows, tile)

@@ -111,7 +111,7 @@ def registers(kernel: str, values: Mapping[str, Any], device: str | None = None)
     return round(values["BLOCKS"] * per_block)
 
 
-def _together(values: Mapping[str, Any], device: str) -> bool:
+def _uses_warpgroup(values: Mapping[str, Any], device: str) -> bool:
     """Whether four SIMD groups multiply at once, as ``uses_warpgroup`` has it."""
     slices = values["SLICES"]
     owners = values["SIMDS"] // (slices * values.get("ROLES", 1))
@@ -124,13 +124,13 @@ def memory(kernel: str, values: Mapping[str, Any], device: str | None = None) ->
     """Bytes of threadgroup memory by the values of the template."""
     device = device or backend()
     size, slices, tile = values["T"].size, values["SLICES"], values["TILE"]
-    roles, together = values.get("ROLES", 1), _together(values, device)
+    roles, warpgroup = values.get("ROLES", 1), _uses_warpgroup(values, device)
     wide = _rounded_widths(kernel, values)
-    rows = [size * (width if together else _stride(width, size)) for width in wide]
+    rows = [size * (width if warpgroup else _stride(width, size)) for width in wide]
     used = tile * (max(rows) if values["ALTERNATE"] else sum(rows))
     statistics = (12 if size == 4 else 8) * tile if kernel == "keys" else 0
     # The next tiles have buffers of their own.
-    buffers = 2 if kernel != "forward" and together and values["AHEAD"] else 1
+    buffers = 2 if kernel != "forward" and warpgroup and values["AHEAD"] else 1
     used = buffers * (used + statistics)
     # Products of 16 rows with a tile that a SIMD group adds up with others.
     products = {"forward": 1, "queries": 2, "keys": 2 // roles}[kernel] * values["BLOCKS"]
