@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from .conversion.attention_patch import is_patched, stock_class
 from .conversion.config import QuantizationConfig
+from .conversion.invariance import check_can_be, check_model
 from .conversion.loading import load_stock
 from .conversion.plan import (
     Planner,
@@ -52,6 +53,7 @@ def convert_model(
     verify: bool = True,
     calibrate: bool = True,
     activations: str | None = None,
+    batch_invariant: bool = False,
 ) -> ConversionReport:
     """Swap this package's layers into a model, in place.
 
@@ -81,6 +83,8 @@ def convert_model(
         activations: ``"int8"`` lets the linear layers of decoder layers multiply prompts of
             more than 128 tokens in 8-bit integers: rows are rounded as they come, and each
             matrix has a copy of a byte a weight. Results are no longer those of the stock layers.
+        batch_invariant: logits of a sequence are the same bits alone, in any batch, and by any
+            chunks of its prompt. It costs speed, and is to be had on a CPU alone so far.
 
     Returns:
         The report: a row for each module with what happened to it and why. Print it.
@@ -88,7 +92,8 @@ def convert_model(
     Raises:
         TypeError: ``model`` is the pair that ``load`` gives.
         ValueError: ``model`` is no module, nothing in it is quantized and ``config`` asks for
-            nothing, ``config`` contradicts the arrays, or a layer fails the verification.
+            nothing, ``config`` contradicts the arrays, a layer fails the verification, or a model
+            that is to be batch-invariant is not.
         FileNotFoundError: ``config`` is a path that does not exist.
 
     Example:
@@ -103,10 +108,12 @@ def convert_model(
     _check_module(model)
     if activations not in (None, "int8"):
         raise ValueError(f"activations must be 'int8' or None, not {activations!r}")
+    if batch_invariant:
+        check_can_be(model)
     wanted = QuantizationConfig() if config is None else QuantizationConfig.read(config)
     planner = Planner(model, wanted, linear, attention, predicate)
     steps = planner.steps()
-    whole = planned(model, steps, predicate) if fuse else ()
+    whole = planned(model, steps, predicate, batch_invariant) if fuse or batch_invariant else ()
     rows, fusions = (tuple(step.row for step in each) for each in (steps, whole))
     report = ConversionReport(rows, planner.unmatched(), dry_run, fusions)
     nothing = not planner.has_quantized and not planner.has_registered
@@ -126,6 +133,12 @@ def convert_model(
     if has_swapped and hasattr(model, "shard") and stock_model_class(type(model)) is type(model):
         changes = [*changes, Step(model, None, sharding_class(_class_after(model, changes)))]
     _make(changes)
+    if batch_invariant:
+        try:
+            check_model(model)
+        except BaseException:
+            revert_model(model)
+            raise
     if fuse:
         arrange(model)
     compile_kernels(model)
@@ -152,6 +165,7 @@ def load(
     verify: bool = True,
     calibrate: bool = True,
     activations: str | None = None,
+    batch_invariant: bool = False,
     group: mx.distributed.Group | None = None,
     parallel: str = "tensor",
 ) -> tuple[nn.Module, TokenizerWrapper]:
@@ -170,7 +184,7 @@ def load(
         adapter_path: a directory with LoRA adapters to apply before converting.
         trust_remote_code: run Python code that the model brings along.
         linear: as in ``convert_model``, as are ``attention``, ``fuse``, ``predicate``,
-            ``verify``, ``calibrate`` and ``activations``.
+            ``verify``, ``calibrate``, ``activations`` and ``batch_invariant``.
         group: ranks that share the model, ``mx.distributed.init()`` where ``mlx.launch`` started
             them. All of them make this call, and each reads its share alone.
         parallel: how they share it: ``"tensor"``, a part of each layer, ``"pipeline"``, some of
@@ -211,6 +225,7 @@ def load(
         verify=verify,
         calibrate=calibrate,
         activations=activations,
+        batch_invariant=batch_invariant,
     )
     return loaded.model, loaded.tokenizer
 

@@ -141,6 +141,11 @@ def add_layers(parser: argparse.ArgumentParser) -> None:
     )
     option("--no-fuse", action="store_true", help="one launch for each product")
     add_activations(parser)
+    option(
+        "--batch-invariant",
+        action="store_true",
+        help="compute the same bits alone and in any batch; slower, and on a CPU alone",
+    )
     option("--stock", action="store_true", help="leave the model's layers as they are")
     option("--no-calibrate", action="store_true", help="measure nothing on this device")
     option(

@@ -139,6 +139,7 @@ def _convert(args: argparse.Namespace, model: Any, config: Any = None) -> None:
         fuse=not args.no_fuse,
         activations=args.activations,
         calibrate=not args.no_calibrate,
+        batch_invariant=args.batch_invariant,
     )
     if args.report or args.command != "generate":
         print(report.summary() if args.report else report.brief(), file=sys.stderr)

@@ -20,6 +20,8 @@ import mlx.nn as nn
 from ..layers.fused_attention import FusedAttention
 from ..ops.attention import attention
 from ..ops.gated_delta import gated_delta
+from ..runtime.backend import current
+from .invariance import in_time
 from .long_prompts import wait
 
 
@@ -34,6 +36,8 @@ def patched_attention(
 ) -> mx.array:
     """Stands in for ``mlx_lm.models.base.scaled_dot_product_attention``."""
     wait(queries)
+    if current.get().invariant:
+        keys, values, mask = in_time(cache, keys, values, mask)
     return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 

@@ -12,6 +12,7 @@ from ..runtime.explain import aligned
 
 SWAPPED, QUANTIZED, LEFT = "swapped", "quantized", "left"
 ALREADY, REVERTED, FUSED = "already converted", "reverted", "fused"
+INVARIANT = "batch-invariant"  # why a step is left to the model's code that runs by other kernels
 _FUSION_HEADER = ("part", "fusion", "what or why")
 _HEADER = ("path", "kind", "shape", "group", "bits", "mode", "action", "why")
 
@@ -110,8 +111,11 @@ class ConversionReport:
 
     def brief(self) -> str:
         """A summary in one line."""
-        fused = any(row.action == FUSED for row in self.fusions)
-        done = f"{self._total()}; decodes by graphs" if fused else self._total()
+        fused = [row for row in self.fusions if row.action == FUSED]
+        how = (
+            "batch-invariant" if any(r.reason == INVARIANT for r in fused) else "decodes by graphs"
+        )
+        done = f"{self._total()}; {how}" if fused else self._total()
         return "\n".join(filter(None, (done, self.calibration)))
 
     def _total(self) -> str:

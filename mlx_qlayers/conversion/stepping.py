@@ -15,18 +15,22 @@ from ..decode.drawing import graphs
 from ..decode.engine import step
 from ..decode.twin import is_stepped
 from ..layers.sharded import LINEARS
+from ..runtime.backend import current, within
 from .attention_patch import made_class, stock_class
 from .long_prompts import in_turn
 from .plan import Predicate, Step, is_stage
-from .report import ALREADY, FUSED, FusionReport
+from .report import ALREADY, FUSED, INVARIANT, FusionReport
 
 # The name of what a whole model is.
 STEP = "step"
 
 
 @cache
-def step_class(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """The class that stands in for that of a whole model; None for other modules."""
+def step_class(cls: type[nn.Module], invariant: bool = False) -> type[nn.Module] | None:
+    """The class that stands in for that of a whole model; None for other modules.
+
+    An ``invariant`` one runs its own code, as graphs of steps compute otherwise than prompts.
+    """
     function = inspect.getattr_static(cls, "__call__", None)
     if not isinstance(function, FunctionType):
         return None
@@ -39,22 +43,23 @@ def step_class(cls: type[nn.Module]) -> type[nn.Module] | None:
         caches = args[1] if second and len(args) == 2 else options.get("cache")
         plain = len(args) + len(options) == 2 and len(args) > 0
         # The graph of a subclass whose method calls this has more in it than this gives.
-        plain = plain and type(self).__call__ is call
+        plain = plain and type(self).__call__ is call and not invariant
         if plain and caches and (logits := step(self, args[0], caches)) is not None:
             return logits
-        return in_turn(function, self, *args, **options)
+        with within(current, current.get()._replace(invariant=invariant)):
+            return in_turn(function, self, *args, **options)
 
     body = {"__call__": call, "_fuses": cls}
-    return made_class(stock_class(cls), (cls,), body, step_class)
+    return made_class(stock_class(cls), (cls,), body, step_class, invariant)
 
 
 def planned(
-    model: nn.Module, steps: Iterable[Step], predicate: Predicate | None
+    model: nn.Module, steps: Iterable[Step], predicate: Predicate | None, invariant: bool = False
 ) -> tuple[Step, ...]:
     """The step for a model that is called with tokens and caches; nothing for other modules."""
     classes = {id(step.module): step.cls for step in steps if step.cls is not None}
     ours = classes or any(isinstance(part, LINEARS) for part in model.modules())
-    cls = step_class(classes.get(id(model)) or type(model))
+    cls = step_class(classes.get(id(model)) or type(model), invariant)
     if is_stepped(model):
         return (Step(model, FusionReport("", STEP, ALREADY, "")),)
     # A model without a layer of this package stays as it is.
@@ -65,6 +70,8 @@ def planned(
         return (found.left("the predicate says so"),)
     if is_stage(model):
         return (found.left("other ranks have the other layers"),)
+    if invariant:
+        return (Step(model, FusionReport("", STEP, FUSED, INVARIANT), cls),)
     try:
         before, after = (len(graph.nodes()) for graph in graphs(model))
     except Unsupported as error:

@@ -9,7 +9,7 @@ from types import EllipsisType
 from typing import Any, NamedTuple
 
 from ..measurements.thresholds import Evidence, are_measured, threshold
-from ..runtime.backend import BackendError, backend, requested, unavailable, within
+from ..runtime.backend import BackendError, backend, current, requested, unavailable, within
 from ..runtime.devices import device_of
 from .measurements import Found, decided, found
 
@@ -98,6 +98,8 @@ def choose(
         return Choice(op, "reference", _no_kernel(name, kernels))
     if name != "host":
         return Choice(op, name, "auto" + suffix, evidence)
+    if current.get().invariant:
+        return Choice(op, "host", "batch-invariant" + suffix)
     if host_gain is None:
         return Choice(op, "reference", "the kernel was not measured on a CPU")
     if host_gain <= 1:

@@ -22,10 +22,11 @@ from ..metal.attention.tensor import attention_tensor, why_no_tensors
 from ..options import AttentionCall, Scores
 from ..reference import attention as reference
 from ..reference.attention import Run
-from ..runtime.backend import requested
+from ..runtime.backend import current, requested
 from ..runtime.devices import device_of
 from ..runtime.program import CONSTANT_BELOW
 from ..runtime.proof import first_proven
+from ..runtime.spec import Spec
 from ..runtime.transformed import is_differentiated
 from .attention_checks import checked
 from .attention_choice import (
@@ -112,6 +113,8 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
     common = mx.result_type(*call.dtypes)
     if any(dtype != common for dtype in call.dtypes):
         return Plan(None, _with_casts(static, common))
+    if current.get().invariant:
+        return _plan_invariant(call)
     decoding = takes_decode(call)
     many = call.packing[1] > 0 and call.q.shape[2] > FEW_QUERIES
     if many and device_of().gpu:
@@ -140,6 +143,15 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
     if call.packing[1]:
         return _plan_packed(call, static)
     return _by_forward(choice, call)._replace(reference=composed)
+
+
+def _plan_invariant(call: AttentionCall) -> Plan:
+    """Key by key in the order of keys, of which hidden ones change no bit, for all row counts."""
+    choice = choose("attention", ("host",), by="a key at a time")
+    many = call._replace(q=Spec((*call.q.shape[:2], 1, call.q.shape[3]), call.q.dtype))
+    if choice.path != "host" or not takes_decode(many):
+        raise ValueError(f"batch-invariant attention takes no {call.q.shape} on {choice.path}")
+    return Plan(choice, decode.attention_decode(call, decode.Serial(max_rows=8, block=1)))
 
 
 def _plan_packed(call: AttentionCall, static: tuple[Any, ...]) -> Plan:

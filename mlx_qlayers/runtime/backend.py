@@ -54,10 +54,14 @@ class Mode(Enum):
 
 
 class Context(NamedTuple):
-    """The state of a thread or task: the requested backend, and what becomes of the graph."""
+    """The state of a thread or task: the requested backend, and what becomes of the graph.
+
+    ``invariant`` says that no choice may depend on how many rows or sequences a call has.
+    """
 
     requested: str | None = None
     mode: Mode = Mode.EAGER
+    invariant: bool = False
 
 
 @contextmanager
@@ -80,7 +84,7 @@ def _changed(requested: str | None, mode: Mode | None) -> Generator[None]:
     If an interrupt prevents that step, it is made when nothing refers to the generator any more.
     """
     before, late = current.get(), False
-    own = Context(requested or before.requested, mode or before.mode)
+    own = before._replace(requested=requested or before.requested, mode=mode or before.mode)
     try:
         current.set(own)
         yield

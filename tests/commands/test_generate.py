@@ -18,7 +18,7 @@ from mlx_qlayers.cli import main
 from mlx_qlayers.decode.quantized_caches import quantized
 
 
-@pytest.mark.parametrize("stock", [[], ["--no-fuse"], ["--stock"]], ids=str)
+@pytest.mark.parametrize("stock", [[], ["--no-fuse"], ["--batch-invariant"], ["--stock"]], ids=str)
 def test_generate_says_what_mlx_lm_says(stock, exact_model, capsys):
     arguments = ["--model", str(exact_model), "--prompt", PROMPT, "--max-tokens", "40"]
     assert main(["generate", *arguments, *stock]) == 0

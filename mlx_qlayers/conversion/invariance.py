@@ -1,0 +1,87 @@
+"""Models whose logits of a sequence are the same bits whatever else is in the batch.
+
+On a CPU products add up each row in one order already. What depends on neighbours is which kernel
+runs, and attention, whose blocks of keys begin where a batch's padding ends. Batch-invariant models
+take one kernel for all numbers of rows, with keys in the order of their tokens, one by one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..decode.twin import is_stepped
+from ..runtime.backend import backend
+from ..runtime.devices import device_of
+
+_PROMPTS = [1, 2, 3, 4, 5, 6, 7, 8, 9], [3, 1, 4], [2, 7, 1, 8, 2]
+
+
+def in_time(cache: Any, keys: Any, values: Any, mask: Any) -> tuple[Any, Any, Any]:
+    """Keys, values and mask in the order of tokens, where a window's rows go round."""
+    own = vars(cache) if cache is not None else {}
+    at, rows = own.get("_idx"), _arrays(keys)[0].shape[2]
+    keep = own.get("keep", 0)
+    if "max_size" not in own or at in (rows, None) or not own.get("rotated", True):
+        return keys, values, mask
+
+    def turned(x: mx.array, axis: int) -> mx.array:
+        kept, rest = mx.split(x, [keep], axis) if keep else (x[..., :0], x)
+        rest = mx.roll(rest, keep - at, axis)
+        return mx.concatenate([kept, rest], axis) if keep else rest
+
+    both = [tuple(turned(x, 2) for x in _arrays(each)) for each in (keys, values)]
+    keys, values = (each if len(each) > 1 else each[0] for each in both)
+    return keys, values, turned(mask, -1) if isinstance(mask, mx.array) else mask
+
+
+def _arrays(x: Any) -> tuple[Any, ...]:
+    return (x,) if isinstance(x, mx.array) else tuple(x)
+
+
+def check_can_be(model: nn.Module) -> None:
+    """Raise a ``ValueError`` where nothing is batch-invariant, or the model was converted."""
+    if is_stepped(model):
+        raise ValueError("batch_invariant takes a model that was not converted: revert_model first")
+    if device_of().gpu or backend() != "host":
+        raise ValueError(
+            "batch_invariant needs a CPU and its kernels so far: on a GPU, attention adds up "
+            "tiles of keys, which begin elsewhere in a batch"
+        )
+
+
+def check_model(model: nn.Module) -> None:
+    """Compare logits alone, in a batch, in chunks and of several tokens, bit by bit.
+
+    Raises:
+        ValueError: something in the model depends on what else is computed with it.
+    """
+    from mlx_lm.models.cache import make_prompt_cache
+
+    run: Any = model
+    alone, caches = [], []
+    for prompt in _PROMPTS:
+        cache = make_prompt_cache(model)
+        alone.append(run(mx.array([prompt]), cache=cache)[0])
+        cache = make_prompt_cache(model)
+        parts = [run(mx.array([prompt[:1]]), cache=cache)]
+        if len(prompt) > 3:
+            parts.append(run(mx.array([prompt[1:-2]]), cache=cache))
+        _compare(alone[-1][: len(prompt) - 2], mx.concatenate(parts, 1)[0], "a prompt in chunks")
+        caches.append(cache)
+    if not all(hasattr(c, "merge") for c in caches[0]):
+        return
+    batch = [some[0].merge([*some]) for some in zip(*caches, strict=True)]
+    for i in (-2, -1):
+        tokens = mx.array([[prompt[i]] for prompt in _PROMPTS])
+        found = run(tokens, cache=batch)
+        for each, own in zip(found, alone, strict=True):
+            _compare(own[i], each[0], "a batch")
+
+
+def _compare(one: mx.array, other: mx.array, what: str) -> None:
+    if not mx.array_equal(one, other).item():
+        differs = mx.abs(one.astype(mx.float32) - other.astype(mx.float32)).max().item()
+        raise ValueError(f"the model is not batch-invariant: {what} differs by {differs:.2g}")
