@@ -1,4 +1,4 @@
-"""Batch-invariant models: logits are the same bits alone, in batches, in chunks, by verification."""
+"""Batch-invariant models: logits are the same bits alone, in batches, in chunks, verified."""
 
 import random
 from typing import Any
