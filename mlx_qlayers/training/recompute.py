@@ -26,8 +26,9 @@ def recompute_activations(model: nn.Module, layers: bool = False) -> int:
     run on a CPU. The gradients compute these anew, which takes no product with a large matrix;
     results stay the same.
 
-    Modules of mlx-lm's ``LoRALinear``, its ``DoRALinear`` around a ``QLinear``, and those with ``gate_proj``, ``up_proj`` and ``down_proj``
-    of any class whose code lets it, get another class and keep everything else.
+    Modules of mlx-lm's ``LoRALinear``, its ``DoRALinear`` around a ``QLinear``, and those with
+    ``gate_proj``, ``up_proj`` and ``down_proj`` of any class whose code lets it, get another class
+    and keep everything else.
 
     Args:
         model: with its adapters.
