@@ -13,11 +13,11 @@ from mlx_qlayers.commands.demo import shipped_model
 from mlx_qlayers.conversion.loading import load_stock
 from mlx_qlayers.dispatch.measurements import found
 from mlx_qlayers.formats import Format
-from mlx_qlayers.measurements import entries, store
+from mlx_qlayers.measurements import store
 from mlx_qlayers.measurements.entries import device_name
 from mlx_qlayers.metal.records import RECORDS
 from mlx_qlayers.runtime.backend import advance_epoch
-from mlx_qlayers.tuning import problems, tune
+from mlx_qlayers.tuning import tune
 from mlx_qlayers.tuning.problems import problems_of, problems_of_model
 from mlx_qlayers.tuning.tune import DeviceLost
 
@@ -26,16 +26,15 @@ ARGUMENTS = ["tune", "--beam", "1", "--prompt-tokens", "20"]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(entries, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(os, "environ", os.environ | {"MLX_QLAYERS_CACHE_DIR": str(tmp_path)})
     advance_epoch()
     yield tmp_path / "tuning"
     monkeypatch.undo()
     advance_epoch()
 
 
-def test_the_shapes_are_those_that_the_model_has(monkeypatch):
-    monkeypatch.setattr(problems, "backend", lambda: "metal")
+def test_the_shapes_are_those_that_the_model_has(machine):
+    machine.apple("applegpu_g16s")
     loaded = load_stock(str(shipped_model()))
     convert_model(loaded.model, config=loaded.quantization)
     keys = [record.key for record in problems_of_model(loaded.model, prompt=20)]
@@ -50,8 +49,8 @@ def test_the_shapes_are_those_that_the_model_has(monkeypatch):
     assert keys[: len(decoding)] == decoding and len(set(keys)) == len(keys)
 
 
-def test_steps_of_decoding_are_tuned_with_long_caches_too(monkeypatch):
-    monkeypatch.setattr(problems, "backend", lambda: "metal")
+def test_steps_of_decoding_are_tuned_with_long_caches_too(machine):
+    machine("metal")
 
     class Model:
         def make_cache(self):
@@ -65,12 +64,12 @@ def test_steps_of_decoding_are_tuned_with_long_caches_too(monkeypatch):
     assert keys == [f"attention_step 1x28x4x{size}x128x128 bfloat16" for size in sizes]
 
 
-def test_problems_that_share_results_count_once_and_others_not_at_all(monkeypatch):
+def test_problems_that_share_results_count_once_and_others_not_at_all(machine):
     rest = 384, 384, mx.bfloat16, Format(64, 4), True
     asked = [("qmm", (rows, *rest)) for rows in (20, 32, 33)]
     decode = "attention_decode", (mx.bfloat16, 3, 64, 64, 0, 2, 20)
     for backend, keys in (("metal", ["32x384x384", "64x384x384", "2x3x32x64x64"]), ("host", [])):
-        monkeypatch.setattr(problems, "backend", lambda backend=backend: backend)
+        machine(backend)
         every = [RECORDS[name](*arguments) for name, arguments in (*asked, decode)]
         found = [record.key.split()[1] for record in problems_of(every)]
         # A CPU configures decoding by options of its own.

@@ -3,23 +3,13 @@
 import pytest
 
 from mlx_qlayers import explain
-from mlx_qlayers.dispatch import measurements
-from mlx_qlayers.measurements import entries, thresholds
-from mlx_qlayers.runtime.backend import advance_epoch
+from mlx_qlayers.measurements import entries
 
 
 @pytest.fixture
-def some_gpu(tmp_path, monkeypatch):
+def some_gpu(machine):
     """It is one of NVIDIA's, and the store is empty."""
-    monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(entries, "device_name", lambda: "some_gpu")
-    monkeypatch.setattr(entries, "device_kind", lambda: "cuda")
-    for module in (measurements, thresholds):
-        monkeypatch.setattr(module, "backend", lambda: "cuda")
-    advance_epoch()
-    yield
-    monkeypatch.undo()
-    advance_epoch()
+    machine.nvidia("some_gpu")
 
 
 @pytest.fixture

@@ -5,40 +5,35 @@ import pytest
 from stored_results import FMT, OTHER, QUESTION, TIMES, keep
 
 from mlx_qlayers import explain, use_backend
-from mlx_qlayers.dispatch import measurements
 from mlx_qlayers.dispatch.choice import choose_measured
 from mlx_qlayers.dispatch.measurements import configure, questions
-from mlx_qlayers.measurements import entries
 from mlx_qlayers.metal.attention.step import Step
 from mlx_qlayers.metal.attention.step import question as asked_of_step
 from mlx_qlayers.ops.attention_step import attention_step
 from mlx_qlayers.ops.quantized_route import DENSE, QMV, dense_is_worse, route
 from mlx_qlayers.options import MatmulCall, PackedMatrix, Rotation
-from mlx_qlayers.runtime import backend as backends
+from mlx_qlayers.runtime import trace
 from mlx_qlayers.runtime.spec import Spec
 
 pytestmark = pytest.mark.usefixtures("forgetful_gpu")
 
 
-def chosen(monkeypatch, rows=1):
+def chosen(rows=1):
     """The route of a product where auto stands for CUDA."""
-    monkeypatch.setitem(backends.missing, "cuda", lambda: None)
-    monkeypatch.setitem(backends.missing, "metal", lambda: "not here")
-    monkeypatch.setattr(measurements, "backend", backends.backend)
     x, w = Spec((rows, 3584), mx.bfloat16), Spec((3584, 448), mx.uint32)
     return route("product", MatmulCall(x, PackedMatrix(w, None), True, FMT))[:2]
 
 
-def test_ops_take_the_kernel_where_it_won_and_say_so(monkeypatch):
+def test_ops_take_the_kernel_where_it_won_and_say_so():
     keep()
-    (_, path, reason, evidence), kernel = chosen(monkeypatch)
+    (_, path, reason, evidence), kernel = chosen()
     assert (path, kernel, evidence) == ("cuda", QMV, "measured")
     assert f"by qmv, measured here: {TIMES}" in reason
 
 
-def test_ops_take_stock_where_it_won_and_say_so(monkeypatch):
+def test_ops_take_stock_where_it_won_and_say_so():
     keep(path="stock")
-    choice, _ = chosen(monkeypatch)
+    choice, _ = chosen()
     assert choice[1:] == ("reference", f"measured here: {TIMES}", "measured")
 
 
@@ -50,9 +45,7 @@ def test_ops_take_stock_where_it_won_and_say_so(monkeypatch):
         ("kernel", ("cuda", f"auto, by its kernel, measured here: {TIMES}", "measured")),
     ],
 )
-def test_an_operation_of_one_kernel_goes_by_what_won(path, expected, monkeypatch):
-    monkeypatch.setitem(backends.missing, "cuda", lambda: None)
-    monkeypatch.setattr(measurements, "backend", backends.backend)
+def test_an_operation_of_one_kernel_goes_by_what_won(path, expected):
     question = (512, 1, 4, 64, 32), mx.float16, ()
     if path:
         keep("latent_attention", question, path=path)
@@ -61,10 +54,10 @@ def test_an_operation_of_one_kernel_goes_by_what_won(path, expected, monkeypatch
     assert choose_measured("op", (), *asked).path == "reference"
 
 
-def test_ops_take_the_dense_product_where_it_won(monkeypatch):
+def test_ops_take_the_dense_product_where_it_won():
     question = (64, 3584, 3584, mx.bfloat16, FMT, True)
     keep("qmm", question, path="dequantized")
-    (_, path, reason, evidence), kernel = chosen(monkeypatch, rows=64)
+    (_, path, reason, evidence), kernel = chosen(rows=64)
     assert (path, kernel, evidence) == ("cuda", DENSE, "measured")
     assert "measured here" in reason
 
@@ -86,39 +79,30 @@ def test_a_step_of_decoding_takes_what_was_found_for_its_buffers():
     assert configure("attention_step", "cuda", *asked_of_step(q, buffer, 128)) == config
 
 
-def test_a_stored_configuration_that_an_m1_has_no_registers_for(machine, monkeypatch):
+def test_a_stored_configuration_that_an_m1_has_no_registers_for(machine):
     """The heuristic's runs in its place, and a note says why."""
-    machine("metal")
-    monkeypatch.setattr(entries, "device_kind", lambda: "metal")
-    launched = []
-
-    def bind(launch):
-        launched.append(dict(launch.template))
-        return lambda arrays: [mx.zeros(shape) for shape in launch.output_shapes]
-
-    monkeypatch.setattr("mlx_qlayers.runtime.metal.bind", bind)
+    machine.apple("applegpu_g13g")
     question = (mx.float32, 1, 8, 2, 256, 64, 64)
-    config = keep("attention_step", question, Step(1, 4, 2, 16))
+    config = keep("attention_step", question, Step(1, 4, 2, 16), "Apple_M5")
     assert configure("attention_step", "metal", *question) == config
     rows = [mx.zeros((1, 1, n * 64)) for n in (8, 2, 2)]
     buffers = [mx.zeros((1, 2, 256, 64))] * 4
     positions = mx.zeros(8, mx.int32)
     explain(reset=True)
-    with use_backend("metal"):
+    with use_backend("metal"), trace() as launches:
         attention_step(*rows, *buffers, positions, scale=1.0, rotation=Rotation(64))
-    assert [each["blocks"] for each in launched] == [1]
+    assert [dict(launch.template)["blocks"] for launch in launches] == [1]
     assert "M1 and M2 have registers for 0" in str(explain())
 
 
-def test_a_search_that_ended_early_is_no_verdict_on_stock(monkeypatch):
-    before = chosen(monkeypatch)
+def test_a_search_that_ended_early_is_no_verdict_on_stock():
+    before = chosen()
     keep(config=OTHER, path="uncompared")
     assert configure("qmv", "cuda", *QUESTION) == OTHER
-    assert chosen(monkeypatch) == before
+    assert chosen() == before
 
 
-def test_no_question_is_asked_about_kernels_that_a_cpu_does_not_choose(monkeypatch):
-    monkeypatch.setattr(measurements, "backend", backends.backend)
+def test_no_question_is_asked_about_kernels_that_a_cpu_does_not_choose():
     x, w = Spec((64, 3584), mx.bfloat16), Spec((3584, 448), mx.uint32)
     with use_backend("host"), questions() as asked:
         route("product", MatmulCall(x, PackedMatrix(w, None), True, FMT))

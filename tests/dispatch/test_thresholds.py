@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from mlx_qlayers.measurements import entries
 from mlx_qlayers.measurements.thresholds import evidence_of, gain, threshold
 from mlx_qlayers.runtime.backend import advance_epoch
 
@@ -36,10 +35,8 @@ def test_other_cuda_devices_go_by_the_thresholds_of_an_h200_and_say_so():
     assert "bench_quantized_matmul.py" in evidence.command
 
 
-def test_apple_gpus_go_by_guesses(monkeypatch):
-    monkeypatch.setattr(entries, "device_name", lambda: "applegpu_g13g")
-    monkeypatch.setattr(entries, "device_kind", lambda: "metal")
-    advance_epoch()
+def test_apple_gpus_go_by_guesses(machine):
+    machine.apple("applegpu_g13g")
     splits = threshold("attention_step_splits", device="metal")
     assert splits.keys() == threshold("attention_step_splits", device="cuda").keys()
     assert evidence_of("attention_step_splits", device="metal").device == "metal"

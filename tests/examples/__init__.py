@@ -21,12 +21,14 @@ from tests.examples import (
     losses,
     products,
     recurrent,
+    rounding,
     sampled,
 )
 from tests.examples.calls import Random
 from tests.examples.invalid import OPERATIONS
 
-MODULES = elements, experts, factors, fused, heads, integers, losses, products, recurrent, sampled
+MODULES = elements, experts, factors, fused, heads, integers, losses, products, recurrent
+MODULES += rounding, sampled
 # Random and awkward calls by operation.
 RANDOM: dict[str, Random] = {
     name.lower(): each

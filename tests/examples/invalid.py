@@ -112,12 +112,13 @@ _ROWS = Calls(
     [{"numbers": mx.array([1]), **_M}],
     [*_FORMATS, ({"numbers": _zeros(3)}, "numbers must be integers"), ({"bits": 3}, "12 words")],
 )
-_P = PackedMatrix(*_matrix(8, 64).values())
+_P, _B = (PackedMatrix(*_matrix(8, 64).values(), bias) for bias in (None, _ones(8)))
 _FUSED = Calls(
     fused_products,
     [
         {"x": _zeros((2, 64)), "matrices": [_P], "deferred_weight": _ones(8)},
-        {"x": _zeros((2, 64)), "matrices": [_P, _P], "gate": "silu", "norm": (_ones(64), 1e-5)},
+        {"x": _zeros((2, 64)), "matrices": [_B, _P], "gate": "silu", "norm": (_ones(64), 1e-5)},
+        {"x": _zeros((2, 64)), "matrices": [_B], "residual": _ones((2, 8))},
     ],
     [
         *_FORMATS,

@@ -1,7 +1,6 @@
 """The families that can be tuned agree with their kernels."""
 
 from dataclasses import replace
-from unittest import mock
 
 import mlx.core as mx
 import pytest
@@ -10,12 +9,10 @@ from numerics import FACTOR
 
 from mlx_qlayers import use_backend
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.attention import layout
 from mlx_qlayers.metal.grid_sample import record as grid_sample
 from mlx_qlayers.metal.records import RECORDS
 from mlx_qlayers.options import Router
 from mlx_qlayers.reference import quantized_matmul as reference
-from mlx_qlayers.runtime import host, metal, tensor_ops
 from mlx_qlayers.tuning.tune import tune
 
 FMT = Format(64, 4)
@@ -88,7 +85,7 @@ def agree(record, outputs, truth, factor=1):
         *(("experts", each) for each in EXPERTS),
     ],
 )
-def test_a_family_agrees_with_itself(name, asked):
+def test_a_family_agrees_with_itself(name, asked, machine):
     """Its heuristic is legal and right, a question gives its record, and stock is a path."""
     question, key = asked
     record = RECORDS[name](*question)
@@ -96,12 +93,13 @@ def test_a_family_agrees_with_itself(name, asked):
     for device in ("metal", "cuda"):
         config = record.heuristic(device)
         # Tiles take the memory that they take there: on CUDA some need no padding.
-        with mock.patch.object(layout, "backend", lambda device=device: device):
-            assert record.why_not(config) is None
-            assert record.completed(config) == config
-            near = record.near(config)
-            assert set(near) < set(record.all(config))
-            assert bool(near) != record.is_fixed(config)
+        machine(device)
+        assert record.why_not(config) is None
+        assert record.completed(config) == config
+        near = record.near(config)
+        assert set(near) < set(record.all(config))
+        assert bool(near) != record.is_fixed(config)
+    machine("host")
     tuned = tune(record, budget_s=0, keep=False, evaluator=Counted)
     assert tuned.config == record.heuristic("metal") and not tuned.trials[0].problem
     inputs = record.inputs()
@@ -117,19 +115,16 @@ def test_a_family_agrees_with_itself(name, asked):
 
 
 @pytest.mark.parametrize(
-    ("name", "missing", "taken"),
+    ("name", "system", "taken"),
     [
-        ("qmm", None, {"tensor", "codes"}),
-        ("qmm", "macOS is 26.2", {"tensor"}),
-        ("gather_qmm", None, {"tensor"}),
+        ("qmm", "25.4.0", {"tensor", "codes"}),
+        ("qmm", "25.2.0", {"tensor"}),
+        ("gather_qmm", "25.4.0", {"tensor"}),
     ],
 )
-def test_tensor_operations_are_paths(name, missing, taken, machine, monkeypatch):
+def test_tensor_operations_are_paths(name, system, taken, machine):
     """On a stand-in for an M5; packed codes where the system has them."""
-    machine("metal")
-    monkeypatch.setattr(metal, "bind", host.bind)
-    monkeypatch.setattr(tensor_ops, "missing", lambda: None)
-    monkeypatch.setattr(tensor_ops, "missing_codes", lambda: missing)
+    machine.apple(system=system)
     record = RECORDS[name](*ASKED[name][0])
     inputs = record.inputs()
     paths, truth = record.paths(inputs), record.reference(inputs)

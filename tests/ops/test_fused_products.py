@@ -66,32 +66,6 @@ def test_many_rows_by_tensor_operations(fastest, machine):
 
 
 @pytest.mark.parametrize("path", ["reference", "host"])
-def test_gradients(path):
-    rng, fmt = np.random.default_rng(3), Format(64, 4)
-    packed = matrices(rng, (8, 8), 64, fmt, mx.float32, (True, True))
-    x, weight, residual = random(rng, (3, 64)), random(rng, (64,)), random(rng, (3, 8))
-
-    def gated(x, weight, scales, bias):
-        first = packed[0]._replace(scales=scales, bias=bias)
-        return fused_products(x, [first, packed[1]], norm=(weight, EPS), gate="silu")[0]
-
-    def added(x, residual, biases):
-        return fused_products(x, [packed[0]._replace(biases=biases)], residual=residual)[0]
-
-    def both(x):
-        return mx.concatenate(fused_products(x, packed), axis=-1)
-
-    with use_backend(path):
-        assert_gradient(gated, [x, weight, packed[0].scales, packed[0].bias], rng)
-        assert_gradient(added, [x, residual, packed[0].biases], rng)
-        assert_gradient(both, [x], rng)
-        compiled = mx.grad(lambda x: mx.checkpoint(gated)(x, weight, *packed[0][1::2]).sum())(x)
-    with use_backend("reference"):
-        plain = mx.grad(lambda x: gated(x, weight, *packed[0][1::2]).sum())(x)
-    assert_same_sums(compiled, plain)
-
-
-@pytest.mark.parametrize("path", ["reference", "host"])
 def test_deferred_norm_of_the_next_product(path):
     """A deferred norm gives the same values, with no launch between the products."""
     rng, fmt = np.random.default_rng(9), Format(64, 4)

@@ -7,7 +7,7 @@ import pytest
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.gptq import gptq, nearest, pack
 from tests.examples import RANDOM
-from tests.examples.factors import inputs_seen
+from tests.examples.rounding import inputs_seen
 from tests.numerics import to64
 from tests.packed import codes
 

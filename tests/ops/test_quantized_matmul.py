@@ -9,8 +9,7 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.reference import cores
 from mlx_qlayers.runtime import BackendError, trace
 from mlx_qlayers.runtime.backend import backend
-from tests import numerics
-from tests.numerics import assert_accurate, assert_gradient, assert_same_sums, random, to64
+from tests.numerics import random, to64
 from tests.packed import DTYPES, check_product, dequantize64, every_format, random_packed
 
 AFFINE, SMALL = Format(64, 4), Format(32, 4)
@@ -105,31 +104,3 @@ def test_forced_kernel_refuses_what_it_does_not_take():
     packed = mx.quantize(mx.ones((2, 64, 64)))
     with use_backend("host"), pytest.raises(BackendError, match="no host kernel"):
         quantized_matmul(mx.ones((2, 3, 64)), *packed)
-
-
-@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
-@pytest.mark.parametrize("path", ["host", "reference"])
-def test_global_scale(path, transpose):
-    rng = np.random.default_rng(11)
-    dense = random(rng, (48, 64), scale=3.0)
-    factor = mx.abs(dense).max()
-    w, scales = mx.quantize(dense, mode="nvfp4", global_scale=factor)
-    options = {"mode": "nvfp4", "transpose": transpose, "global_scale": factor}
-    stock = mx.dequantize(w, scales, mode="nvfp4", global_scale=factor, dtype=mx.float32)
-    x = random(rng, (5, 64 if transpose else 48))
-    bias = random(rng, (48 if transpose else 64,))
-    with use_backend(path):
-        y = quantized_matmul(x, w, scales, bias=bias, **options)
-        half = quantized_matmul(x.astype(mx.bfloat16), w, scales, **options)
-        assert_gradient(
-            lambda x, f: quantized_matmul(x, w, scales, **options | {"global_scale": f}),
-            [x, factor],
-            rng,
-        )
-    assert_same_sums(y, x @ (stock.T if transpose else stock) + bias)
-    # The factor as the definition has it: by what E4M3 and E2M1 can hold at most.
-    true = float(factor) / (448 * 6) * dequantize64(w, scales, None, Format(16, 4, "nvfp4"))
-    true = to64(x.astype(mx.bfloat16)) @ (true.T if transpose else true)
-    assert half.dtype == mx.bfloat16
-    terms = (np.abs(to64(x)).max() * np.abs(to64(stock))).sum()
-    assert_accurate(half, true, numerics.round_to(true, mx.bfloat16), terms=terms / 48)

@@ -35,7 +35,7 @@ FMT = Format(64, 4)
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     # Compiled kernels stay in the shared cache, results go to a folder of this test's own.
-    monkeypatch.setattr(entries, "cache_folder", lambda: tmp_path)
+    monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("MLX_QLAYERS_CALIBRATE", "1")
     advance_epoch()
     explain(reset=True)

@@ -11,7 +11,7 @@ from counted import DEVICE, Counted
 from row_sum import RowSum, RowSumRecord
 
 from mlx_qlayers.dispatch.measurements import lookup
-from mlx_qlayers.measurements import entries, store
+from mlx_qlayers.measurements import store
 from mlx_qlayers.runtime import KernelTimeout, use_backend
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.tuning import evaluator
@@ -35,7 +35,7 @@ SMALL = Small(*SHAPE)
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     # Compiled kernels stay in the shared cache, results go to a folder of this test's own.
-    monkeypatch.setattr(entries, "cache_folder", lambda: tmp_path)
+    monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
     advance_epoch()
     yield
     monkeypatch.undo()
