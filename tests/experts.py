@@ -26,11 +26,6 @@ def random_experts(
     return *shaped, None if biases is None else biases.reshape(*batch, rows, -1)
 
 
-def gathered64(packed: Packed, fmt: Format, right: mx.array) -> np.ndarray:
-    """The dense matrices that ``right`` chooses, in float64."""
-    return _flat(dequantize64(*packed, fmt))[np.array(right)]
-
-
 def check_gathered(
     y: mx.array,
     x: mx.array,

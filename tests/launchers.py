@@ -12,7 +12,6 @@ from mlx_qlayers.metal.quantized_matmul import gradients as _gradients
 from mlx_qlayers.metal.quantized_matmul import qmm as _qmm
 from mlx_qlayers.metal.quantized_matmul import qmm_tensor as _qmm_tensor
 from mlx_qlayers.metal.quantized_matmul import qmv as _qmv
-from mlx_qlayers.metal.quantized_matmul import qvm as _qvm
 from mlx_qlayers.metal.quantized_matmul.qmv import QmvArrays
 from mlx_qlayers.metal.quantized_matmul.tile import Tile
 from mlx_qlayers.options import AttentionCall, MatmulCall, PackedMatrix, Scores
@@ -69,10 +68,6 @@ def in_registers(config, k):
     """A product by tensor operations with operands in registers, as tensor cores take it."""
     tile_k = min(config.tile_k, 32)
     return replace(config, staged=False, tile_k=tile_k, ragged=bool(k % tile_k))
-
-
-def qvm(x, w, scales, biases, bias, fmt):
-    return _product(_qvm.qvm, x, PackedMatrix(w, scales, biases, bias), False, fmt)
 
 
 def _product(launcher, x, matrix, transpose, fmt, *config):

@@ -17,7 +17,7 @@ from mlx_qlayers.measurements import store
 from mlx_qlayers.measurements.entries import device_name
 from mlx_qlayers.metal.records import RECORDS
 from mlx_qlayers.runtime.backend import advance_epoch
-from mlx_qlayers.tuning import tune
+from mlx_qlayers.tuning import problems, tune
 from mlx_qlayers.tuning.problems import problems_of, problems_of_model
 from mlx_qlayers.tuning.tune import DeviceLost
 
@@ -33,8 +33,8 @@ def folder(tmp_path, monkeypatch):
     advance_epoch()
 
 
-def test_the_shapes_are_those_that_the_model_has(machine):
-    machine.apple("applegpu_g16s")
+def test_the_shapes_are_those_that_the_model_has(monkeypatch):
+    monkeypatch.setattr(problems, "backend", lambda: "metal")
     loaded = load_stock(str(shipped_model()))
     convert_model(loaded.model, config=loaded.quantization)
     keys = [record.key for record in problems_of_model(loaded.model, prompt=20)]

@@ -10,7 +10,7 @@ from mlx_qlayers.ops import attention as ops
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.runtime.spec import Spec
 
-K, SEEN = mx.ones((1, 2, 8, 64)), mx.ones((1, 1, 1, 8), mx.bool_)
+SEEN = mx.ones((1, 1, 1, 8), mx.bool_)
 
 
 @pytest.mark.parametrize("most", [1 << 14, 1 << 13], ids=["a layer", "a head"])
@@ -29,16 +29,20 @@ def test_many_queries_of_packed_keys_are_of_dense_ones_on_a_gpu(device, most, on
 
 @pytest.mark.parametrize("device", ["metal", "cuda"])
 @pytest.mark.parametrize(
-    "most, heads, bits, kernel",
-    [(0, 1, 8, True), (0, 1, 4, True), (0, 1, 2, False), (0, 2, 8, False), (1 << 20, 1, 8, False)],
+    "keys, heads, bits, kernel",
+    [
+        *((1 << 19, 1, bits, kernel) for bits, kernel in ((8, True), (4, True), (2, False))),
+        (1 << 18, 2, 8, False),
+        (1 << 10, 1, 8, False),
+    ],
 )
 def test_packed_keys_of_a_head_that_would_be_much_memory_stay_packed(
-    device, most, heads, bits, kernel, on, monkeypatch
+    device, keys, heads, bits, kernel, on, monkeypatch
 ):
     on(device)
-    monkeypatch.setattr(ops, "_MOST_DENSE", most)
     monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **_: lambda **_: None)
-    packed = [Spec.of(a) for a in mx.quantize(K[:, :heads], 64, bits)] * 2
+    shapes = ((2 * bits, mx.uint32), (1, mx.float32), (1, mx.float32))
+    packed = [Spec((1, heads, keys, n), dtype) for n, dtype in shapes] * 2
     arrays = Spec((1, 4, 9, 64), mx.float32), *packed, None, None
     plan = ops._plan(arrays, (3, 3), 0.1, "causal", None, None)
     assert kernel == (plan.choice is not None and plan.choice.path == device)
