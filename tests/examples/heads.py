@@ -29,7 +29,9 @@ def _attention(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     # The queries of which NaN or infinities are part are not compared.
     others = "normal" if case.values == "special" else case.values
     q = filled(rng, (*rows, width), dtype, case.values)
-    k, v = (filled(rng, (*keys, n), dtype, others) for n in (width, v_width))
+    of_keys = dtype_of(case.keys_dtype or case.dtype)
+    k, v = (filled(rng, (*keys, n), of_keys, others) for n in (width, v_width))
+    common = mx.result_type(dtype, of_keys)
     mask = make_mask(case.mask, rng, case.batch, heads, case.queries, case.keys, dtype)
     sinks = random(rng, (heads,), dtype) if case.sinks else None
     given = placed(("q", "k", "v", "sinks"), (q, k, v, sinks), case.layouts)
@@ -65,7 +67,7 @@ def _attention(case: SimpleNamespace, rng: np.random.Generator) -> Call:
             sinks=n.get("sinks"),
             cotangent=up[0] if up else None,
             dtype=kind,
-            units=units(dtype, bits > 0),
+            units=units(common, bits > 0),
         )
         sure = (np.isfinite(n["q"]) & (np.abs(n["q"]) < 1e3)).all(-1, keepdims=True)
         found["0"] = np.where(sure, found.pop("out"), 0)
@@ -82,7 +84,7 @@ def _attention(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     few = small and case.queries <= 8 and (not bits or bits in BITS) and not case.gradient
     many = small and width >= 32 and case.scale > 0 and (not bits or bits in BITS)
     shape = *rows, v_width
-    return Call(attention, given, options, shape, expected, names, few or many)
+    return Call(attention, given, options, shape, expected, names, few or many, [common])
 
 
 _FEW = {"heads": (6, 2), "queries": 1, "keys": 65, "width": 64, "v_width": 128}
@@ -96,6 +98,7 @@ ATTENTION = Random(
         "width": WIDTHS,
         "v_width": WIDTHS,
         "dtype": ("float32", DTYPES),
+        "keys_dtype": (None, st.none() | st.none() | DTYPES),
         "mask": MASKS,
         "window": [None, None, 1, 2, 5, 64, 10**6, 2**31, 2**40],
         "softcap": [None, None, 1e-3, 2.0, 30.0, 1e6],
@@ -126,6 +129,7 @@ ATTENTION = Random(
                 {"queries": 9, "mask": "biased", "dtype": "bfloat16"},
             )
         ),
+        {"dtype": "float16", "keys_dtype": "float32", "sinks": True, "mask": "additive"},
         {"mask": "one key", "dtype": "float16", "width": 32, "v_width": 32, "gradient": True},
         *({"scale": 1e5, "mask": "causal", "dtype": d} for d in ("float32", "float16")),
         *({"window": w, "mask": m} for w, m in ((2**31, "none"), (2**70, "boolean"))),
