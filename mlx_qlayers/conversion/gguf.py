@@ -52,25 +52,15 @@ _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short
 
 @dataclass(frozen=True)
 class _Architecture:
-    """How a family's files differ from mlx-lm's model of it.
+    """How a family's files differ from mlx-lm's model of it."""
 
-    Attributes:
-        model_type: mlx-lm's name.
-        names: of modules, where they are not as in ``_NAMES``.
-        permuted: the rows of q and k are those of the other kind of rotary embedding.
-        norm: what the file's weights of norms have more.
-        partial: the rotary embedding may turn a part of a head.
-        dtype: of what is not packed; activations of Gemma overflow float16.
-        epsilon: the key of the norms' epsilon.
-    """
-
-    model_type: str
-    names: Mapping[str, str] = field(default_factory=dict)
-    permuted: bool = False
-    norm: float = 0.0
-    partial: bool = False
-    dtype: mx.Dtype = mx.float16
-    epsilon: str = "layer_norm_rms_epsilon"
+    model_type: str  # mlx-lm's name
+    names: Mapping[str, str] = field(default_factory=dict)  # of modules, unless as in `_NAMES`
+    permuted: bool = False  # the rows of q and k are those of the other kind of rotary embedding
+    norm: float = 0.0  # what the file's weights of norms have more
+    partial: bool = False  # the rotary embedding may turn a part of a head
+    dtype: mx.Dtype = mx.float16  # of what is not packed; activations of Gemma overflow float16
+    epsilon: str = "layer_norm_rms_epsilon"  # the key of the norms' epsilon
 
 
 _ARCHITECTURES = {

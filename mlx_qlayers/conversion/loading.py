@@ -29,19 +29,12 @@ if TYPE_CHECKING:
 
 
 class Loaded(NamedTuple):
-    """A model with its stock layers, and what came with it.
+    """A model with its stock layers, and what came with it."""
 
-    Attributes:
-        model: what mlx-lm built.
-        tokenizer: with mlx-lm's detokenizer.
-        config: the contents of ``config.json``, as mlx-lm completed them.
-        quantization: what ``config.json`` says about it, to be compared with the arrays.
-    """
-
-    model: nn.Module
-    tokenizer: TokenizerWrapper
-    config: dict[str, Any]
-    quantization: QuantizationConfig
+    model: nn.Module  # what mlx-lm built
+    tokenizer: TokenizerWrapper  # with mlx-lm's detokenizer
+    config: dict[str, Any]  # the contents of `config.json`, as mlx-lm completed them
+    quantization: QuantizationConfig  # as in `config.json`, to be compared with the arrays
 
 
 def load_stock(

@@ -15,20 +15,12 @@ from .measurements import Found, decided, found
 
 
 class Choice(NamedTuple):
-    """The result of :func:`choose`.
+    """The result of :func:`choose`."""
 
-    Attributes:
-        op: the operation's public name.
-        path: the backend; ``"reference"`` where no kernel runs.
-        reason: why, for :func:`~mlx_qlayers.explain`.
-        evidence: what decided: a ``"rule"``, or what was ``"measured"``, of which the reason
-            says more.
-    """
-
-    op: str
-    path: str
-    reason: str
-    evidence: str = "rule"
+    op: str  # the operation's public name
+    path: str  # the backend; `"reference"` where no kernel runs
+    reason: str  # why, for :func:`~mlx_qlayers.explain`
+    evidence: str = "rule"  # what decided: a `"rule"`, or what was `"measured"`
 
 
 # Why ``auto`` takes no kernel for the plan that is being made; "" where it takes one anyhow.

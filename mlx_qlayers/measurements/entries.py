@@ -69,21 +69,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Where an answer comes from.
+    """Where an answer comes from."""
 
-    Attributes:
-        source: ``"measured here"``, or ``"shipped result"`` of another machine.
-        device: that it was measured on.
-        date: when.
-        command: by which command.
-        seconds: of each path, where paths were compared.
-    """
-
-    source: str
-    device: str
-    date: str = ""
-    command: str = ""
-    seconds: Mapping[str, float] | None = None
+    source: str  # `"measured here"`, or `"shipped result"` of another machine
+    device: str  # that it was measured on
+    date: str = ""  # when
+    command: str = ""  # by which command
+    seconds: Mapping[str, float] | None = None  # of each path, where paths were compared
 
     def __str__(self) -> str:
         where = "" if self.source == "measured here" else f" of {self.device}"

@@ -246,17 +246,11 @@ class Fixed:
 
 @dataclass(frozen=True)
 class CallRecord(Record):
-    """A family whose launcher chooses by itself: a device is calibrated by it, nothing is tuned.
+    """A family whose launcher chooses by itself: a device is calibrated by it, nothing is tuned."""
 
-    Attributes:
-        sizes: of its arrays; the first is that of its rows or keys.
-        dtype: of its input.
-        form: all else that matters.
-    """
-
-    sizes: tuple[int, ...]
-    dtype: mx.Dtype
-    form: tuple[Any, ...]
+    sizes: tuple[int, ...]  # of its arrays; the first is that of its rows or keys
+    dtype: mx.Dtype  # of its input
+    form: tuple[Any, ...]  # all else that matters
     configs, values = (Fixed,), {}
     sizes_measured: ClassVar[tuple[int, ...]] = CALIBRATED_ROWS
 

@@ -16,27 +16,17 @@ _COOPERATIVE = re.compile(r"\b(simd_|quad_|simdgroup_|threadgroup_barrier)")
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a kernel function.
-
-    Attributes:
-        type: its type in MLX's spelling (``uint32_t``, ``float16_t``), or a template parameter.
-        space: ``"device"``, ``"constant"`` or ``""``.
-        reference: whether it is a reference, so that its array is 0-d.
-        attribute: what ``[[...]]`` holds, such as ``thread_position_in_grid``.
-        buffer: the number in ``[[buffer(...)]]``, which may be left out.
-        padded: whether MLX must get at least 8 elements, lest it pass the array as ``constant``.
-            If the body reads the shape, nothing is padded.
-    """
+    """One parameter of a kernel function."""
 
     name: str
-    type: str
-    space: str = ""
-    reference: bool = False
-    attribute: str = ""
-    buffer: int | None = None
+    type: str  # its type in MLX's spelling (`uint32_t`, `float16_t`), or a template parameter
+    space: str = ""  # `"device"`, `"constant"` or `""`
+    reference: bool = False  # whether it is a reference, so that its array is 0-d
+    attribute: str = ""  # what `[[...]]` holds, such as `thread_position_in_grid`
+    buffer: int | None = None  # the number in `[[buffer(...)]]`, which may be left out
     writable: bool = False
     atomic: bool = False
-    padded: bool = False
+    padded: bool = False  # to 8 elements, lest MLX pass it as `constant`; not if the shape is read
 
 
 @dataclass(frozen=True, eq=False)

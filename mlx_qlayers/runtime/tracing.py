@@ -14,25 +14,15 @@ from .launch import Launch
 
 @dataclass(frozen=True)
 class Record:
-    """One launch.
+    """One launch."""
 
-    Attributes:
-        kernel: the kernel's name.
-        backend: the name of the backend.
-        grid: the number of threads in x, y and z.
-        threadgroup: the threads of one threadgroup in x, y and z.
-        template: the template's values by name.
-        input_shapes: the shapes of the inputs.
-        output_shapes: the shapes of the outputs.
-    """
-
-    kernel: str
-    backend: str
-    grid: tuple[int, int, int]
-    threadgroup: tuple[int, int, int]
-    template: dict[str, bool | int | mx.Dtype]
-    input_shapes: tuple[tuple[int, ...], ...]
-    output_shapes: tuple[tuple[int, ...], ...]
+    kernel: str  # the kernel's name
+    backend: str  # the name of the backend
+    grid: tuple[int, int, int]  # the number of threads in x, y and z
+    threadgroup: tuple[int, int, int]  # the threads of one threadgroup in x, y and z
+    template: dict[str, bool | int | mx.Dtype]  # the template's values by name
+    input_shapes: tuple[tuple[int, ...], ...]  # the shapes of the inputs
+    output_shapes: tuple[tuple[int, ...], ...]  # the shapes of the outputs
 
 
 _active: dict[object, list[Record]] = {}

@@ -21,10 +21,9 @@ def recompute_activations(model: nn.Module, layers: bool = False) -> int:
     """Have a model in training mode keep less of its forward pass for the gradients.
 
     Adapters keep their input as it is, not in their own precision, and those of DoRA no dense
-    matrix, with which they do not multiply; gated feed-forward layers keep
-    the gate and the other factor, and neither the activation nor its product, but where kernels
-    run on a CPU. The gradients compute these anew, which takes no product with a large matrix;
-    results stay the same.
+    matrix, with which they do not multiply; gated feed-forward layers keep the gate and the other
+    factor, and neither the activation nor its product, but where kernels run on a CPU. The
+    gradients compute these anew, which takes no product with a large matrix; results stay the same.
 
     Modules of mlx-lm's ``LoRALinear``, its ``DoRALinear`` around a ``QLinear``, and those with
     ``gate_proj``, ``up_proj`` and ``down_proj`` of any class whose code lets it, get another class

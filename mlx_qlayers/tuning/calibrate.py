@@ -46,19 +46,12 @@ _SAVE, _STORING = 1.0, 0.03
 
 @dataclass(frozen=True)
 class Measured:
-    """A problem of a model, and what was measured of it.
+    """A problem of a model, and what was measured of it."""
 
-    Attributes:
-        record: what the kernel is asked for.
-        count: how often it is, for one token.
-        path: the one that is taken: ``"kernel"``, ``"stock"``, or another kernel's.
-        seconds: of each.
-    """
-
-    record: Record
-    count: int
-    path: str
-    seconds: Mapping[str, float]
+    record: Record  # what the kernel is asked for
+    count: int  # how often it is, for one token
+    path: str  # the one that is taken: `"kernel"`, `"stock"`, or another kernel's
+    seconds: Mapping[str, float]  # of each
 
 
 @dataclass(frozen=True)

@@ -45,19 +45,12 @@ _left_behind: list[subprocess.Popen[bytes]] = []
 
 
 class Result(NamedTuple):
-    """The outcome of measuring a problem.
+    """The outcome of measuring a problem."""
 
-    Attributes:
-        key: the problem's.
-        entry: what is stored, or None for what the stock operator does not take.
-        note: what is wrong with it, and what follows from that.
-        lost: why nothing can run in this process any more.
-    """
-
-    key: str
-    entry: Entry | None
-    note: tuple[str, str] | None = None
-    lost: str = ""
+    key: str  # the problem's
+    entry: Entry | None  # what is stored, or None for what the stock operator does not take
+    note: tuple[str, str] | None = None  # what is wrong with it, and what follows from that
+    lost: str = ""  # why nothing can run in this process any more
 
 
 def results(records: Sequence[Record], deadline: float, longest: float) -> Iterator[Result]:

@@ -15,17 +15,11 @@ _FAR = 1.15
 
 @dataclass(frozen=True)
 class Trial(Generic[C]):
-    """One configuration that was tried.
+    """One configuration that was tried."""
 
-    Attributes:
-        config: the configuration.
-        seconds: what it takes, or infinity if it does not work.
-        problem: why it does not work, if so.
-    """
-
-    config: C
-    seconds: float = inf
-    problem: str = ""
+    config: C  # the configuration
+    seconds: float = inf  # what it takes, or infinity if it does not work
+    problem: str = ""  # why it does not work, if so
 
 
 class Stopped(Exception):

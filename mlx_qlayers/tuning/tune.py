@@ -32,25 +32,15 @@ class DeviceLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Tuned(Generic[C]):
-    """The result of tuning.
+    """The result of tuning."""
 
-    Attributes:
-        record: what for.
-        config: the fastest configuration.
-        path: ``"kernel"``, what is taken in its place, or ``"uncompared"`` where it ended before.
-        untuned: what the kernel takes without tuning.
-        times: what it takes with the configuration, and what the other paths take.
-        trials: every configuration that was tried, the fastest first.
-        lost: why the device runs nothing any more, if so.
-    """
-
-    record: Record
-    config: C
-    path: str
-    untuned: Times
-    times: Mapping[str, Times]
-    trials: list[Trial[C]]
-    lost: str = ""
+    record: Record  # what for
+    config: C  # the fastest configuration
+    path: str  # `"kernel"`, what is taken in its place, or `"uncompared"` where it ended before
+    untuned: Times  # what the kernel takes without tuning
+    times: Mapping[str, Times]  # of the kernel with the configuration, and of the other paths
+    trials: list[Trial[C]]  # every configuration that was tried, the fastest first
+    lost: str = ""  # why the device runs nothing any more, if so
 
     @property
     def heuristic(self) -> float:

@@ -98,30 +98,17 @@ _ALL, _CAUSAL, _BOOLEAN, _ADDITIVE = range(4)
 
 @dataclass(frozen=True)
 class Decode:
-    """How decoding attention is spread over threads.
+    """How decoding attention is spread over threads."""
 
-    Attributes:
-        columns: eights of query rows in a threadgroup.
-        simds: SIMD groups of a threadgroup; each adds up its slice of the values.
-        blocks: blocks of 16 keys that a SIMD group takes at once.
-        slice: the width of a slice: 16, 32 or 64.
-        run: neighbouring elements of a key that a lane reads at once.
-        min_keys: the fewest keys for which a threadgroup is started.
-        max_splits: the most splits that the keys of a head are cut into.
-        combine: SIMD groups that add up the splits of a row.
-        resident: threadgroups that an NVIDIA multiprocessor should have registers for; 0 leaves
-            it to the compiler.
-    """
-
-    columns: int
-    simds: int
-    blocks: int
-    slice: int
-    run: int
-    min_keys: int
-    max_splits: int
-    combine: int = 16
-    resident: int = 0
+    columns: int  # eights of query rows in a threadgroup
+    simds: int  # SIMD groups of a threadgroup; each adds up its slice of the values
+    blocks: int  # blocks of 16 keys that a SIMD group takes at once
+    slice: int  # the width of a slice: 16, 32 or 64
+    run: int  # neighbouring elements of a key that a lane reads at once
+    min_keys: int  # the fewest keys for which a threadgroup is started
+    max_splits: int  # the most splits that the keys of a head are cut into
+    combine: int = 16  # SIMD groups that add up the splits of a row
+    resident: int = 0  # threadgroups of an NVIDIA multiprocessor by registers; 0: by its compiler
 
     @property
     def tile(self) -> int:
@@ -135,15 +122,10 @@ class Decode:
 
 @dataclass(frozen=True)
 class Serial:
-    """How decoding attention is spread where threads run one by one.
+    """How decoding attention is spread where threads run one by one."""
 
-    Attributes:
-        max_rows: query rows of a thread.
-        block: keys that are made floats of at once.
-    """
-
-    max_rows: int
-    block: int = 32
+    max_rows: int  # query rows of a thread
+    block: int = 32  # keys that are made floats of at once
 
 
 def question(call: AttentionCall) -> tuple[mx.Dtype, int, int, int, int, int, int, int]:

@@ -184,17 +184,12 @@ class AttentionDecodeRecord(Record):
 
 @dataclass(frozen=True)
 class AttentionForwardRecord(Record):
-    """Attention of many queries, without a mask but the causal one.
+    """Attention of many queries, without a mask but the causal one."""
 
-    Attributes:
-        shape: (B, H, Hkv, L, S, D, Dv).
-        bits: of packed keys and values; 0 for plain ones.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # (B, H, Hkv, L, S, D, Dv)
     dtype: mx.Dtype
     causal: bool
-    bits: int = 0
+    bits: int = 0  # of packed keys and values; 0 for plain ones
     family, sizes_measured, configs = "attention_forward", CALIBRATED_PROMPTS, (Layout,)
     values: ClassVar = {
         "blocks": (1, 2),

@@ -102,28 +102,16 @@ def _kernel(
 
 @dataclass(frozen=True)
 class Step:
-    """How a step is spread over threads.
+    """How a step is spread over threads."""
 
-    Attributes:
-        columns: eights of the queries that share a key head in a threadgroup.
-        simds: SIMD groups of a team; each adds up its slice of the values.
-        blocks: blocks of 16 keys that a SIMD group takes at once.
-        slice: the width of a slice: 16, 32 or 64.
-        splits: threadgroups among which the keys of a cache are divided, beside those that take
-            the append buffer; 0 if one takes both.
-        append_splits: threadgroups among which those of the append buffer are.
-        resident: as in :class:`~.decode.Decode`.
-        teams: teams of a threadgroup, which share its keys.
-    """
-
-    columns: int
-    simds: int
-    blocks: int
-    slice: int
-    splits: int = 0
-    append_splits: int = 1
-    resident: int = 0
-    teams: int = 1
+    columns: int  # eights of the queries that share a key head in a threadgroup
+    simds: int  # SIMD groups of a team; each adds up its slice of the values
+    blocks: int  # blocks of 16 keys that a SIMD group takes at once
+    slice: int  # the width of a slice: 16, 32 or 64
+    splits: int = 0  # threadgroups for the keys of a cache; 0 if one takes the append buffer too
+    append_splits: int = 1  # threadgroups among which those of the append buffer are
+    resident: int = 0  # as in :class:`~.decode.Decode`
+    teams: int = 1  # teams of a threadgroup, which share its keys
 
     @property
     def tile(self) -> int:

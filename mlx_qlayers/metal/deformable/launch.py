@@ -32,30 +32,17 @@ _GRADIENT = large_kernel(
 
 @dataclass(frozen=True)
 class DeformableConfig:
-    """How the work is spread.
+    """How the work is spread."""
 
-    Attributes:
-        pack: channels that are read at once; it divides their number.
-        align: the bytes that a pack's address is a multiple of.
-        lanes: threads that share a head of a query, a power of two up to 32.
-        step: samples whose pixels are loaded together; it divides the points of a level.
-        run: queries that these threads take, one after the other.
-        scatter_pack: as ``pack``, in the gradient.
-        scatter_lanes: as ``lanes``, in the gradient.
-        atomic: whether d_values are added up by atomics, with a query for each group of threads;
-            else one thread takes all queries of a head.
-        threads: of a threadgroup.
-    """
-
-    pack: int = 1
-    align: int = 4
-    lanes: int = 1
-    step: int = 1
-    run: int = 1
-    scatter_pack: int = 1
-    scatter_lanes: int = 1
-    atomic: bool = True
-    threads: int = 256
+    pack: int = 1  # channels that are read at once; it divides their number
+    align: int = 4  # the bytes that a pack's address is a multiple of
+    lanes: int = 1  # threads that share a head of a query, a power of two up to 32
+    step: int = 1  # samples whose pixels are loaded together; it divides the points of a level
+    run: int = 1  # queries that these threads take, one after the other
+    scatter_pack: int = 1  # as `pack`, in the gradient
+    scatter_lanes: int = 1  # as `lanes`, in the gradient
+    atomic: bool = True  # one query for each group of threads, d_values by atomics; else all
+    threads: int = 256  # of a threadgroup
 
 
 def heuristic(width: int, points: int, dtype: mx.Dtype, backend: str) -> DeformableConfig:

@@ -31,23 +31,14 @@ _COLUMNS = _kernel(
 
 
 class Pairs(NamedTuple):
-    """The products that there are: which rows and which matrix each takes.
+    """The products that there are: which rows and which matrix each takes."""
 
-    Attributes:
-        shape: the leading dimensions of the result; P products in all.
-        share: neighbouring products that take the same block of rows; 0 where blocks are listed.
-        in_order: whether products with the same matrix are neighbours.
-        left: the blocks that products take where no list is given, uint32 in ``shape``.
-        right: likewise the matrices.
-        broadcast: whether lists that are given have other shapes.
-    """
-
-    shape: tuple[int, ...]
-    share: int = 1
-    in_order: bool = False
-    left: Any = None
-    right: Any = None
-    broadcast: bool = False
+    shape: tuple[int, ...]  # the leading dimensions of the result; P products in all
+    share: int = 1  # neighbouring products with the same block of rows; 0 where blocks are listed
+    in_order: bool = False  # whether products with the same matrix are neighbours
+    left: Any = None  # the blocks that products take where no list is given, uint32 in `shape`
+    right: Any = None  # likewise the matrices
+    broadcast: bool = False  # whether lists that are given have other shapes
 
     def lists(self, left: Any, right: Any) -> tuple[mx.array | None, mx.array]:
         """The blocks, None where they are not listed, and the matrices of all products: (P,)."""

@@ -73,31 +73,17 @@ _SORTED = _by_terms("grid_sample_gradient_x_sorted")
 
 @dataclass(frozen=True)
 class GridSampleConfig:
-    """How the work is spread.
+    """How the work is spread."""
 
-    Attributes:
-        pack: channels that are read at once; it divides their number.
-        align: the bytes that a pack's address is a multiple of.
-        lanes: threads that share a point, a power of two up to 32.
-        run: points that each of these groups of threads takes, one after the other.
-        scatter_lanes: as ``lanes``, in the gradient of ``x``, where each takes single channels.
-        scatter: how the gradient of ``x`` is added up: by ``"atomics"``, ``"sorted"``, or in
-            ``"bands"``.
-        bands: how many, for ``"bands"``.
-        threads: of a threadgroup.
-        near: whether both pixels of a row that a point lies between are read together, in linear
-            samples of images with one pack.
-    """
-
-    pack: int = 1
-    align: int = 4
-    lanes: int = 1
-    run: int = 1
-    scatter_lanes: int = 1
-    scatter: str = "atomics"
-    bands: int = 1
-    threads: int = 256
-    near: bool = False
+    pack: int = 1  # channels that are read at once; it divides their number
+    align: int = 4  # the bytes that a pack's address is a multiple of
+    lanes: int = 1  # threads that share a point, a power of two up to 32
+    run: int = 1  # points that each of these groups of threads takes, one after the other
+    scatter_lanes: int = 1  # as `lanes`, in the gradient of `x`, where each takes single channels
+    scatter: str = "atomics"  # the gradient of `x`: by `"atomics"`, `"sorted"`, or in `"bands"`
+    bands: int = 1  # how many, for `"bands"`
+    threads: int = 256  # of a threadgroup
+    near: bool = False  # whether both pixels of a row around a point are read together
 
 
 def heuristic(

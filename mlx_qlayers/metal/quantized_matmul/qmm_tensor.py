@@ -32,28 +32,16 @@ TENSOR_TILING = ("rows", "tile_k", "simds_m", "simds_n", "ragged", "staged")
 
 @dataclass(frozen=True)
 class TensorConfig:
-    """How a product by tensor operations is cut.
+    """How a product by tensor operations is cut."""
 
-    Attributes:
-        rows: of the result that a SIMD group computes; a multiple of 16.
-        tile_k: depth of a step; a multiple of 16.
-        simds_m: SIMD groups along the rows.
-        simds_n: SIMD groups along the columns, 32 each.
-        ragged: whether ``tile_k`` does not divide the depth.
-        parts: threadgroups that share the depth; above 1 a second launch adds their sums.
-        resident: on NVIDIA GPUs, threadgroups that a multiprocessor must have registers for.
-        staged: whether the matrix is unpacked once for a threadgroup, into its memory, or by each
-            SIMD group, into an operand in registers; with tensor cores it is the latter.
-    """
-
-    rows: int
-    tile_k: int
-    simds_m: int
-    simds_n: int
-    ragged: bool
-    parts: int = 1
-    resident: int = 1
-    staged: bool = False
+    rows: int  # of the result that a SIMD group computes; a multiple of 16
+    tile_k: int  # depth of a step; a multiple of 16
+    simds_m: int  # SIMD groups along the rows
+    simds_n: int  # SIMD groups along the columns, 32 each
+    ragged: bool  # whether `tile_k` does not divide the depth
+    parts: int = 1  # threadgroups that share the depth; above 1 a second launch adds their sums
+    resident: int = 1  # on NVIDIA GPUs, threadgroups that a multiprocessor must have registers for
+    staged: bool = False  # unpack the matrix once into threadgroup memory, not in each SIMD group
 
     @property
     def tile_m(self) -> int:
@@ -72,17 +60,11 @@ class TensorConfig:
 
 @dataclass(frozen=True)
 class CodesConfig:
-    """How a product is cut whose 4-bit codes are operands as they are packed.
+    """How a product is cut whose 4-bit codes are operands as they are packed."""
 
-    Attributes:
-        rows: of the result that a threadgroup computes; a multiple of 16.
-        columns: of the result that it computes.
-        simds: its SIMD groups, which share each operation.
-    """
-
-    rows: int
-    columns: int
-    simds: int = 4
+    rows: int  # of the result that a threadgroup computes; a multiple of 16
+    columns: int  # of the result that it computes
+    simds: int = 4  # its SIMD groups, which share each operation
 
     @property
     def tile_m(self) -> int:

@@ -57,19 +57,13 @@ class Preamble(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A kernel as built.
-
-    Attributes:
-        fibers: whether its threads meet at barriers, so that each needs a stack of its own.
-        granule: the bytes of its smallest store.
-        lines: the source lines that its hooks name by their index.
-    """
+    """A kernel as built."""
 
     library: Path
     signature: source.Signature
-    fibers: bool
-    granule: int
-    lines: list[str]
+    fibers: bool  # whether its threads meet at barriers, so that each needs a stack of its own
+    granule: int  # the bytes of its smallest store
+    lines: list[str]  # the source lines that its hooks name by their index
 
 
 def preprocess(text: str, defines: Mapping[str, str], language: int) -> str:
