@@ -17,14 +17,7 @@ class QMultiLinear(Counterpart, QuantizedMultiLinear):
     """``y = x @ dequantize(weight).T`` for each head, in place of mlx-lm's QuantizedMultiLinear.
 
     On NVIDIA GPUs MLX multiplies all heads of a batch by the first matrix; this layer does not.
-
-    Args:
-        input_dims: size of the last axis of the input, K.
-        output_dims: size of the last axis of the output, N.
-        num_heads: how many matrices there are, H.
-        group_size: elements of a row that share a scale.
-        bits: bits an element.
-        mode: one of ``mx.quantize``, as ``"affine"`` or ``"mxfp4"``.
+    Constructor, parameters and frozen state are those of the stock layer.
 
     Raises:
         ValueError: the format does not exist, or an input does not fit.

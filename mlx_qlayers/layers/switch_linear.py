@@ -18,16 +18,6 @@ class QSwitchLinear(Counterpart, QuantizedSwitchLinear):
 
     Constructor, parameters and frozen state are those of the stock layer.
 
-    Args:
-        input_dims: size of the last axis of the input, K.
-        output_dims: size of the last axis of the output, N.
-        num_experts: how many matrices there are, E.
-        bias: whether each expert adds a bias.
-        group_size: elements of a row that share a scale.
-        bits: bits an element.
-        mode: one of ``mx.quantize``, as ``"affine"`` or ``"mxfp4"``.
-        global_scale: whether each expert has a scale of its own (nvfp4).
-
     Raises:
         ValueError: the format does not exist, or an input does not fit; the message names it.
 

@@ -116,12 +116,7 @@ class HostKernel:
             threadgroup_bytes: lengths of the ``[[threadgroup(i)]]`` parameters.
             budget: the loop turns after which a checked launch counts as hanging.
             tolerate: :class:`Race` or :class:`Uninitialised`, to let pass.
-            flush_subnormals: whether the matrix products of a checked launch take subnormal halves
-                for zero, as those of some GPUs may.
-            tensor_layout: how a checked launch spreads cooperative tensors over lanes: as an
-                ``"m5"``, in ``"strips"`` of neighbours, at ``"random"``, anew in each launch and
-                with slots that hold none, or likewise and ``"apart"``: no tensor is compatible with
-                another.
+            flush_subnormals, tensor_layout: of checked launches, see :func:`~.bound_launch.checks`.
 
         Returns:
             The counters of a checked launch, else None.
