@@ -18,7 +18,7 @@ from ..metal.quantized_matmul.qmm import qmm
 from ..metal.quantized_matmul.qmm_skinny import MAX_SKINNY_ROWS, skinny_config
 from ..metal.quantized_matmul.qmm_tensor import tensor_product
 from ..metal.quantized_matmul.qmv import single_qmv
-from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
+from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS, qmv_config
 from ..metal.quantized_matmul.qvm import qvm
 from ..metal.quantized_matmul.tile import Tile
 from ..options import MatmulCall, PackedMatrix
@@ -108,7 +108,7 @@ def route(op: str, call: MatmulCall, single: bool = False) -> Route:
     best: Found | None = None
     at = device_of()
     if transpose and (rows <= MAX_QMV_ROWS or not at.gpu):
-        # There more rows are sixteen after sixteen.
+        # There more rows are as sixteen.
         best = found("qmv", min(rows, MAX_QMV_ROWS), n, k, x.dtype, fmt)
     elif at.gpu:
         best = found("qmm", rows, n, k, x.dtype, fmt, transpose)
@@ -221,10 +221,12 @@ def _product(to: Route, call: MatmulCall) -> Product:
     if path == "reference":
         return by_reference(transpose, fmt)
     (rows, n, k), dtype = call.shape, x.dtype
-    if kernel in (QMV, QVM) and rows > MAX_QMV_ROWS:
+    if kernel == QVM and rows > MAX_QMV_ROWS:
         return _in_blocks(to, call)
     if kernel == QMV:
-        return single_qmv(call, configure("qmv", path, rows, n, k, dtype, fmt))
+        # Only on a CPU there are more, which nobody measures.
+        chosen = partial(configure, "qmv") if rows <= MAX_QMV_ROWS else qmv_config
+        return single_qmv(call, chosen(path, rows, n, k, dtype, fmt))
     if kernel == SKINNY:
         return single_qmv(call, skinny_spread(path, rows, n, k, fmt))
     if kernel == QVM:

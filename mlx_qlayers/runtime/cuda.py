@@ -169,7 +169,8 @@ def cuda_source(
     ``resident`` how many threadgroups a multiprocessor must have registers for, ``lockstep``
     whether all SIMD groups run each tensor operation at the same time with the same operands.
     """
-    helpers = translate(_without_shimmed(program.header))
+    header = program.header.replace(f"#include {TENSOR_OPS}\n", "")
+    helpers = translate(source.without(header, _SHIMMED))
     header = f"#define MSL_GROUP_SIZE {prod(threadgroup)}\n#define MSL_RESIDENT {resident}\n"
     header += f'#define MSL_LOCKSTEP {int(lockstep)}\n#include "{SHIM}"\n'
     if helpers:
@@ -243,16 +244,6 @@ def _attributes(text: str, threadgroup: Size, surplus: bool) -> list[str]:
         outside = "||".join(f"{part}>={_LIMIT}[{i}]" for i, part in enumerate(position.split(",")))
         lines.append(f"if({outside})return;")
     return lines
-
-
-@lru_cache(maxsize=64)
-def _without_shimmed(header: str) -> str:
-    """Leave out what the shim declares, and Apple's header."""
-    header = header.replace(f"#include {TENSOR_OPS}\n", "")
-    for item in (item for path in _SHIMMED for item in source.read(path)):
-        if item.tokens:
-            header = header.replace(source.minify(item.tokens) + "\n", "")
-    return header
 
 
 @lru_cache(maxsize=512)

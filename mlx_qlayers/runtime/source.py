@@ -282,3 +282,16 @@ def used(items: Iterable[Item], roots: frozenset[str]) -> list[Item]:
             return [declarations[i] for i in sorted(chosen)]
         chosen |= more
         wanted = wanted.union(*(declarations[i].words for i in more))
+
+
+@lru_cache(maxsize=64)
+def without(header: str, files: tuple[Path, ...]) -> str:
+    """A kernel's header without the declarations of files, and of those that they include.
+
+    A backend has others of the same names.
+    """
+    for item in (item for path in files for item in read(path)):
+        if item.tokens:
+            text = minify(item.tokens) + "\n"
+            header = header.replace(text, "\n" * text.count("\n"))  # later lines keep their numbers
+    return header

@@ -42,7 +42,9 @@ def families(kernels: list[str]) -> Counter[str]:
     A rotary embedding of its own, which a GPU's attention does and a CPU's does not, is left out.
     """
     names = (
-        name.rpartition("_")[0] if "experts" in name or "qmv" in name else name
+        name.rpartition("_")[0].removesuffix("_serial")
+        if "experts" in name or "qmv" in name
+        else name
         for name in kernels
         if name != "rotary_at"
     )

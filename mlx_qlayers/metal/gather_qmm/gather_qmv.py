@@ -111,7 +111,9 @@ def gather_qmv(
     """
     x, (w, scales, *_), _, fmt = call
     (*_, m, k), (shape, share, _, every_left, every_right, strided) = x.shape, pairs
+    template = config.template()
     if isinstance(config, Tile):
+        template |= {"lanes": config.lanes, "ways": config.ways}
         kernel, n, across = _ROWS, w.shape[-2], config.outputs
     else:
         kernel, n, across = _COLUMNS, fmt.dims(w), config.wide * config.run
@@ -123,7 +125,7 @@ def gather_qmv(
     launch = kernel.bind(
         [x, w, scales, scales, factors, indices, indices, sizes],
         template=packed_template(fmt, x.dtype, scales.dtype)
-        | config.template()
+        | template
         | {"listed": not share, "scaled": scaled},
         grid=(groups * config.threads, -(-results // config.rows), 1),
         threadgroup=(config.threads, 1, 1),

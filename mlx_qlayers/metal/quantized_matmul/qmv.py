@@ -24,6 +24,7 @@ from ...runtime.spec import Spec
 from ..common.kernels import large_kernel, numbered, without
 from .qmv_config import any_units, within_memory
 from .tile import (
+    SERIAL,
     Tile,
     matrix_memory,
     matrix_registers,
@@ -105,8 +106,7 @@ def qmv(
     is that of an RMS norm of x, which has a launch of its own if ``norm_first``.
     """
     x, config = specs.x, _fitting(config, specs, fmt, gate)
-    by_threads = not config.units and config.lanes == 1
-    norm_first |= x.dtype == mx.float16 or by_threads or config.kernel == "qmm_skinny"
+    norm_first |= x.dtype == mx.float16 or config.kernel in (SERIAL, "qmm_skinny")
     if epsilon is not None and specs.partial_squares is None and norm_first:
         # Times the weight but not yet divided by its norm, x may exceed float16; and a processor
         # whose threads share nothing would norm it in each of them.
@@ -163,6 +163,7 @@ _KERNELS = {
     )
     for name, memory, held in (
         ("qmv", 0, registers),
+        (SERIAL, 0, None),
         ("qmv_matrix", matrix_memory, matrix_registers),
         ("qmv_persistent", persistent_memory, persistent_registers),
         ("qmm_skinny", skinny_memory, skinny_registers),
@@ -242,8 +243,9 @@ def _bind(
     threads, shape = config.threads, [mx.array([rows, k, *sizes], mx.int32)] * (not config.units)
     template = packed_template(fmt, specs.x.dtype, matrices[0].scales.dtype)
     template["gate"] = GATES.index(gate)
-    template["normed"] = epsilon is not None and specs.partial_squares is None
-    template["epsilon"] = unpack("i", pack("f", epsilon or 0.0))[0]
+    if config.kernel != SERIAL:
+        template["normed"] = epsilon is not None and specs.partial_squares is None
+        template["epsilon"] = unpack("i", pack("f", epsilon or 0.0))[0]
     groups = config.threadgroups(tuple(sizes), gate is not None)
     grid = groups * threads, 1, 1
     if config.kernel == "qmm_skinny":

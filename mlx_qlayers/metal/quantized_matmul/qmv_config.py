@@ -12,7 +12,7 @@ from ...formats import Format
 from ...measurements.thresholds import threshold
 from ...runtime.devices import device_of
 from ...runtime.devices.record import MAX_THREADGROUP_MEMORY, most_threads
-from .tile import Tile, matrix_registers, packed_template
+from .tile import SERIAL, Tile, matrix_registers, packed_template
 
 MAX_QMV_ROWS = 16
 # Threads of a threadgroup on the matrix units of M1 and M2.
@@ -22,17 +22,19 @@ _MOST_OF_FEW = 256
 def qmv_config(
     device: str, rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Format, kind: str = ""
 ) -> Tile:
-    """The configuration on a backend's device, of 1 to 16 rows.
+    """The configuration on a backend's device, of 1 to 16 rows, or on a CPU of any number.
 
     ``n`` counts the outputs of all matrices, and ``kind`` says what the launch does besides, for
     what was tuned: ``norm-3``, ``norm-gate``, ...
     """
     at = device_of(device)
     if not at.gpu:
-        # A thread is a loop of vector instructions: 16 floats fill the widest registers there are.
-        # Its loops over rows are not unrolled, so that one kernel does for all but the single row.
-        rows = 1 if rows == 1 else MAX_QMV_ROWS
-        return Tile("qmv", fmt.group_size, rows, outputs=4, lanes=1, ways=16, local=8)
+        # A thread dequantizes a tile for all rows, whose sums are in the nearest caches.
+        if rows > MAX_QMV_ROWS:
+            return Tile(SERIAL, fmt.group_size, 4 * MAX_QMV_ROWS, outputs=16, lanes=1, local=1)
+        if rows > 1:
+            return Tile(SERIAL, fmt.group_size, MAX_QMV_ROWS, outputs=8, lanes=1, local=2)
+        return Tile(SERIAL, fmt.group_size, 1, outputs=4, lanes=1, local=8)
     # Apple's matrix units multiply no faster than its other units: an estimate.
     if dtype != mx.float32 and (at.tensor_cores or rows > 3):
         if at.tensor_cores and (persistent := _persistent(rows, n, k, fmt, kind)):

@@ -17,9 +17,11 @@ _DECLARED = 2048
 _UNITS = {n: n for n in ("fragments", "run", "tiles", "simds_k", "ahead")} | {
     "RESIDENT": "resident"
 }
+# The kernel for processors whose threads run one by one.
+SERIAL = "qmv_serial"
 # Of each kernel its parameters, in their order, and the fields that they are.
 PARAMETERS: dict[str, dict[str, str]] = {
-    "qmv": {name: name for name in ("rows", "outputs", "run", "lanes", "ways")},
+    **{kernel: {name: name for name in ("rows", "outputs", "run")} for kernel in ("qmv", SERIAL)},
     "qmv_matrix": _UNITS | {"simds_n": "simds_n"},
     "qmv_persistent": _UNITS,
     "qmm_skinny": _UNITS
@@ -33,17 +35,16 @@ class Tile:
     """How a product of few rows is spread over threads, by whichever of its kernels.
 
     Attributes:
-        kernel: ``"qmv"`` for every processor and dtype; on the matrix units ``"qmv_matrix"``,
-            ``"qmv_persistent"``, whose SIMD groups take four runs of every row each, and
-            ``"qmm_skinny"``, of up to 128 rows.
+        kernel: ``"qmv"`` for every GPU and dtype, ``"qmv_serial"`` for CPUs; on the matrix units
+            ``"qmv_matrix"``, ``"qmv_persistent"``, whose SIMD groups take four runs of every row
+            each, and ``"qmm_skinny"``, of up to 128 rows.
         run: neighbouring elements of a row of the matrix that a thread takes at once. Of qmv a
             multiple of 16, or of 32 where ``bits`` is odd, that divides the group size; on the
             matrix units it divides K.
         rows: of qmv, those that the kernel is compiled for; a product may have fewer.
         outputs: of qmv, columns of the result that one SIMD group, or one thread, computes.
-        lanes: of qmv, threads that share the columns: 32, or 1 where threads do not run side by
-            side.
-        ways: of qmv, float32 sums that a thread keeps for each output; divides ``run``.
+        lanes: threads that share the columns: 32, or 1 where threads do not run side by side.
+        ways: of products with experts, float32 sums of a thread for each output; divides ``run``.
         local: of qmv, threads of a threadgroup; a multiple of ``lanes``.
         fragments: operands of 8 columns: rows of x, in qmv times the groups that the four lanes of
             a row of the matrix take side by side (4 * run / group_size, in NVFP4 one).
@@ -87,7 +88,7 @@ class Tile:
     @property
     def units(self) -> bool:
         """Whether it is on the matrix units."""
-        return self.kernel != "qmv"
+        return self.kernel not in ("qmv", SERIAL)
 
     @property
     def threads(self) -> int:
@@ -177,7 +178,7 @@ def persistent_memory(
 
 
 def registers(
-    *, rows: int, outputs: int, run: int, ways: int, normed: bool = False, **_: object
+    *, rows: int, outputs: int, run: int, ways: int = 1, normed: bool = False, **_: object
 ) -> int:
     """Words of the arrays of a thread of qmv: weights, sums, and squares of x or x itself."""
     weights = 2 * run if rows == 1 else outputs * run

@@ -20,7 +20,7 @@ from ..backend import BackendError, within
 from ..explain import collectors, count
 from ..launch import Bound, Launch
 from ..program import Program
-from ..source import TENSOR_OPS
+from ..source import METAL, TENSOR_OPS, without
 from ..spec import Spec
 from . import array_memory as memory
 from .compiled_kernel import DEFAULT_BUDGET, Counters, HostKernel, check_grid, compile_source
@@ -29,6 +29,8 @@ from .lint import refuse
 from .output_buffers import SMALL, SmallOutput, capsule, large_output, npy_header, small_output
 
 _PREAMBLE = '#include "mlx/backend/metal/kernels/utils.h"\n#line 1 "source.metal"\n'
+# Of the fast build, which has the functions of a file in vectors.
+_WIDE_PREAMBLE, _WIDE = "#include <metal_wide>\n" + _PREAMBLE, (METAL / "common/wide.metal",)
 _ENVIRONMENT = "MLX_QLAYERS_HOST_CHECKS"
 
 
@@ -134,12 +136,15 @@ def _compiled(program: Program, function: str, text: str, checked: bool) -> _Com
         return program.cite(message, text)
 
     def first(shared: str) -> None:
-        refuse(shared.removeprefix(_PREAMBLE))
+        refuse(shared.partition(_PREAMBLE)[2])
         _say(program.name)
 
+    preamble, given = _PREAMBLE, text
+    if not checked and (header := without(program.header, _WIDE)) != program.header:
+        preamble, given = _WIDE_PREAMBLE, text.replace(program.header, header)
     try:
         kernel = compile_source(
-            *(_PREAMBLE + text, function),
+            *(preamble + given, function),
             checked=checked,
             language=400 if TENSOR_OPS in text else 320,
             defines=_CODES if "int4b_format" in text else None,

@@ -1,0 +1,70 @@
+// What one thread of a CPU does with whole vector registers, WIDE floats at a time.
+//
+// The fast build of the host backend takes the functions of this file from its shim, which spells them in
+// the processor's instructions; the contract is the same. No GPU runs them. What includes this file includes
+// packed.metal before it.
+
+#include <metal_stdlib>
+using namespace metal;
+
+#define WIDE 16
+
+// What rows in T are multiplied as; if `rounded`, bfloat where a processor multiplies pairs of those.
+template <typename T, bool rounded>
+using wide_operand = float;
+
+// `count` elements, a multiple of WIDE, as operands.
+template <int count, typename O, typename T>
+METAL_FUNC void wide_values(thread O* to, const device T* from) {
+  for (int i = 0; i < count; i++) {
+    to[i] = O(float(from[i]));
+  }
+}
+
+// Dequantizes `count` elements of one group, from word `at` of w on.
+template <int mode, int bits, int count, typename O>
+METAL_FUNC void wide_weights(
+    thread O* to, const device uint* w, size_t at, float scale, float bias) {
+  float weights[count];
+  dequantize<mode, bits, count>(weights, w, at, scale, bias);
+  for (int i = 0; i < count; i++) {
+    to[i] = O(weights[i]);
+  }
+}
+
+// sums[i % WIDE] += a[i] * b[i]
+template <int count>
+METAL_FUNC void wide_products(thread float* sums, const thread float* a, const thread float* b) {
+  for (int i = 0; i < count; i++) {
+    sums[i % WIDE] = fma(a[i], b[i], sums[i % WIDE]);
+  }
+}
+
+// Products of `rows` rows of x with `columns` rows of w, all `stride` apart, over `depth` elements, a
+// multiple of 16: adds to WIDE sums for each pair.
+template <int rows, int columns, int stride, typename O>
+METAL_FUNC void wide_block(thread float* sums, const thread O* x, const thread O* w, int depth) {
+  for (int m = 0; m < rows; m++) {
+    for (int n = 0; n < columns; n++) {
+      thread float* to = sums + (m * columns + n) * WIDE;
+      for (int i = 0; i < depth; i++) {
+        to[i % WIDE] =
+            fma(float(x[m * stride + i]), float(w[n * stride + i]), to[i % WIDE]);
+      }
+    }
+  }
+}
+
+// The sum of WIDE sums. Added in pairs, which rounds less often than one by one.
+METAL_FUNC float wide_sum(const thread float* sums) {
+  float parts[WIDE / 2];
+  for (int i = 0; i < WIDE / 2; i++) {
+    parts[i] = sums[i] + sums[i + WIDE / 2];
+  }
+  for (int pair = WIDE / 4; pair > 0; pair /= 2) {
+    for (int i = 0; i < pair; i++) {
+      parts[i] += parts[i + pair];
+    }
+  }
+  return parts[0];
+}

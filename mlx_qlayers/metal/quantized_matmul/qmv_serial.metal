@@ -1,0 +1,166 @@
+// qmv on a CPU, whose threads run one by one: any number of rows times up to three quantized matrices,
+//
+//   y_i (M, N_i) = x (M, K) * w_i^T + bias_i,   or   gate(y_0) * y_1,   or   y_0 + residual
+//
+// A thread computes a tile, `outputs` neighbouring rows of a matrix, or half as many of both matrices of a
+// gate, for all rows of x:
+//
+//   grid (tiles, 1, 1) or more; any threadgroup; no threadgroup memory.
+//
+// For a single row it dequantizes a `run` at a time and multiplies. For more it dequantizes BYTES of each of
+// the tile's rows, and multiplies `rows` rows of x with them, four at a time; for many rows of bfloat rounded
+// to that, where the processor multiplies pairs of them.
+
+#include "epilogue.metal"
+#include "packed.metal"
+#include "common/wide.metal"
+
+#include <metal_stdlib>
+using namespace metal;
+
+// Of a row of operands: all of a tile are in the nearest cache.
+#define BYTES 1024
+// Kernels for so many rows give each row what the kernel for a single one does.
+#define EXACT_ROWS 16
+
+// A tile's rows of the matrices: where their words and scales begin.
+template <typename S, int outputs>
+struct serial_rows {
+  packed_matrix<S> matrix[outputs];
+};
+
+template <int mode, int group, int bits, int run, int outputs, typename S, typename O>
+METAL_FUNC void serial_weights(
+    thread O* to, thread const serial_rows<S, outputs>& rows, int n, int k) {
+  const device S* scales = rows.matrix[n].scales;
+  const device S* biases = rows.matrix[n].biases;
+  wide_weights<mode, bits, run>(
+      to,
+      rows.matrix[n].w,
+      size_t(k) * bits / 32,
+      decoded_scale<mode>(scales[k / group]),
+      mode == AFFINE ? float(biases[k / group]) : 0.0f);
+}
+
+template <
+    typename T,
+    typename S,
+    int mode,
+    int group,
+    int bits,
+    int gate,
+    int rows,
+    int outputs,
+    int run>
+[[kernel]] void qmv_serial(
+    const device T* x,
+    const device T* norm_weight,
+    const device T* residual,
+    const device uint* w,
+    const device S* scales,
+    const device S* biases,
+    const device T* bias,
+    const device uint* w1,
+    const device S* scales1,
+    const device S* biases1,
+    const device T* bias1,
+    const device uint* w2,
+    const device S* scales2,
+    const device S* biases2,
+    const device T* bias2,
+    constant int* shape,
+    device T* y,
+    device T* y1,
+    device T* y2,
+    uint id [[thread_position_in_grid]]) {
+  const int height = gate ? outputs / 2 : outputs;
+  int M = shape[0], K = shape[1];
+  size_t words = size_t(K) * bits / 32, groups = K / group;
+  tile_place place = place_of_tile<gate, height>(id * (gate ? 2 : 1), shape + 2, w1, w2);
+  int first = place.first, m0 = place.matrix, N = shape[2 + m0];
+  if (first >= N) {
+    return;
+  }
+  serial_rows<S, outputs> tile;
+#pragma unroll
+  for (int n = 0; n < outputs; n++) {
+    // At the edge of a matrix a tile repeats the last row, and does not store the repetitions.
+    size_t row = min(first + n % height, N - 1);
+    bool second = n >= height || m0 == 1;
+    tile.matrix[n].w = (second ? w1 : m0 == 0 ? w : w2) + row * words;
+    tile.matrix[n].scales = (second ? scales1 : m0 == 0 ? scales : scales2) + row * groups;
+    if (mode == AFFINE) {
+      tile.matrix[n].biases = (second ? biases1 : m0 == 0 ? biases : biases2) + row * groups;
+    }
+  }
+  device T* out = m0 == 0 ? y : m0 == 1 ? y1 : y2;
+  const device T* added = m0 == 0 ? bias : m0 == 1 ? bias1 : bias2;
+
+  for (int begin = 0; begin < M; begin += rows) {
+    alignas(64) float sums[rows][outputs][WIDE] = {};
+    int count = min(rows, M - begin);
+    if (rows == 1) {
+      const device T* row = x + size_t(begin) * K;
+      for (int k = 0; k < K; k += run) {
+        alignas(64) float values[run];
+        wide_values<run>(values, row + k);
+#pragma unroll
+        for (int n = 0; n < outputs; n++) {
+          alignas(64) float weights[run];
+          serial_weights<mode, group, bits, run>(weights, tile, n, k);
+          wide_products<run>(sums[0][n], values, weights);
+        }
+      }
+    } else {
+      constexpr int length = BYTES / sizeof(wide_operand<T, (rows > EXACT_ROWS)>);
+      for (int from = 0; from < K; from += length) {
+        alignas(64) wide_operand<T, (rows > EXACT_ROWS)> weights[outputs][length];
+        alignas(64) wide_operand<T, (rows > EXACT_ROWS)> values[4][length];
+        int depth = min(length, K - from);
+#pragma unroll(1)
+        for (int n = 0; n < outputs; n++) {
+          // Sums beyond the edge are of whatever is there, and are not stored.
+#pragma unroll(1)
+          for (int k = 0; k < depth && first + n % height < N; k += run) {
+            serial_weights<mode, group, bits, run>(weights[n] + k, tile, n, from + k);
+          }
+        }
+#pragma unroll(1)
+        for (int m = 0; m < count; m += 4) {
+          int four = min(4, count - m);
+#pragma unroll(1)
+          for (int i = 0; i < four; i++) {
+            const device T* row = x + size_t(begin + m + i) * K + from;
+#pragma unroll(1)
+            for (int k = 0; k < depth; k += run) {
+              wide_values<run>(values[i] + k, row + k);
+            }
+          }
+          if (four == 4) {
+            wide_block<4, outputs, length>(sums[m][0], values[0], weights[0], depth);
+          } else if (four == 3) {
+            wide_block<3, outputs, length>(sums[m][0], values[0], weights[0], depth);
+          } else if (four == 2) {
+            wide_block<2, outputs, length>(sums[m][0], values[0], weights[0], depth);
+          } else {
+            wide_block<1, outputs, length>(sums[m][0], values[0], weights[0], depth);
+          }
+        }
+      }
+    }
+#pragma unroll(1)
+    for (int m = 0; m < count; m++) {
+      // Indices that are known at compile time keep the sums of a single row in registers.
+#pragma unroll(rows == 1 ? height : 1)
+      for (int n = 0; n < height; n++) {
+        if (first + n < N) {
+          size_t at = size_t(begin + m) * N + first + n;
+          const thread float* sum = sums[rows == 1 ? 0 : m][n];
+          float other = gate ? wide_sum(sum + height * WIDE) : 0.0f;
+          out[at] = finished<T, gate>(
+              wide_sum(sum), other, first + n, at, added, bias1, residual);
+        }
+      }
+    }
+  }
+}
