@@ -23,7 +23,7 @@ from ..metal.quantized_matmul.qvm import qvm
 from ..metal.quantized_matmul.tile import Tile
 from ..options import MatmulCall, PackedMatrix
 from ..reference import quantized_matmul as reference
-from ..runtime.backend import backend
+from ..runtime.backend import backend, current
 from ..runtime.devices import device_of
 from ..runtime.program import CONSTANT_BELOW
 from ..runtime.proof import first_proven
@@ -224,9 +224,11 @@ def _product(to: Route, call: MatmulCall) -> Product:
     if kernel == QVM and rows > MAX_QMV_ROWS:
         return _in_blocks(to, call)
     if kernel == QMV:
-        # Only on a CPU there are more, which nobody measures.
-        chosen = partial(configure, "qmv") if rows <= MAX_QMV_ROWS else qmv_config
-        return single_qmv(call, chosen(path, rows, n, k, dtype, fmt))
+        # Only on a CPU there are more rows: as sixteen where a row's bits may not depend on others.
+        if rows <= MAX_QMV_ROWS or current.get().invariant:
+            few = min(rows, MAX_QMV_ROWS)
+            return single_qmv(call, configure("qmv", path, few, n, k, dtype, fmt))
+        return single_qmv(call, qmv_config(path, rows, n, k, dtype, fmt))
     if kernel == SKINNY:
         return single_qmv(call, skinny_spread(path, rows, n, k, fmt))
     if kernel == QVM:
