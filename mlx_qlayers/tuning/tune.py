@@ -88,8 +88,9 @@ def tune(
         KeyboardInterrupt: the user had enough; what was found until then is stored.
 
     Example:
-        >>> from mlx_qlayers.metal.grid_sample.record import GridSampleRecord
-        >>> record = GridSampleRecord(16, mx.float32, False, 2)
+        >>> from mlx_qlayers.formats import Format
+        >>> from mlx_qlayers.metal.quantized_matmul.records import QmvRecord
+        >>> record = QmvRecord(1, 64, 128, mx.float32, Format(64, 4))
         >>> tune(record, budget_s=1, keep=False).trials[0].problem
         ''
     """
