@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import mlx.core as mx
@@ -13,11 +11,9 @@ import pytest
 from mlx_qlayers.cli import main
 from mlx_qlayers.commands import doctor_run, examples
 from mlx_qlayers.commands.example import Example
-from mlx_qlayers.runtime import Kernel, tensor_ops
-from mlx_qlayers.runtime.launch import Launch
+from mlx_qlayers.runtime import Kernel
 from mlx_qlayers.runtime.source import METAL, OPERATIONS
 from tests.gpus import HERE, on_gpus
-from tests.machine import has_gpu
 
 # Where threads run one by one.
 ON_CPUS = {"attention_serial", "quantized_gradients_groups", "qvm", "grid_sample_gradient_x_bands"}
@@ -67,23 +63,21 @@ def test_every_kernel_is_launched(device, other, machine, monkeypatch, capsys):
     """On a stand-in, which gives zeros: so each result is wrong, and the exit code 1."""
     launched = set[str]()
 
-    def zeros(launch: Launch) -> Callable[..., list[mx.array]]:
-        shapes = zip(launch.output_shapes, launch.output_dtypes, strict=True)
-        outputs = [mx.zeros(*each) for each in shapes]
-        return lambda arrays: outputs
+    def zeros(*, output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
+        return [mx.zeros(*each) for each in zip(output_shapes, output_dtypes, strict=True)]
 
     def bind(kernel: Kernel, *given: Any, **options: Any) -> Any:
         launched.add(kernel.function or kernel.name)
         return original(kernel, *given, **options)
 
-    machine(device)
-    has_gpu(monkeypatch, "sm_90" if device == "cuda" else "")
-    original = Kernel.bind
+    machine.apple() if device == "metal" else machine.nvidia()
+    original, of_mlx = Kernel.bind, mx.fast.metal_kernel
+
+    def made(name: str, **given: Any) -> Any:
+        return of_mlx(name=name, **given) if name.startswith("defines") else zeros
+
+    monkeypatch.setattr(mx.fast, f"{device}_kernel", made)
     monkeypatch.setattr(Kernel, "bind", bind)
-    why = None if device == "metal" else "there is no Apple GPU"
-    monkeypatch.setattr(tensor_ops, "missing", lambda: why)
-    monkeypatch.setattr(tensor_ops, "missing_codes", lambda: why)
-    monkeypatch.setattr(import_module(f"mlx_qlayers.runtime.{device}"), "bind", zeros)
     # The losses of a layer's outputs are composed of others' products, and of MLX's.
     families = sorted(set(examples._FAMILIES) - {"linear_cross_entropy"})
     assert main(["doctor", "--one-process", "--only", *families]) == 1

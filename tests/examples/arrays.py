@@ -142,7 +142,6 @@ def _accurate(
 
 
 Answer = tuple[str, Any]
-_NO_VALUE = re.compile(r"^\[convert\]|to unpack|truth value")
 _NOT_OURS = re.compile(r"^\[(?!convert)\w+|incompatible function arguments|has no attribute")
 
 

@@ -12,9 +12,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from mlx_qlayers import convert_model, revert_model, use_backend
+from mlx_qlayers import convert_model, explain, revert_model, use_backend
 from mlx_qlayers.conversion.plan import counterpart_of, stock_of
-from mlx_qlayers.layers import switch_linear
 from mlx_qlayers.layers.switch_linear import QSwitchLinear
 from mlx_qlayers.runtime import trace
 from tests.numerics import assert_same_sums, random
@@ -73,18 +72,18 @@ def test_counterparts():
 
 def test_tokens_on_a_gpu_go_to_the_stock_layer_undispatched(machine, monkeypatch):
     """Where ``auto`` would take the stock operator, a token does not wait for the dispatcher."""
-    layer, x, chosen = QSwitchLinear(64, 8, 2, False), mx.ones((1, 64)), mx.array([0, 0, 1, 1])
-    calls = []
-    monkeypatch.setattr(switch_linear, "gather_qmm", lambda *a, **k: calls.append(k) or a[0])
-    for found, tokens, ours in (("metal", 4, 0), ("cuda", 1, 0), ("cuda", 2, 1)):
-        machine(found)
-        calls.clear()
-        layer(mx.ones((tokens, 64)), mx.concatenate([chosen] * tokens))
-        assert len(calls) == ours
-    machine("host")
-    with use_backend("host"):
-        layer(x, chosen)
-    assert len(calls) == 2
+    layer, chosen = QSwitchLinear(64, 8, 2, False), mx.array([0, 0, 1, 1])
+
+    def zeros(*, output_shapes, output_dtypes, **_):
+        return [mx.zeros(*each) for each in zip(output_shapes, output_dtypes, strict=True)]
+
+    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **_: zeros)
+    cases = ("metal", 4, False), ("cuda", 1, False), ("cuda", 2, True), ("host", 1, True)
+    for device, tokens, ours in cases:
+        machine(device)
+        explain(reset=True)
+        mx.eval(layer(mx.ones((tokens, 1, 1, 64)), mx.broadcast_to(chosen, (tokens, 4))))
+        assert ("gather_qmm" in {decision.op for decision in explain()}) == ours, device
 
 
 @pytest.mark.parametrize("tokens", [3, 40])

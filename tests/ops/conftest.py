@@ -7,24 +7,20 @@ import pytest
 
 from mlx_qlayers import use_backend
 from mlx_qlayers.reference import attention as reference
-from mlx_qlayers.runtime import backend as backends
-from mlx_qlayers.runtime.proof import trial
 from tests.examples.arrays import running
 from tests.gpus import GPUS
 
 
 @pytest.fixture
-def on(monkeypatch):
+def on(machine, monkeypatch):
     """Let ``auto`` choose as on a GPU of a kind; what is computed is on this machine."""
 
     def on(device):
         monkeypatch.setattr(mx, "default_device", lambda: SimpleNamespace(type=mx.gpu))
-        for name in ("metal", "cuda"):
-            why = None if name == device else "not in this test"
-            monkeypatch.setitem(backends.missing, name, lambda why=why: why)
+        machine(device, "host")
 
     reference._window_mask.cache_clear()
-    with use_backend("auto"), trial():
+    with use_backend("auto"):
         yield on
     reference._window_mask.cache_clear()
 
