@@ -1,19 +1,19 @@
-// What one thread of a CPU does with whole vector registers, WIDE floats at a time.
+// Operations of one thread of a CPU on whole vector registers, WIDE floats at a time.
 //
-// The fast build of the host backend takes the functions of this file from its shim, which spells them in
-// the processor's instructions; the contract is the same. No GPU runs them. What includes this file includes
-// packed.metal before it.
+// The fast build of the host backend takes the functions of this file from its shim, which implements them by
+// the processor's vector instructions; the contract is the same. No GPU runs them. packed.metal has to be
+// included before this file.
 
 #include <metal_stdlib>
 using namespace metal;
 
 #define WIDE 16
 
-// What rows in T are multiplied as; if `rounded`, bfloat where a processor multiplies pairs of those.
+// The type in which rows in T are multiplied; if `rounded`, bfloat on processors that multiply pairs of those.
 template <typename T, bool rounded>
 using wide_operand = float;
 
-// `count` elements, a multiple of WIDE, as operands.
+// Loads `count` elements, a multiple of WIDE, as operands.
 template <int count, typename O, typename T>
 METAL_FUNC void wide_values(thread O* to, const device T* from) {
   for (int i = 0; i < count; i++) {

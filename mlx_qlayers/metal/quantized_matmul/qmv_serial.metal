@@ -7,9 +7,9 @@
 //
 //   grid (tiles, 1, 1) or more; any threadgroup; no threadgroup memory.
 //
-// For a single row it dequantizes a `run` at a time and multiplies. For more it dequantizes BYTES of each of
-// the tile's rows, and multiplies `rows` rows of x with them, four at a time; for many rows of bfloat rounded
-// to that, where the processor multiplies pairs of them.
+// For a single row it dequantizes and multiplies one `run` at a time. For more rows it dequantizes BYTES of each
+// row of the tile, and multiplies `rows` rows of x with them, four at a time; for many rows of bfloat the weights
+// are rounded to bfloat, if the processor multiplies pairs of those.
 
 #include "epilogue.metal"
 #include "packed.metal"
@@ -18,9 +18,9 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// Of a row of operands: all of a tile are in the nearest cache.
+// Bytes of a row of operands: those of a tile fit into the nearest cache.
 #define BYTES 1024
-// Kernels for so many rows give each row what the kernel for a single one does.
+// Kernels for up to so many rows give each row the bits that the kernel for a single row gives.
 #define EXACT_ROWS 16
 
 // A tile's rows of the matrices: where their words and scales begin.
@@ -119,7 +119,7 @@ template <
         int depth = min(length, K - from);
 #pragma unroll(1)
         for (int n = 0; n < outputs; n++) {
-          // Sums beyond the edge are of whatever is there, and are not stored.
+          // Sums beyond the edge are undefined, and are not stored.
 #pragma unroll(1)
           for (int k = 0; k < depth && first + n % height < N; k += run) {
             serial_weights<mode, group, bits, run>(weights[n] + k, tile, n, from + k);
