@@ -11,9 +11,9 @@ import mlx.core as mx
 
 from ...dispatch import Choice, Gradient, Operation, Plan, dispatch
 from ...formats import Format
-from ...runtime.backend import Mode, mode
+from ...runtime.backend import Mode, backend, mode
 from ...runtime.spec import Spec
-from ...runtime.transformed import without_derivative
+from ...runtime.transformed import has_values, without_derivative
 from ..signature import Signature
 from .blocks import Blocks, Head, on_cpu, product
 
@@ -174,7 +174,9 @@ def _plan_rows(arrays: Arrays, fmt: Format | None, smoothing: float, softcap: fl
 
     def blocks(x: mx.array, targets: mx.array, *head: Any) -> Blocks:
         weight, scales, biases, bias = head
-        made = Head(weight, scales, biases, bias, fmt, softcap, dtype)
+        there = [a for a in (x, targets, *head) if a is not None]
+        at_once = backend() == "host" and fmt is not None and has_values(there)
+        made = Head(weight, scales, biases, bias, fmt, softcap, dtype, at_once)
         return Blocks(x.astype(dtype), targets, made, smoothing)
 
     def run(*given: Any) -> list[mx.array]:
@@ -198,8 +200,9 @@ def _plan_rows(arrays: Arrays, fmt: Format | None, smoothing: float, softcap: fl
         gradients.append(Gradient((3, 4), once(partial(_of_words, _of_groups, (3, 4)))))
     if bias is not None:
         gradients.append(Gradient((5,), once(partial(_of_words, _of_bias, (5,)))))
-    why = "on a CPU, MLX's products of unpacked blocks wait for their turn"
-    choice = Choice("linear_cross_entropy", "reference", why) if on_cpu() else None
+    why = "on a CPU, blocks of a dense matrix are MLX's products"
+    by_mlx = on_cpu() and (fmt is None or backend() == "reference")
+    choice = Choice("linear_cross_entropy", "reference", why) if by_mlx else None
     return Plan(choice, run, gradients)
 
 
@@ -211,7 +214,7 @@ def _of_x(blocks: Blocks, dy: mx.array, lse: mx.array, given: Arrays) -> list[mx
             now = blocks.after(state)
             g = now.slopes(rows, words, lse, now.head.dtype)
             dx = dx + now.head.part(words).times(g, False).astype(mx.float32)
-            state = [dx]
+            (dx,) = state = blocks.there([dx])
         # Times what may be tiny behind the product: half precision holds more of it.
         found.append((dx * dy[rows]).astype(given[0].dtype))
     return [mx.concatenate(found)]
@@ -232,7 +235,7 @@ def _of_words(
             now = blocks.after(state)
             g = now.slopes(rows, words, lse)
             made = parts(now.head.part(words), g, now.x[rows], dy[rows])
-            sums = state = [a + b for a, b in zip(sums, made, strict=True)]
+            sums = state = blocks.there([a + b for a, b in zip(sums, made, strict=True)])
         state = [some.astype(given[i].dtype) for i, some in zip(of, sums, strict=True)]
         found.append(state)
     return [mx.concatenate(list(each)) for each in zip(*found, strict=True)]

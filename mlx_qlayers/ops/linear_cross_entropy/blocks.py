@@ -26,6 +26,7 @@ class Head(NamedTuple):
         fmt: that of a quantized matrix, else None.
         softcap: of the logits, or None.
         dtype: of products.
+        at_once: on a CPU, launch kernels, which compute at once.
     """
 
     weight: mx.array
@@ -35,6 +36,7 @@ class Head(NamedTuple):
     fmt: Any
     softcap: float | None
     dtype: mx.Dtype
+    at_once: bool = False
 
     def holding(self, *arrays: Any) -> Head:
         """The same with other arrays."""
@@ -51,8 +53,8 @@ class Head(NamedTuple):
         if self.fmt is None:
             dense = self.weight.astype(self.dtype)
             y = product(rows, dense.T if transpose else dense)
-        elif on_cpu():
-            # Launches compute at once, where these wait for their turn.
+        elif on_cpu() and not self.at_once:
+            # Where kernels cannot run, as mx.compile traces.
             y = by_reference(transpose, self.fmt)(rows, *packed)
         else:
             given = rows, *packed, None, None
@@ -142,13 +144,24 @@ class Blocks(NamedTuple):
         Else MLX begins blocks side by side, and ``mx.compile`` keeps what the gradients have in
         common with the losses, such as all unpacked blocks of the matrix.
         """
-        if not before:
+        if not before or self.head.at_once:
             return self
         arrays: tuple[Any, ...] = self.x, self.targets, *self.head[:4]
         held: Iterator[Any] = iter(mx.depends([a for a in arrays if a is not None], list(before)))
         made: list[Any] = [a if a is None else next(held) for a in arrays]
         x, targets, *head = made
         return self._replace(x=x, targets=targets, head=self.head.holding(*head))
+
+    def there(self, sums: list[mx.array]) -> list[mx.array]:
+        """The same float32 numbers, with values where kernels compute at once.
+
+        Inside of ``mx.grad`` an array holds all that it was computed from, even with a value.
+        """
+        if not self.head.at_once:
+            return sums
+        import numpy as np  # which the import of this package does not wait for
+
+        return [mx.array(np.array(each)) for each in sums]
 
     def losses(self) -> list[mx.array]:
         """Of each row the loss, and the logarithm of the sum of all exponentials."""
@@ -166,7 +179,7 @@ class Blocks(NamedTuple):
                 if share:
                     score = score + share * z.sum(axis=1)
                 lse = mx.logaddexp(lse, mx.logsumexp(z, axis=1))
-                state = [lse, score]
+                lse, score = state = self.there([lse, score])
             found.append([lse - score, lse])
         return [mx.concatenate(list(each)) for each in zip(*found, strict=True)]
 
