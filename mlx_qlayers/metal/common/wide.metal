@@ -41,7 +41,7 @@ METAL_FUNC void wide_products(thread float* sums, const thread float* a, const t
 }
 
 // Products of `rows` rows of x with `columns` rows of w, all `stride` apart, over `depth` elements, a
-// multiple of 16: adds to WIDE sums for each pair.
+// multiple of 16, of bfloat of 32: adds to WIDE sums for each pair.
 template <int rows, int columns, int stride, typename O>
 METAL_FUNC void wide_block(thread float* sums, const thread O* x, const thread O* w, int depth) {
   for (int m = 0; m < rows; m++) {

@@ -30,7 +30,7 @@ def qmv_config(
     at = device_of(device)
     if not at.gpu:
         # A thread dequantizes a tile for all rows, whose sums are in the nearest caches.
-        if rows > MAX_QMV_ROWS:
+        if rows > MAX_QMV_ROWS and k % 32 == 0:  # whole vectors of bfloat
             return Tile(SERIAL, fmt.group_size, 4 * MAX_QMV_ROWS, outputs=16, lanes=1, local=1)
         if rows > 1:
             return Tile(SERIAL, fmt.group_size, MAX_QMV_ROWS, outputs=8, lanes=1, local=2)

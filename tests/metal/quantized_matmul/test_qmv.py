@@ -340,6 +340,19 @@ def test_rows_do_not_depend_on_their_number():
         assert mx.array_equal(by_kernel(x[:rows], packed, AFFINE), whole[:rows])
 
 
+@pytest.mark.parametrize(
+    ("rows", "fmt", "groups"), [(17, AFFINE, 20), (70, Format(16, 4, "nvfp4"), 3)]
+)
+@pytest.mark.parametrize("checked", [False, True])
+def test_many_rows_on_a_cpu(rows, fmt, groups, checked):
+    """Long rows and odd ones; a processor that multiplies pairs of bfloat rounds weights to it."""
+    x, packed = sample(np.random.default_rng(rows), rows, 41, groups, fmt, mx.bfloat16)
+    with checks(checked), trace() as launches:
+        y = by_kernel(x, packed, fmt)
+    check_product(y, x, packed, fmt)
+    assert [each.kernel.rpartition("_")[0] for each in launches] == ["qmv_serial"]
+
+
 def test_one_launch_of_whole_threadgroups():
     x, packed = sample(np.random.default_rng(7), 2, 41, 3, AFFINE, mx.float32)
     with trace() as launches, use_backend("host"):
