@@ -91,10 +91,14 @@ def kept(layers: int, recompute: bool, whole: bool) -> float:
 
     traced = mx.compile(run, inputs=[model.state], outputs=[model.state])
     mx.eval(model.parameters(), traced())
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    mx.eval(traced())
-    return mx.get_peak_memory() - before
+    peaks = []
+    for _ in range(3):  # a thread that is late to free an array adds it
+        mx.synchronize()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(traced())
+        peaks.append(mx.get_peak_memory() - before)
+    return min(peaks)
 
 
 def test_what_a_layer_keeps():
