@@ -112,4 +112,5 @@ def test_what_a_layer_keeps():
             )
     finally:
         mx.set_memory_limit(limit)
-    assert inputs < 1.1 and ours < 0.65 * stock
+    # A second array of that width would be one more; threads that free late add some tenths.
+    assert inputs < 1.5 and ours < 0.65 * stock
