@@ -16,7 +16,13 @@ from mlx_qlayers.runtime.source import METAL, OPERATIONS
 from tests.gpus import HERE, on_gpus
 
 # Where threads run one by one.
-ON_CPUS = {"attention_serial", "quantized_gradients_groups", "qvm", "grid_sample_gradient_x_bands"}
+ON_CPUS = {
+    "attention_serial",
+    "qmv_serial",
+    "quantized_gradients_groups",
+    "qvm",
+    "grid_sample_gradient_x_bands",
+}
 # On Apple GPUs the depth of a product is not divided without tuning, and stock operators take rows.
 ON_CUDA = {
     "qmm_sum",
