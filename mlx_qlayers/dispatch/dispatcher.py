@@ -8,7 +8,7 @@ moves when measured results change. Plans are kept in one bounded, thread-safe c
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import itemgetter
 from types import NoneType
 from typing import Any, NamedTuple, cast
@@ -36,6 +36,7 @@ from ..runtime.threads import here
 from ..runtime.transformed import has_values
 from .choice import Choice
 from .gradients import Gradient, Outputs, differentiable, gradient_of
+from .mapped import Batched, run_mapped, wrap_vmap
 from .measurements import unasked, untuned
 from .prover import plan_of, proven
 
@@ -43,6 +44,8 @@ from .prover import plan_of, proven
 MAX_PLANS = 4096
 # Of one operation, by shapes, in front of that cache.
 MAX_RECENT = 64
+
+wrap_vmap()
 
 
 class Plan(NamedTuple):
@@ -74,6 +77,8 @@ class Operation:
             with, where numbers of any kind would mean nothing.
         besides: from what launches give, arrays and the static arguments to two lists: of what else
             than the results is in it, and the same in MLX's operators.
+        batched: from arrays and the axes that ``mx.vmap`` maps of them to whether one call does for
+            all, of which these are the first axes.
 
     Example:
         >>> from mlx_qlayers.dispatch import Operation, Plan, choose, dispatch
@@ -83,7 +88,7 @@ class Operation:
         6.0
     """
 
-    __slots__ = ("besides", "compiled", "name", "plan", "recent", "sample")
+    __slots__ = ("batched", "besides", "compiled", "name", "plan", "recent", "sample")
 
     def __init__(
         self,
@@ -92,14 +97,16 @@ class Operation:
         compiled: bool = False,
         sample: Callable[..., list[Any]] | None = None,
         besides: Callable[..., tuple[list[mx.array], list[mx.array]]] | None = None,
+        batched: Batched | None = None,
     ) -> None:
         self.name, self.plan, self.compiled = name, plan, compiled
-        self.sample, self.besides = sample, besides
+        self.sample, self.besides, self.batched = sample, besides, batched
         # By shapes, the last plan and the rest of its key: half of what the whole key's hash costs.
         self.recent: dict[Any, tuple[tuple[Any, ...], _Prepared]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.name, self.plan, self.compiled, self.sample, self.besides)
+        fields = self.name, self.plan, self.compiled, self.sample, self.besides, self.batched
+        return type(self), fields
 
 
 class _Prepared(NamedTuple):
@@ -222,6 +229,14 @@ def _prepare(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]
     now = current.get().mode
     if now is Mode.EAGER and operation.compiled and _can_compile():
         return _compiled(operation, static, specs)
+    if now is Mode.MAPPED:
+        with mode(Mode.TRANSFORMED):
+            _planned(operation, static, specs)  # for its checks
+
+        def again(*arrays: Any) -> Any:
+            return dispatch(operation, arrays, static)
+
+        return _Prepared(partial(run_mapped, operation.name, again, operation.batched), ())
     plan = _planned(operation, static, specs)
     rows = _row(plan.choice)
     on_host = plan.choice is not None and plan.choice.path == "host"

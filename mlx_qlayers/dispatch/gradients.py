@@ -67,7 +67,7 @@ def differentiable(
     node = build(lambda given: forward(*expanded(given)), _at(gradients, there, expanded))
 
     def run(*arrays: Any) -> Outputs:
-        held = dict(zip(frozen, _no_gradient(op, [arrays[i] for i in frozen]), strict=True))
+        held = dict(zip(frozen, frozen_arrays(op, [arrays[i] for i in frozen]), strict=True))
         return node([held.get(i, arrays[i]) for i in there])
 
     return run
@@ -151,7 +151,7 @@ def _computed_once(
     return cache(once)
 
 
-def _no_gradient(op: str, arrays: list[mx.array]) -> list[mx.array]:
+def frozen_arrays(op: str, arrays: list[mx.array]) -> list[mx.array]:
     """The arrays, which raise where somebody asks for the gradient of one."""
     if not arrays:
         return arrays

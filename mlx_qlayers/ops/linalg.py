@@ -27,8 +27,8 @@ def cholesky(a: mx.array, *, upper: bool = False, check: bool = True) -> mx.arra
         a: (..., N, N) float32, of which one triangle is read: the lower, or the upper if ``upper``.
         upper: give R of A = R^T R instead of L of A = L L^T.
         check: wait for the result and raise where a matrix is not positive definite. Otherwise, and
-            inside ``mx.compile``, its factor is NaN from the row and column of the first leading
-            minor that is not positive. NaN in A gives NaN, and no error.
+            inside ``mx.compile`` or ``mx.vmap``, its factor is NaN from the row and column of the
+            first leading minor that is not positive. NaN in A gives NaN, and no error.
 
     Returns:
         (..., N, N) float32, zero in the other triangle. It can be differentiated once.
@@ -332,9 +332,9 @@ _DIFFERENCE = Signature("""
     a: float32 (..., N, K)
     x: float32 (..., K, M)
 """)
-_CHOLESKY = Operation("cholesky", _plan_cholesky, sample=_sample)
+_CHOLESKY = Operation("cholesky", _plan_cholesky, sample=_sample, batched=lambda *_: True)
 _SOLVE = Operation("solve_triangular", _plan_solve, sample=_sample)
-_QR = Operation("qr", _plan_qr)
+_QR = Operation("qr", _plan_qr, batched=lambda *_: True)
 _SUBTRACT = Operation("subtract_product", _plan_subtract)
 
 

@@ -217,7 +217,14 @@ _TAKES = Signature("""
     w: uint32 (..., N, W)
 """)
 _BIAS = Signature("bias: any (N,) or None")
-QUANTIZED_MATMUL = Operation("quantized_matmul", _plan, compiled=True)
+
+
+def _rows_alone(arrays: Sequence[Any], axes: Sequence[int | None]) -> bool:
+    """Whether ``mx.vmap`` gives one matrix more rows."""
+    return arrays[1].ndim == 2 and not any(axis is not None for axis in axes[1:])
+
+
+QUANTIZED_MATMUL = Operation("quantized_matmul", _plan, compiled=True, batched=_rows_alone)
 _GRADIENT_OF_X = Operation("quantized_matmul, gradient of x", _plan_gradient_of_x)
 SCALES_AND_BIASES_GRADIENT = Operation(
     "quantized_matmul, gradient of scales and biases", _plan_scales_and_biases

@@ -37,7 +37,8 @@ class Mode(Enum):
     EAGER = "a call from Python, which may be differentiated"
     COMPILED = "one operation that mx.compile traces, to be evaluated only"
     INFERENCE = "part of a larger graph that is evaluated only"
-    TRANSFORMED = "inside somebody's mx.grad, mx.compile or mx.vmap"
+    TRANSFORMED = "inside somebody's mx.grad or mx.compile"
+    MAPPED = "inside somebody's mx.vmap"
     GRADIENT = "inside a vjp of this package"
 
     __hash__ = object.__hash__  # Enum's own is a Python function, and contexts key every call

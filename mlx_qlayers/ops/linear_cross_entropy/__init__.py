@@ -62,7 +62,7 @@ def linear_cross_entropy(
     Returns:
         float32: (...) or, reduced, (). The mean of no rows is NaN. It can be differentiated once,
         by ``x``, ``weight``, ``scales``, ``biases``, ``bias`` and ``mask``. Of more than one block
-        ``mx.vmap`` and ``mx.jvp`` raise.
+        ``mx.jvp`` raises.
 
     Raises:
         ValueError: an argument has a shape, dtype or value that does not fit; it is named.
