@@ -107,7 +107,7 @@ def _plan(arrays: Sequence[Spec], strided: bool) -> Plan:
     return Plan(choice, run, (Gradient((0,), gradient),), mx.exp)
 
 
-_EXP = Operation("exp", _plan, batched=lambda *_: True)
+_EXP = Operation("exp", _plan)
 
 
 def examples() -> Iterator[tuple[str, dict[str, Any], Sequence[str]]]:
