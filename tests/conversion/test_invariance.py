@@ -56,6 +56,7 @@ def by_parts(model: nn.Module, kind: str, tokens: list[int], sizes: list[int]) -
 )
 def test_the_same_bits_alone_in_chunks_and_in_a_batch(name, kind):
     """Of 64 texts of several lengths: parts of 1 to 16 tokens, then a batch that others leave."""
+    explain(reset=True)
     model, rng = converted(name), random.Random(name + kind)
     texts = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(8, 20))] for _ in range(TEXTS)]
     wanted, held = [alone(model, kind, text) for text in texts[:24]], []
