@@ -90,7 +90,7 @@ def timed(monkeypatch):
 def test_a_conversion_measures_the_models_shapes_and_uses_and_tells_what_it_found(
     tiny_model, monkeypatch
 ):
-    monkeypatch.setattr(calibrate, "__defaults__", (20.0,))
+    monkeypatch.setattr(calibrate, "__defaults__", (120.0,))
     monkeypatch.setattr(QmvRecord, "sizes_measured", (1, 8))
     model = load_stock(str(tiny_model))[0]
     mx.random.seed(7)
