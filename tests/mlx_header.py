@@ -1,6 +1,7 @@
-"""Parses the header of MLX's compiled functions once for all of them.
+"""Has g++, which MLX runs on a CPU for each new compiled function, parse MLX's header once.
 
-On a CPU ``mx.compile`` runs g++ for each new function, and two thirds of that time is one header.
+That is two thirds of its time. And a library gets its name when it is whole: another process loads
+a library as soon as a file has that name, which the linker writes for a while.
 """
 
 import os
@@ -15,6 +16,13 @@ import mlx.core as mx
 import pytest
 
 HEADER = "mlx/backend/cpu/compiled_preamble.h"
+WHOLE = """#!/bin/sh
+for library; do :; done
+case $library in
+  *.so) part=$(dirname "$library")/.$$; {gcc} "$@" -o "$part" && mv "$part" "$library" ;;
+  *) exec {gcc} "$@" ;;
+esac
+"""
 
 
 def precompiled() -> Path:
@@ -38,8 +46,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") == "no" or hasattr(config, "workerinput"):
         return
     include, target = Path(mx.__file__).parent / "include", precompiled()
-    if sys.platform != "linux" or not shutil.which("g++") or not (include / HEADER).exists():
+    gcc = shutil.which("g++")
+    if sys.platform != "linux" or gcc is None or not (include / HEADER).exists():
         return
+    folder = tempfile.mkdtemp(prefix="mlx-qlayers-gcc-")
+    config.add_cleanup(lambda: shutil.rmtree(folder))
+    Path(folder, "g++").write_text(WHOLE.format(gcc=gcc))
+    Path(folder, "g++").chmod(0o755)
+    os.environ["PATH"] = os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
     thread = threading.Thread(target=precompile, args=(include, target))
     thread.start()
 
