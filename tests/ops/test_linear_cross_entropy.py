@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from mlx_qlayers import linear_cross_entropy, log_probabilities, use_backend
-from mlx_qlayers.ops.linear_cross_entropy.blocks import ROWS, WORDS
+from mlx_qlayers.ops import linear_cross_entropy as package
+from mlx_qlayers.ops.linear_cross_entropy import blocks
+from mlx_qlayers.ops.linear_cross_entropy.blocks import ROWS, STEP, WORDS, Blocks
 from tests.numerics import assert_accurate, assert_same_sums, to64
 
 NAMES = "x", "weight", "bias"
@@ -71,7 +73,7 @@ def given_gradients(function, arrays, up):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_logits_are_never_in_memory_as_a_whole(packed, compiled):
-    rows, words, width = 512, 40 * WORDS + 3, 32
+    rows, words, width = 512, 20 * WORDS + 3, 32
     x, targets = mx.random.normal((rows, width)), mx.random.randint(0, words, (rows,))
     weight = mx.random.normal((words, width))
     head = mx.quantize(weight, 32, 4) if packed else (weight,)
@@ -90,6 +92,66 @@ def test_logits_are_never_in_memory_as_a_whole(packed, compiled):
     peak = mx.get_peak_memory() - before
     # Some arrays of the blocks that MLX's queue holds, and the gradient of the matrix.
     assert peak < 12 * rows * WORDS * 4 + 2 * weight.nbytes < rows * words * 4
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_words_below_rounding_and_rows_that_do_not_count_are_left_out(dtype, monkeypatch):
+    """The second block has no probability, the third one that of its targets."""
+    rows, words, asked = 3 * STEP, 3 * WORDS, []
+    mx.random.seed(3)
+    x, weight = mx.random.normal((rows, 32)).astype(dtype), mx.random.normal((words, 32))
+    weight = (weight / 4).astype(dtype)
+    bias = mx.repeat(mx.array([0.0, -60, -60]), WORDS)
+    targets = mx.random.randint(0, WORDS, (rows,))
+    targets[:9] += 2 * WORDS
+    mask = mx.arange(rows) < STEP - 3
+    of = partial(of_logits, targets, mask, 0, None, "mean")
+    slopes = Blocks.slopes
+
+    def seen(self, some, words, *rest):
+        asked.append((words.start // WORDS, self.x[some].shape[0]))
+        return slopes(self, some, words, *rest)
+
+    monkeypatch.setattr(Blocks, "slopes", seen)
+
+    def ours(x):
+        return linear_cross_entropy(x, targets, weight, bias=bias, mask=mask)
+
+    found = mx.grad(ours)(x)
+    assert asked == [(0, STEP), (2, STEP)]
+    assert_gradient(found, of, x, weight, bias)
+
+
+def assert_gradient(found, of, x, *others):
+    """That of the first array is MLX's in float64, as far as MLX's in float32 is."""
+    exact = [a.astype(mx.float64) for a in (x, *others)]
+    with mx.stream(mx.cpu):
+        truth = to64(mx.grad(of)(*exact))
+    assert_accurate(found, truth, mx.grad(of)(x, *others), terms=np.abs(truth).max())
+
+
+def test_blocks_of_a_gpu_are_no_more_than_two(monkeypatch):
+    """As they are computed there, by MLX's operators here: the peak is that of fewer blocks."""
+    for module in (blocks, package):
+        monkeypatch.setattr(module, "on_cpu", lambda: False)
+    rows, width, found = 128, 32, []
+    x = mx.random.normal((rows, width)) / width
+    with use_backend("reference"):
+        for count in (5, 9):
+            words = 4 * WORDS * count
+            weight, targets = mx.random.normal((words, width)), mx.random.randint(0, words, (rows,))
+            gradient = mx.grad(partial(linear_cross_entropy, targets=targets, weight=weight))
+            mx.eval(x, weight, targets)
+            mx.clear_cache()
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
+            dx = gradient(x)
+            mx.eval(dx)
+            found.append(mx.get_peak_memory() - before)
+    assert found[1] < 1.1 * found[0]
+    assert_gradient(
+        dx, partial(of_logits, targets, None, 0, None, "mean"), x, weight, mx.zeros(words)
+    )
 
 
 def test_transformations():

@@ -15,7 +15,7 @@ from ...runtime.backend import Mode, backend, mode
 from ...runtime.spec import Spec
 from ...runtime.transformed import has_values, without_derivative
 from ..signature import Signature
-from .blocks import Blocks, Head, on_cpu, product
+from .blocks import Blocks, Head, added, in_one_pass, on_cpu, product
 
 
 def linear_cross_entropy(
@@ -167,15 +167,14 @@ Arrays = Sequence[Any]
 def _plan_rows(arrays: Arrays, fmt: Format | None, smoothing: float, softcap: float | None) -> Plan:
     x, _, weight, scales, biases, bias = arrays
     if not x.size:
-        return Plan(None, lambda *_: [mx.zeros((0,)), mx.zeros((0,))])
+        return Plan(None, lambda *_: [mx.zeros((0,))] * 3)
     given = [a for a in (x, scales if fmt else weight, biases) if a is not None]
     floats = [a.dtype for a in given if a.dtype != mx.uint8]
     dtype = mx.float32 if on_cpu() else mx.result_type(*(mx.array(0, d) for d in floats))
 
     def blocks(x: mx.array, targets: mx.array, *head: Any) -> Blocks:
         weight, scales, biases, bias = head
-        there = [a for a in (x, targets, *head) if a is not None]
-        at_once = backend() == "host" and fmt is not None and has_values(there)
+        at_once = has_values([a for a in (x, targets, *head) if a is not None])
         made = Head(weight, scales, biases, bias, fmt, softcap, dtype, at_once)
         return Blocks(x.astype(dtype), targets, made, smoothing)
 
@@ -184,11 +183,13 @@ def _plan_rows(arrays: Arrays, fmt: Format | None, smoothing: float, softcap: fl
             return blocks(*given).losses()
 
     def once(compute: Callable[..., list[mx.array]]) -> Callable[..., list[mx.array]]:
-        """The logarithms are a result, whose own cotangent is nowhere: no second derivative."""
+        """What is no loss has a cotangent that goes nowhere: no second derivative."""
 
         def gradient(given: Arrays, cotangents: Arrays, outputs: Arrays) -> list[mx.array]:
             there = [a for a in (*given, *cotangents, *outputs) if a is not None]
-            call = partial(compute, blocks(*given), cotangents[0][:, None], outputs[1], given)
+            made = blocks(*given)
+            made = made if has_values(there) else made.later()
+            call = partial(compute, made, cotangents[0][:, None], outputs, given)
             return without_derivative(call, there)
 
         return gradient
@@ -206,15 +207,24 @@ def _plan_rows(arrays: Arrays, fmt: Format | None, smoothing: float, softcap: fl
     return Plan(choice, run, gradients)
 
 
-def _of_x(blocks: Blocks, dy: mx.array, lse: mx.array, given: Arrays) -> list[mx.array]:
+def _of_x(blocks: Blocks, dy: mx.array, outputs: Arrays, given: Arrays) -> list[mx.array]:
+    loss, lse, shares = outputs
+    counted = blocks.counted(dy, loss, shares, given[0].dtype)
+    blocks, lse = blocks.apart(lse)
     found, state = [], list[mx.array]()
     for rows in blocks.rows:
-        dx = mx.array(0.0)
+        dx = mx.zeros((rows.stop - rows.start, blocks.x.shape[1]))
         for words in blocks.words:
-            now = blocks.after(state)
-            g = now.slopes(rows, words, lse, now.head.dtype)
-            dx = dx + now.head.part(words).times(g, False).astype(mx.float32)
-            (dx,) = state = blocks.there([dx])
+            now, some = blocks.after(state), counted(rows, words)
+            if some is None:
+                continue
+            g = now.slopes(some, words, lse, now.head.dtype)
+            part = now.head.part(words).times(g, False)
+            if some is rows:
+                dx = in_one_pass(added)(dx, part)
+            else:
+                dx = dx.at[some - rows.start].add(part.astype(mx.float32))
+            (dx,) = state = blocks.in_turn([dx], state)
         # Times what may be tiny behind the product: half precision holds more of it.
         found.append((dx * dy[rows]).astype(given[0].dtype))
     return [mx.concatenate(found)]
@@ -225,18 +235,26 @@ Parts = Callable[[Head, mx.array, mx.array, mx.array], list[mx.array]]
 
 
 def _of_words(
-    parts: Parts, of: Sequence[int], blocks: Blocks, dy: mx.array, lse: mx.array, given: Arrays
+    parts: Parts, of: Sequence[int], blocks: Blocks, dy: mx.array, outputs: Arrays, given: Arrays
 ) -> list[mx.array]:
     """The gradients of what belongs to words."""
+    loss, lse, shares = outputs
+    counted = blocks.counted(dy, loss, shares, given[0].dtype)
+    blocks = blocks if on_cpu() else blocks.later()
     found, state = [], list[mx.array]()
     for words in blocks.words:
-        sums = [mx.array(0.0)] * len(of)
+        sums = [mx.zeros((1,) * given[i].ndim) for i in of]
         for rows in blocks.rows:
-            now = blocks.after(state)
-            g = now.slopes(rows, words, lse)
-            made = parts(now.head.part(words), g, now.x[rows], dy[rows])
+            now, some = blocks.after(state), counted(rows, words)
+            if some is None:
+                continue
+            g = now.slopes(some, words, lse)
+            made = parts(now.head.part(words), g, now.x[some], dy[some])
             sums = state = blocks.there([a + b for a, b in zip(sums, made, strict=True)])
-        state = [some.astype(given[i].dtype) for i, some in zip(of, sums, strict=True)]
+        state = []
+        for i, some in zip(of, sums, strict=True):
+            shape = words.stop - words.start, *given[i].shape[1:]
+            state.append(mx.broadcast_to(some, shape).astype(given[i].dtype))
         found.append(state)
     return [mx.concatenate(list(each)) for each in zip(*found, strict=True)]
 

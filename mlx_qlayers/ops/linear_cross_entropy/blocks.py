@@ -10,12 +10,15 @@ import mlx.core as mx
 
 from ...dispatch import dispatch
 from ...runtime.backend import backend
+from ...runtime.transformed import is_transformed
 from ..matmul import matmul
 from ..quantized_matmul import QUANTIZED_MATMUL
 from ..quantized_route import by_reference
 
-# Logits that are in memory at once: 32 MB of float32 where there are so many rows.
-ROWS, WORDS = 4096, 2048
+# Logits of a block: 8 MB of float32 where there are so many rows, and on a GPU four times as many.
+ROWS, WORDS = 2048, 1024
+# Rows of a block are left out in such numbers, so that there are few shapes of products.
+STEP = ROWS // 8
 
 
 class Head(NamedTuple):
@@ -26,7 +29,7 @@ class Head(NamedTuple):
         fmt: that of a quantized matrix, else None.
         softcap: of the logits, or None.
         dtype: of products.
-        at_once: on a CPU, launch kernels, which compute at once.
+        at_once: the arrays have values: compute one block after the other, by kernels on a CPU too.
     """
 
     weight: mx.array
@@ -93,10 +96,18 @@ def _slopes(
     return g.astype(dtype)
 
 
+def added(total: mx.array, part: mx.array) -> mx.array:
+    return total + part.astype(mx.float32)
+
+
 @cache
-def _in_one_pass(*options: Any) -> Callable[..., mx.array]:
-    """The same where MLX would hold each step, of which a CPU may lack the compiler."""
-    return mx.compile(partial(_slopes, *options))
+def _compiled(function: Callable[..., mx.array], *options: Any) -> Callable[..., mx.array]:
+    return mx.compile(partial(function, *options))
+
+
+def in_one_pass(function: Callable[..., mx.array], *options: Any) -> Callable[..., mx.array]:
+    """A function of arrays where MLX would hold each step, of which a CPU may lack the compiler."""
+    return partial(function, *options) if on_cpu() else _compiled(function, *options)
 
 
 def on_cpu() -> bool:
@@ -107,6 +118,15 @@ def on_cpu() -> bool:
 def product(a: mx.array, b: mx.array) -> mx.array:
     """A B, in float32 never rounded to TF32."""
     return a @ b if on_cpu() else matmul(a, b)
+
+
+def without_graph(array: mx.array) -> mx.array:
+    """The same numbers, which remember nothing: by way of the host's memory."""
+    import numpy as np  # which the import of this package does not wait for
+
+    if array.dtype == mx.bfloat16:  # of which NumPy knows nothing
+        return without_graph(array.view(mx.uint16)).view(mx.bfloat16)
+    return mx.array(np.array(array))
 
 
 def _blocks(length: int, most: int) -> list[slice]:
@@ -131,7 +151,7 @@ class Blocks(NamedTuple):
     @property
     def words(self) -> list[slice]:
         """Blocks of words."""
-        return _blocks(self.head.weight.shape[0], WORDS)
+        return _blocks(self.head.weight.shape[0], WORDS if on_cpu() else 4 * WORDS)
 
     @property
     def rows(self) -> list[slice]:
@@ -153,43 +173,103 @@ class Blocks(NamedTuple):
         return self._replace(x=x, targets=targets, head=self.head.holding(*head))
 
     def there(self, sums: list[mx.array]) -> list[mx.array]:
-        """The same float32 numbers, with values where kernels compute at once.
+        """The same float32 numbers, with values where blocks are computed at once.
 
         Inside of ``mx.grad`` an array holds all that it was computed from, even with a value.
         """
         if not self.head.at_once:
             return sums
-        import numpy as np  # which the import of this package does not wait for
+        mx.eval(sums)
+        return [without_graph(each) for each in sums]
 
-        return [mx.array(np.array(each)) for each in sums]
+    def in_turn(self, sums: list[mx.array], before: list[mx.array]) -> list[mx.array]:
+        """The same for larger arrays: a GPU goes on with them, and no further than to these."""
+        if not self.head.at_once or on_cpu():
+            return self.there(sums)
+        mx.async_eval(sums)
+        mx.eval(before)
+        return sums
+
+    def apart(self, lse: mx.array) -> tuple[Blocks, mx.array]:
+        """The same, and rows' numbers, such that ``in_turn`` can have them computed on a GPU.
+
+        MLX evaluates nothing ahead that a transformation follows.
+        """
+        if on_cpu() or not self.head.at_once:
+            return self, lse
+        if is_transformed([a for a in self.head[:4] if a is not None]):
+            return self.later(), lse
+        x, targets, lse = map(without_graph, (self.x, self.targets, lse))
+        return self._replace(x=x, targets=targets), lse
+
+    def later(self) -> Blocks:
+        """The same to be computed whenever MLX does."""
+        return self._replace(head=self.head._replace(at_once=False))
 
     def losses(self) -> list[mx.array]:
-        """Of each row the loss, and the logarithm of the sum of all exponentials."""
+        """Of each row the loss, the logarithm of the sum of all exponentials, and those of the
+        shares that the blocks of words have of it.
+        """
         found, state = [], list[mx.array]()
-        share = self.smoothing / self.head.weight.shape[0]
         for rows in self.rows:
-            lse, score = mx.array(-mx.inf), mx.array(0.0)
+            parts = []
             for words in self.words:
-                now = self.after(state)
-                z = now.head.part(words).logits(now.x[rows])
-                at = now.targets[rows, None] - words.start
-                inside = (at >= 0) & (at < z.shape[1])
-                picked = mx.take_along_axis(z, mx.where(inside, at, 0), axis=1)
-                score = score + (1 - self.smoothing) * mx.where(inside, picked, 0)[:, 0]
-                if share:
-                    score = score + share * z.sum(axis=1)
-                lse = mx.logaddexp(lse, mx.logsumexp(z, axis=1))
-                lse, score = state = self.there([lse, score])
-            found.append([lse - score, lse])
+                state = self.there(self.after(state)._sums(rows, words))
+                parts.append(state)
+            each, scores = (mx.stack(list(some), axis=1) for some in zip(*parts, strict=True))
+            lse = mx.logsumexp(each, axis=1)
+            found.append([lse - scores.sum(axis=1), lse, each - lse[:, None]])
         return [mx.concatenate(list(each)) for each in zip(*found, strict=True)]
 
+    def _sums(self, rows: slice, words: slice) -> list[mx.array]:
+        """Of each row the logarithm of the sum of some exponentials, and what the target has."""
+        z = self.head.part(words).logits(self.x[rows])
+        at = self.targets[rows, None] - words.start
+        inside = (at >= 0) & (at < z.shape[1])
+        picked = mx.take_along_axis(z, mx.where(inside, at, 0), axis=1)
+        score = (1 - self.smoothing) * mx.where(inside, picked, 0)[:, 0]
+        if self.smoothing:
+            score = score + self.smoothing / self.head.weight.shape[0] * z.sum(axis=1)
+        return [mx.logsumexp(z, axis=1), score]
+
+    def counted(
+        self, dy: mx.array, loss: mx.array, shares: mx.array, dtype: mx.Dtype
+    ) -> Callable[[slice, slice], slice | mx.array | None]:
+        """Which rows of a block of rows have a gradient by a block of words: a function of both.
+
+        Not counted are rows without a cotangent, and where all probabilities of the block together
+        are below the rounding of those of wrong words in a dtype: there all of a row's blocks that
+        are left out add up to 2^-5 of it.
+        """
+        if not self.head.at_once or self.smoothing:
+            return lambda rows, _: rows
+        import numpy as np  # which the import of this package does not wait for
+
+        least = 2.0**-5 * mx.finfo(dtype).eps / len(self.words)
+        wrong = -np.expm1(-np.array(loss, dtype=np.float64))[:, None]
+        above, targets = np.exp(np.array(shares)) >= least * wrong, np.array(self.targets)
+        above &= np.array(dy) != 0
+        there = np.array(dy)[:, 0] != 0
+
+        def function(rows: slice, words: slice) -> slice | mx.array | None:
+            own = (targets[rows] >= words.start) & (targets[rows] < words.stop)
+            some = above[rows, self.words.index(words)] | (own & there[rows])
+            count = -(-int(some.sum()) // STEP) * STEP
+            if not count:
+                return None
+            if count >= len(some):
+                return rows
+            first = np.sort(np.argsort(~some, kind="stable")[:count])
+            return mx.array((first + rows.start).astype(np.uint32))
+
+        return function
+
     def slopes(
-        self, rows: slice, words: slice, lse: mx.array, dtype: mx.Dtype = mx.float32
+        self, rows: slice | mx.array, words: slice, lse: mx.array, dtype: mx.Dtype = mx.float32
     ) -> mx.array:
         """The derivatives of rows' losses by some logits without a bias or a cap."""
         head = self.head.part(words)
-        given = head.times(self.x[rows], True), self.targets[rows, None] - words.start
+        given = head.times(self.x[rows], True), self.targets[rows][:, None] - words.start
         bias = () if head.bias is None else (head.bias,)
         options = head.softcap, self.smoothing, self.head.weight.shape[0], dtype
-        run = partial(_slopes, *options) if on_cpu() else _in_one_pass(*options)
-        return run(*given, lse[rows, None], *bias)
+        return in_one_pass(_slopes, *options)(*given, lse[rows][:, None], *bias)
