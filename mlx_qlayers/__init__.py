@@ -7,15 +7,16 @@ call the differentiable functions ``quantized_matmul``, ``grid_sample``, ``defor
 ``deform_conv2d`` and ``attention``. ``linear_cross_entropy`` and ``log_probabilities`` take the
 logits of an output layer in blocks, ``fused_loss`` those of a model that mlx-lm trains;
 ``recompute_activations`` has it keep less for its gradients. ``speculate`` and ``speculate_batch``
-write text with verified guesses. ``backend`` names what runs kernels, ``use_backend`` and
-``set_backend`` force it; ``explain`` tells which path each operation took, and why.
+write text with verified guesses; ``load_heads`` reads what checkpoints have to make them.
+``backend`` names what runs kernels, ``use_backend`` and ``set_backend`` force it; ``explain`` tells
+which path each operation took, and why.
 """
 
 from . import _interrupts  # noqa: F401, first: what follows takes a while
 from .conversion.gptq import quantize_model
 from .conversion.registry import register_counterpart
 from .conversion.report import ConversionReport
-from .convert import convert_model, load, revert_model
+from .convert import convert_model, load, load_heads, revert_model
 from .layers.deform_conv2d import DeformConv2d
 from .layers.deformable_attention import DeformableAttention
 from .layers.fused_attention import FusedAttention
@@ -51,6 +52,7 @@ __all__ = [
     "grid_sample",
     "linear_cross_entropy",
     "load",
+    "load_heads",
     "log_probabilities",
     "quantize_model",
     "quantized_matmul",

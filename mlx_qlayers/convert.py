@@ -13,8 +13,9 @@ import mlx.nn as nn
 
 from .conversion.attention_patch import is_patched, stock_class
 from .conversion.config import QuantizationConfig
+from .conversion.heads import has_quantized, is_converted, read_heads
 from .conversion.invariance import check_can_be, check_model
-from .conversion.loading import load_stock
+from .conversion.loading import find_model, load_stock
 from .conversion.plan import (
     Planner,
     Predicate,
@@ -34,6 +35,7 @@ from .decode.twin import stock_class as stock_of_whole
 from .decode.weights import arrange
 from .layers.int8_linear import join_int8, leave_int8
 from .layers.qlinear import Counterpart
+from .speculation.heads import Heads
 from .tuning.calibrate import calibrate as measure
 from .tuning.problems import compile_kernels
 
@@ -228,6 +230,45 @@ def load(
         batch_invariant=batch_invariant,
     )
     return loaded.model, loaded.tokenizer
+
+
+def load_heads(
+    path_or_hf_repo: str | os.PathLike[str], model: nn.Module, *, revision: str | None = None
+) -> Heads:
+    """The heads that a checkpoint has for multi-token prediction, for :func:`speculate`.
+
+    mlx-lm's loaders and converters drop them. They are quantized like the model's layers, unless
+    the checkpoint has them quantized, and converted where the model was. Known are those of
+    DeepSeek-V3, GLM-4.5 and 4.7, Qwen3-Next, Qwen3.5, MiMo and MiMo-V2-Flash.
+
+    Args:
+        path_or_hf_repo: the checkpoint, as in :func:`load`, or one safetensors file of it.
+        model: whose heads they are, as :func:`load` or ``mlx_lm.load`` gives it.
+        revision: a branch, tag or commit of the repository.
+
+    Returns:
+        The heads, which share embeddings and output layer with the model.
+
+    Raises:
+        FileNotFoundError: no such directory or repository.
+        ValueError: a file is damaged, heads of such models are not known, or the checkpoint has
+            none.
+
+    Example:
+        >>> model, tokenizer = load("mlx-community/Qwen3.5-9B-4bit")
+        >>> heads = load_heads("Qwen/Qwen3.5-9B", model)
+        >>> text = speculate(model, tokenizer, "Hello", heads=heads)
+
+    Source:
+        DeepSeek-AI, 2024, https://arxiv.org/abs/2412.19437, section 2.2.
+    """
+    _check_module(model)
+    heads = read_heads(find_model(path_or_hf_repo, revision=revision), model)
+    if is_converted(model):
+        options: dict[str, Any] = {"fuse": False, "verify": False, "calibrate": False}
+        convert_model(heads, linear=has_quantized(heads), **options)
+    mx.eval(heads.parameters())
+    return heads
 
 
 def revert_model(model: nn.Module) -> ConversionReport:

@@ -68,13 +68,7 @@ class Architecture(NamedTuple):
 
 def build(name: str, architecture: Architecture, dtype: mx.Dtype = mx.float32) -> nn.Module:
     """The model: the same one in every call, in evaluation mode."""
-    module = importlib.import_module(f"mlx_lm.models.{name}")
-    config = {"model_type": name, **_COMMON, **architecture.config}
-    config |= {"text_config": {**config, **config.pop("text_config", {})}}
-    seed = zlib.crc32(name.encode())
-    mx.random.seed(seed)
-    model = module.Model(module.ModelArgs.from_dict(copy.deepcopy(config)))
-    model.update(tree_map(lambda p: _perturbed(p, dtype), model.parameters()))
+    model, seed = unquantized(name, architecture, dtype), zlib.crc32(name.encode())
     allowed = getattr(model, "quant_predicate", None) or (lambda path, layer: True)
     group_size, bits, mode = architecture.format or _FORMATS[seed % len(_FORMATS)]
     with contextlib.redirect_stdout(io.StringIO()):
@@ -91,6 +85,17 @@ def build(name: str, architecture: Architecture, dtype: mx.Dtype = mx.float32) -
         )
     model.eval()
     mx.eval(model.parameters())
+    return model
+
+
+def unquantized(name: str, architecture: Architecture, dtype: mx.Dtype = mx.float32) -> nn.Module:
+    """The model before it is quantized."""
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    config = {"model_type": name, **_COMMON, **architecture.config}
+    config |= {"text_config": {**config, **config.pop("text_config", {})}}
+    mx.random.seed(zlib.crc32(name.encode()))
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(copy.deepcopy(config)))
+    model.update(tree_map(lambda p: _perturbed(p, dtype), model.parameters()))
     return model
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -220,11 +221,18 @@ def _server(module: Any, args: Any) -> AbstractContextManager[None]:
     from . import prompt_parts, serving
 
     class Generator(serving.ResponseGenerator):
-        singly = args.prompt_lookup
+        singly = args.heads is not None
+        guesses = guesses.are_wanted(args, args.rest)
 
+        def __init__(self, provider: Any, *others: Any) -> None:
+            providers.append(provider)
+            super().__init__(provider, *others)
+
+    providers: list[Any] = []
+    sources = partial(guesses.of_batches, args, providers) if Generator.guesses else None
     return _holding(
         module,
-        BatchGenerator=prompt_parts.BatchGenerator,
+        BatchGenerator=partial(prompt_parts.BatchGenerator, guesses=sources),
         LRUPromptCache=serving.PromptCache,
         ModelProvider=serving.ModelProvider,
         Queue=serving.Answers,

@@ -21,12 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     if name not in _COMMANDS:
         return
     option = parser.add_argument
+    text = "guess what followed the last tokens where they stood before"
+    option("--prompt-lookup", action="store_true", help=text)
     one_by_one = "; requests are served one by one" if name == "server" else ""
-    option(
-        "--prompt-lookup",
-        action="store_true",
-        help=f"guess what followed the last tokens where they stood before{one_by_one}",
-    )
+    text = "guess by multi-token-prediction heads: the model's, or those of a checkpoint"
+    option("--heads", nargs="?", const=True, metavar="PATH", help=f"{text}{one_by_one}")
     if name == "chat":
         option("--draft-model", metavar="PATH", help="a smaller model, which guesses")
         option(_MOST, type=int, metavar="N", help="guesses in a step at most, up to 15")
@@ -36,8 +35,19 @@ def are_wanted(args: argparse.Namespace, command_line: Sequence[str]) -> bool:
     """Whether a command has a source of guesses."""
     drafts = any(word.partition("=")[0] == "--draft-model" for word in command_line)
     return args.command in _COMMANDS and (
-        args.prompt_lookup or getattr(args, "draft_model", None) is not None or drafts
+        args.prompt_lookup
+        or args.heads is not None
+        or getattr(args, "draft_model", None) is not None
+        or drafts
     )
+
+
+def of_batches(args: argparse.Namespace, providers: Sequence[Any]) -> tuple[Any, int]:
+    """Where the guesses of a server's batch come from, and how many there are at most."""
+    from ..speculation.loop import Speculation
+
+    provider = providers[-1]
+    return Speculation(provider.draft_model, args.prompt_lookup), provider.cli_args.num_draft_tokens
 
 
 def most(command_line: Sequence[str]) -> list[str]:
@@ -48,29 +58,39 @@ def most(command_line: Sequence[str]) -> list[str]:
 
 def replaced(args: argparse.Namespace, names: dict[str, Any]) -> dict[str, Any]:
     """What takes the place of names of mlx-lm's command, as :func:`.borrowed.run_main` has them."""
-    load = _drawing_once(names["load"])
+    load = Loads(names["load"])
     stream = Guessed(args, load)
     if args.command != "generate":
         return {"load": load, "stream_generate": stream}
     return {"load": load, "generate": partial(names["generate"], stream_generate=stream)}
 
 
-def _drawing_once(load: Callable[..., Any]) -> Callable[..., Any]:
+class Loads:
     """A function that loads models, of which the first alone takes random numbers.
 
     MLX draws the parameters of a model before it reads them; a draft is to change no text.
     """
-    first = True
 
-    def loaded(*args: Any, **options: Any) -> Any:
-        nonlocal first
-        before, was_first, first = mx.array(cast(Any, mx.random.state)[0]), first, False
-        found = load(*args, **options)
-        if not was_first:
+    def __init__(self, load: Callable[..., Any]) -> None:
+        self.load, self.names = load, dict[int, Any]()  # where models come from, by their identity
+
+    def __call__(self, name: Any, *args: Any, **options: Any) -> Any:
+        before = mx.array(cast(Any, mx.random.state)[0])
+        found = self.load(name, *args, **options)
+        if self.names:
             cast(Any, mx.random.state)[0][:] = before
+        self.names[id(found[0])] = name
         return found
 
-    return loaded
+    def heads(self, model: Any, path: Any) -> Any:
+        """The heads that are at a path, or for true of where the model comes from."""
+        from ..convert import load_heads
+
+        before = mx.array(cast(Any, mx.random.state)[0])
+        try:
+            return load_heads(self.names[id(model)] if path is True else path, model)
+        finally:
+            cast(Any, mx.random.state)[0][:] = before
 
 
 class Guessed:
@@ -81,8 +101,9 @@ class Guessed:
         load: loads a model and its tokenizer.
     """
 
-    def __init__(self, args: argparse.Namespace, load: Callable[..., Any]) -> None:
-        self.lookup, self.load = args.prompt_lookup, load
+    def __init__(self, args: argparse.Namespace, load: Loads) -> None:
+        self.lookup, self.load, self.path = args.prompt_lookup, load, args.heads
+        self.heads: Any = None
         self.say: Callable[[str], Any] = partial(print, "", sep="\n", file=sys.stderr)
         if args.command == "server":
             self.say = logging.info
@@ -103,9 +124,11 @@ class Guessed:
         history: list[int] = []
         if self.is_chat:
             draft_model, history = self._goes_on(tokenizer, options)
-        if draft_model is None and not self.lookup:
+        if self.path is not None and (self.heads is None or self.heads.trunk.model is not model):
+            self.heads = self.load.heads(model, self.path)
+        if draft_model is None and not self.lookup and self.heads is None:
             self.say("no guesses: there is no draft model")
-        speculation = Speculation(draft_model, self.lookup, history=[*history])
+        speculation = Speculation(draft_model, self.lookup, history=[*history], heads=self.heads)
         history += prompt
         options |= self.options
         try:

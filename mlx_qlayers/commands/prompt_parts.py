@@ -8,6 +8,8 @@ from typing import Any
 
 from mlx_lm import server
 
+from .guessed_batches import GuessedBatch
+
 # Seconds that a part may take: so long other sequences wait for a token, and requests to begin.
 _PART = 0.25
 _FIRST, _FEWEST = 64, 16  # tokens of a part; the first one measures the model
@@ -27,10 +29,16 @@ class BatchGenerator(server.BatchGenerator):
 
     How many it has follows from what the parts before it took. In how many parts a prompt was read,
     and what the longest took, is logged.
+
+    Args:
+        model, options: as mlx-lm's.
+        guesses: gives where guesses come from, and how many there are in a step at most.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, model: Any, *, guesses: Any = None, **options: Any) -> None:
+        super().__init__(model, **options)
+        if guesses is not None:
+            self._generation_batch = GuessedBatch(model, *guesses())
         self._most: int = self.prefill_step_size
         self._tokens = _FIRST  # of a part of all prompts
         self._readings: dict[int, _Reading] = {}

@@ -106,7 +106,10 @@ class ResponseGenerator(server.ResponseGenerator):
     """mlx-lm's, with the checks that need the model and its tokenizer."""
 
     failure: BaseException | None = None  # what ended it for good
-    singly = False  # whether requests are served one by one, as those with guesses are
+    singly = False  # whether requests are served one by one, as those with heads are
+    # Whether a draft model guesses in batches, and a request with another number of guesses is
+    # served alone.
+    guesses = False
     _errors, _started = 0, False  # errors in a row; whether the first model was loaded
     _measured: tuple[Any, Any] = None, None  # the sizes of a model, by its key
 
@@ -195,7 +198,11 @@ class ResponseGenerator(server.ResponseGenerator):
 
     def _is_batchable(self, args: Any) -> bool:
         # One with a seed too: its sampler has random numbers of its own.
-        return self.model_provider.is_batchable and not self.singly
+        provider = self.model_provider
+        if self.singly or not self.guesses or provider.model is None:
+            return provider.is_batchable and not self.singly
+        same = args.num_draft_tokens == self.cli_args.num_draft_tokens
+        return same and all(hasattr(c, "merge") for c in server.make_prompt_cache(provider.model))
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         # Here an error reaches the request alone; in later steps it would end the thread.

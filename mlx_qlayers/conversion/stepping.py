@@ -49,7 +49,7 @@ def step_class(cls: type[nn.Module], invariant: bool = False) -> type[nn.Module]
         with within(current, current.get()._replace(invariant=invariant)):
             return in_turn(function, self, *args, **options)
 
-    body = {"__call__": call, "_fuses": cls}
+    body = {"__call__": call, "_fuses": cls, "_invariant": invariant}
     return made_class(stock_class(cls), (cls,), body, step_class, invariant)
 
 

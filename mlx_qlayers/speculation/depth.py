@@ -91,7 +91,7 @@ class Depths:
         length: int,
         guesses: Sequence[int],
         accepted: Sequence[int],
-        seconds: float,
+        seconds: float | None,
     ) -> None:
         """Take note of a round.
 
@@ -100,23 +100,24 @@ class Depths:
             length: of the step.
             guesses: how many of each text.
             accepted: how many were right.
-            seconds: from the round before to the end of this one.
+            seconds: from the round before to the end of this one, if nothing else was done then.
         """
         texts, kind = len(sources), _kind(sources) if any(guesses) else None
         costs = self.costs.setdefault((texts, kind), {})
         if length not in costs:  # it was captured, and compiled
             costs[length] = 0.0
             return
-        before = costs[length]
-        costs[length] = before + (1 - _MEMORY) * (seconds - before) if before else seconds
-        self.seconds += seconds
+        if seconds is not None:
+            before = costs[length]
+            costs[length] = before + (1 - _MEMORY) * (seconds - before) if before else seconds
+            self.seconds += seconds
         for i, (source, count, right) in enumerate(zip(sources, guesses, accepted, strict=True)):
             if count:
                 tried, was_right = min(right + 1, count), self.was_right.get((source, i), False)
                 self._count(source, was_right, min(right, 1), 1)
                 self._count(source, True, max(right - 1, 0), tried - 1)
                 self.was_right[source, i] = right == count
-        if kind is not None and (plain := self.plain(texts)):
+        if kind is not None and seconds is not None and (plain := self.plain(texts)):
             tokens = sum(accepted) / texts + 1
             self.lost = max(self.lost + seconds - tokens * plain, 0.0)
 

@@ -5,7 +5,8 @@ The first takes the place of ``mlx_lm.generate.speculative_generate_step``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from ..decode.engine import MAX_LENGTH
 from ..decode.quantized_caches import maybe_quantize_kv_cache
 from .depth import Depths
 from .drawing import Drawer, Processor, Sampler
+from .heads import Heads, PredictionHeads, Trunk
 from .rounds import Rounds, SpeculationReport, Text
 from .sources import DraftModel, PromptLookup, Source
 
@@ -63,11 +65,13 @@ def speculative_generate_step(
     names = ("kv_bits", "kv_group_size", "quantized_kv_start")
     quantize = dict(zip(names, (kv_bits, kv_group_size, quantized_kv_start), strict=True))
     with mx.stream(stream):
-        _prefill(model, caches, prompt[None, :-1], prefill_step_size, quantize)
         sources = speculation.sources(given or None, prefill_step_size)
         drawer, tokens = Drawer(sampler, logits_processors), cast(list[int], prompt.tolist())
+        text, trunk = Text(tokens, drawer, sources), speculation.trunk(model)
+        observe = partial(_observed, [text]) if trunk else None
+        _prefill(trunk or model, caches, prompt[None, :-1], prefill_step_size, quantize, observe)
         depths = speculation.depths(model, num_draft_tokens)
-        run = Rounds(model, caches, [Text(tokens, drawer, sources)], depths, quantize)
+        run = Rounds(model, caches, [text], depths, quantize, trunk)
         run.report = speculation.report
         yield from texts(run, max_tokens, prompt_cache is not None)
         if prompt_cache is not None:  # caches may have been quantized
@@ -139,8 +143,20 @@ def _is_over(text: list[int], ends: Collection[int], max_tokens: int) -> bool:
     return len(text) >= max_tokens or (bool(text) and text[-1] in ends)
 
 
-def batch_caches(model: Any, prompts: Sequence[Sequence[int]], chunk: int = 2048) -> list[Any]:
+def batch_caches(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    chunk: int = 2048,
+    trunk: Trunk | None = None,
+    texts: Sequence[Text] = (),
+) -> list[Any]:
     """The caches of prompts of any lengths, behind all of each but its last token.
+
+    Args:
+        model: takes them.
+        prompts: lists of tokens.
+        chunk: tokens of each that it takes at once.
+        trunk: the model, where sources of ``texts`` are to see its hidden states.
 
     Raises:
         ValueError: the model has caches that know no batches.
@@ -156,7 +172,8 @@ def batch_caches(model: Any, prompts: Sequence[Sequence[int]], chunk: int = 2048
         for c in caches:
             c.prepare(lengths=lengths, right_padding=padding)
     rows = [[*prompt[:-1], *[0] * n] for prompt, n in zip(prompts, padding, strict=True)]
-    _prefill(model, caches, mx.array(rows, mx.uint32), chunk, {"kv_bits": None})
+    observe = partial(_observed, texts) if trunk else None
+    _prefill(trunk or model, caches, mx.array(rows, mx.uint32), chunk, {"kv_bits": None}, observe)
     if max(padding):
         for c in caches:
             c.finalize()
@@ -164,14 +181,30 @@ def batch_caches(model: Any, prompts: Sequence[Sequence[int]], chunk: int = 2048
 
 
 def _prefill(
-    model: Any, caches: list[Any], prompts: mx.array, chunk: int, quantize: dict[str, Any]
+    model: Any,
+    caches: list[Any],
+    prompts: mx.array,
+    chunk: int,
+    quantize: dict[str, Any],
+    observe: Callable[[int, mx.array], None] | None = None,
 ) -> None:
     for start in range(0, prompts.shape[1], chunk):
-        model(prompts[:, start : start + chunk], cache=caches)
+        tokens = prompts[:, start : start + chunk]
+        if observe is None:
+            model(tokens, cache=caches)
+        else:
+            observe(start, model.tapped.hidden(tokens, caches))
         if quantize["kv_bits"] is not None:
             maybe_quantize_kv_cache(caches, **quantize)
         mx.eval([c.state for c in caches])
         mx.clear_cache()
+
+
+def _observed(texts: Sequence[Text], start: int, hidden: mx.array) -> None:
+    """Show each text the hidden states of its prompt, without its last token and the padding."""
+    for text, rows in zip(texts, hidden, strict=True):
+        if (count := min(len(text.tokens) - 1 - start, len(rows))) > 0:
+            text.observe(start, rows[:count])
 
 
 class Speculation:
@@ -183,6 +216,7 @@ class Speculation:
         others: more sources, behind both.
         measured: whether the number of guesses is chosen by measurement, see :class:`Depths`.
         history: tokens ahead of the prompt, to be looked up.
+        heads: those of the model for the tokens behind the next, asked behind a draft model.
     """
 
     def __init__(
@@ -192,15 +226,20 @@ class Speculation:
         others: Sequence[Source] = (),
         measured: bool = True,
         history: Sequence[int] = (),
+        heads: Heads | None = None,
     ) -> None:
         self.draft, self.prompt_lookup, self.others = draft, prompt_lookup, others
-        self.measured, self.history = measured, history
+        self.measured, self.history, self.heads = measured, history, heads
         self.report = SpeculationReport()
 
     def depths(self, model: Any, most: int | None) -> Depths:
         """What chooses how many guesses a round has, at most so many."""
         most = min(MAX_LENGTH if most is None else most, MAX_LENGTH - 1)
         return Depths(model, most, self.measured)
+
+    def trunk(self, model: nn.Module) -> Trunk | None:
+        """The model, if heads are to see its hidden states."""
+        return None if self.heads is None else self.heads.of(model)
 
     def sources(self, caches: list[Any] | None = None, chunk: int = 2048) -> list[Source]:
         """New ones for a text.
@@ -212,4 +251,6 @@ class Speculation:
         found: list[Source] = [PromptLookup(self.history)] if self.prompt_lookup else []
         if self.draft is not None:
             found.append(DraftModel(self.draft, caches, chunk))
+        if self.heads is not None:
+            found.append(PredictionHeads(self.heads))
         return [*found, *self.others]

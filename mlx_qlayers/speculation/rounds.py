@@ -12,8 +12,9 @@ from ..decode.engine import MAX_LENGTH
 from ..decode.quantized_caches import maybe_quantize_kv_cache
 from .depth import Depths
 from .drawing import Drawer, Drawn, accepted
+from .heads import Trunk
 from .rollback import Checkpoint, longest
-from .sources import Source
+from .sources import Observer, Source
 
 
 @dataclass
@@ -74,6 +75,12 @@ class Text:
             self.seen = mx.concatenate([self.seen[:end], new])
         return self.seen
 
+    def observe(self, start: int, hidden: mx.array) -> None:
+        """Show the sources that ask for them the hidden states of tokens from ``start`` on."""
+        for source in self.sources:
+            if isinstance(source, Observer):
+                source.observe(self.tokens, start, hidden)
+
     def ready(self) -> int | None:
         """The number of the first source that has something to guess."""
         found = (i for i, source in enumerate(self.sources) if source.ready(self.tokens))
@@ -106,6 +113,7 @@ class Flight(NamedTuple):
         drawn: what each text's tokens may go on with.
         found: (B, 1 + tokens): how many guesses were accepted, and all tokens drawn; without
             guesses the token alone.
+        hidden: (B, L, D) states behind the logits, where the model gives them.
     """
 
     fed: mx.array
@@ -116,6 +124,7 @@ class Flight(NamedTuple):
     checkpoint: Checkpoint | None
     drawn: list[Drawn]
     found: mx.array
+    hidden: mx.array | None = None
 
 
 class Rounds:
@@ -127,6 +136,7 @@ class Rounds:
         texts: these.
         depths: chooses how many guesses a round has.
         quantize: options of ``maybe_quantize_kv_cache`` by name.
+        trunk: the model, where a source is to see its hidden states.
     """
 
     def __init__(
@@ -136,8 +146,10 @@ class Rounds:
         texts: Sequence[Text],
         depths: Depths,
         quantize: dict[str, Any] | None = None,
+        trunk: Trunk | None = None,
     ) -> None:
         self.model, self.caches, self.texts, self.depths = model, caches, [*texts], depths
+        self.trunk = trunk
         self.quantize, self.report = quantize or {"kv_bits": None}, SpeculationReport()
         self.goes_ahead = False
 
@@ -194,8 +206,11 @@ class Rounds:
             maybe_quantize_kv_cache(self.caches, **self.quantize)
         length, first = fed.shape[1], min(known) - 1
         drops = length > first + 1
-        checkpoint = Checkpoint(self.model, self.caches, length) if drops else None
-        logits = self.model(fed, cache=self.caches)
+        model = self.trunk.tapped if self.trunk else self.model
+        checkpoint = Checkpoint(model, self.caches, length) if drops else None
+        logits, hidden = model(fed, cache=self.caches), None
+        if self.trunk:
+            logits, hidden = self.trunk.parts(logits)
         drawn = self._drawn(logits[:, first:], before, fed, known)
         found = mx.stack([each.tokens for each in drawn]).astype(mx.int32)
         if drops:
@@ -203,7 +218,7 @@ class Rounds:
             counts = accepted(found, fed[:, first + 1 :]) - ahead
             found = mx.concatenate([counts[:, None], found], axis=1)
         mx.async_eval(found)
-        return Flight(fed, before, known, guesses, sources, checkpoint, drawn, found)
+        return Flight(fed, before, known, guesses, sources, checkpoint, drawn, found, hidden)
 
     def _drawn(
         self, logits: mx.array, before: list[mx.array | None], fed: mx.array, known: list[int]
@@ -244,11 +259,11 @@ class Rounds:
             new.append(tokens[: count + 1])
         return new
 
-    def record(self, flight: Flight, new: list[list[int]], seconds: float) -> None:
-        """Take note of what a step cost, and of what guesses were right."""
+    def record(self, flight: Flight, new: list[list[int]], seconds: float | None) -> None:
+        """Take note of what a step cost, if that is known, and of what guesses were right."""
         right = [len(each) - 1 for each in new]
         self.depths.record(flight.sources, flight.fed.shape[1], flight.guesses, right, seconds)
-        self.report.seconds += seconds
+        self.report.seconds += seconds or 0.0
         self.report.plain_seconds = self.depths.plain(len(new))
 
     def settle(self, flight: Flight, new: list[list[int]], taken: list[int]) -> None:
@@ -258,16 +273,26 @@ class Rounds:
         rejected = [length - n - r for n, r in zip(flight.known, right, strict=True)]
         dropped = checkpoint.back(rejected) if checkpoint else [0] * len(new)
         for i, text in enumerate(self.texts):
-            held = text.pending + new[i][: right[i]]
+            held, start = text.pending + new[i][: right[i]], len(text.tokens) - len(text.pending)
             text.pending = held[length - dropped[i] :] + new[i][right[i] : taken[i]]
             text.tokens += new[i][: taken[i]]
+            if flight.hidden is not None:
+                text.observe(start, flight.hidden[i, : flight.known[i] + right[i]])
             self.report.tokens += taken[i]
 
-    def keep(self, texts: Sequence[int]) -> None:
-        """Go on with some of the texts of a batch alone."""
-        self.texts = [self.texts[i] for i in texts]
+    def keep(self, texts: Sequence[int], flight: Flight | None = None) -> Flight | None:
+        """Go on with some of the texts of a batch alone, and with a step without guesses."""
+        self.texts, rows = [self.texts[i] for i in texts], mx.array([*texts])
         for c in self.caches:
-            c.filter(mx.array([*texts]))
+            c.filter(rows)
+        if flight is None:
+            return None
+        kept: dict[str, Any] = {
+            name: value[rows] if isinstance(value, mx.array) else [value[i] for i in texts]
+            for name, value in flight._asdict().items()
+            if value is not None
+        }
+        return flight._replace(**kept)
 
     def finish(self, ahead: Flight | None) -> None:
         """Let all caches hold all tokens of a text, as they do behind ``mlx_lm.generate_step``."""

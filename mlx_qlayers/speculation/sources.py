@@ -1,11 +1,11 @@
-"""Sources of guesses: what was written before, or a smaller model."""
+"""Sources of guesses: what was written before, or a smaller model. Heads stand in :mod:`.heads`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from operator import eq
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,6 +34,15 @@ class Source(Protocol):
 
     def finish(self, tokens: Sequence[int]) -> None:
         """Behind the last token: caches of its own are to hold just these tokens."""
+        ...
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """A source that is shown the model's hidden states."""
+
+    def observe(self, tokens: Sequence[int], start: int, hidden: mx.array) -> None:
+        """Take note of hidden states (L, D) of the tokens from ``start`` on."""
         ...
 
 

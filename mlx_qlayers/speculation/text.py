@@ -12,6 +12,7 @@ import mlx.nn as nn
 from .drawing import Drawer
 
 if TYPE_CHECKING:
+    from .heads import Heads
     from .loop import Speculation
     from .rounds import SpeculationReport
     from .sources import Source
@@ -38,6 +39,7 @@ def speculate(
     *,
     draft_model: nn.Module | None = None,
     prompt_lookup: bool = True,
+    heads: Heads | None = None,
     sources: Sequence[Source] = (),
     num_draft_tokens: int | None = None,
     measured: bool = True,
@@ -58,7 +60,9 @@ def speculate(
         draft_model: a smaller model with the same tokens.
         prompt_lookup: whether guesses are what followed the last tokens where they stood before.
             Where they did not, the draft model guesses.
-        sources: more sources of guesses, asked after both.
+        heads: the model's heads for multi-token prediction, as :func:`load_heads` reads them. They
+            guess where neither of these does.
+        sources: more sources of guesses, asked after all of these.
         num_draft_tokens: guesses in a round at most, up to 15, which is the default.
         measured: whether their number is chosen by what rounds cost and how many guesses were
             right; else there are as many in every round.
@@ -72,7 +76,8 @@ def speculate(
         were accepted, and how many tokens a second there were with and without.
 
     Raises:
-        ValueError: ``num_draft_tokens`` is negative, or ``max_tokens`` is 0.
+        ValueError: ``num_draft_tokens`` is negative, ``max_tokens`` is 0, or the heads are of
+            another model.
         TypeError: an option is none of these.
 
     Example:
@@ -92,7 +97,7 @@ def speculate(
         raise ValueError(f"num_draft_tokens must be at least 0, not {num_draft_tokens}")
     from .loop import Speculation
 
-    speculation = Speculation(draft_model, prompt_lookup, sources, measured)
+    speculation = Speculation(draft_model, prompt_lookup, sources, measured, heads=heads)
     options |= {"num_draft_tokens": num_draft_tokens, "max_tokens": max_tokens}
     return SpeculativeText(stream(model, tokenizer, prompt, speculation, **options), speculation)
 
@@ -118,6 +123,7 @@ def speculate_batch(
     *,
     draft_model: nn.Module | None = None,
     prompt_lookup: bool = True,
+    heads: Heads | None = None,
     num_draft_tokens: int | None = None,
     measured: bool = True,
     max_tokens: int = 256,
@@ -130,8 +136,8 @@ def speculate_batch(
         model: of mlx-lm, whose caches know batches.
         tokenizer: its tokenizer.
         prompts: texts, or lists of tokens.
-        draft_model, prompt_lookup, num_draft_tokens, measured: as in :func:`speculate`. A draft
-            model guesses for one text after the other.
+        draft_model, prompt_lookup, heads, num_draft_tokens, measured: as in :func:`speculate`. A
+            draft model and heads guess for one text after the other.
         max_tokens: of each text.
         sampler, logits_processors: of all texts, each of which has random numbers of its own.
 
@@ -139,7 +145,8 @@ def speculate_batch(
         The texts, their tokens, and a report.
 
     Raises:
-        ValueError: the model has caches that know no batches, or there is no prompt.
+        ValueError: the model has caches that know no batches, there is no prompt, or the heads are
+            of another model.
 
     Example:
         >>> from mlx_qlayers import load, speculate_batch
@@ -162,16 +169,16 @@ def speculate_batch(
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     tokens = [tokenizer.encode(each) if isinstance(each, str) else [*each] for each in prompts]
-    speculation = Speculation(draft_model, prompt_lookup, (), measured)
+    speculation = Speculation(draft_model, prompt_lookup, (), measured, heads=heads)
     seed = cast(int, mx.random.randint(0, 2**31 - 1).item())
     keys = mx.random.split(mx.random.key(seed), len(tokens))
     texts = [
         Text(each, Drawer(sampler, logits_processors, key), speculation.sources())
         for each, key in zip(tokens, keys, strict=True)
     ]
-    run = Rounds(
-        model, batch_caches(model, tokens), texts, speculation.depths(model, num_draft_tokens)
-    )
+    trunk, depths = speculation.trunk(model), speculation.depths(model, num_draft_tokens)
+    caches = batch_caches(model, tokens, trunk=trunk, texts=texts)
+    run = Rounds(model, caches, texts, depths, trunk=trunk)
     run.report = speculation.report
     found = batch(run, tokenizer.eos_token_ids, max_tokens)
     ends = [each[: -(each[-1] in tokenizer.eos_token_ids) or None] for each in found]

@@ -112,7 +112,7 @@ def test_chat_with_quantized_windows(talker, capsys, monkeypatch):
 
 
 def test_server_with_guesses(talker, tmp_path):
-    """One text that was sampled with a seed, then one that goes on from its caches."""
+    """One text that was sampled with a seed, one that goes on from its caches, and one alone."""
     answers, log = [], tmp_path / "log"
     for flags in ([], ["--prompt-lookup", "--draft-model", str(talker)]):
         with serving(talker, "--max-tokens", "24", *flags, log=log) as (address, _):
@@ -122,6 +122,9 @@ def test_server_with_guesses(talker, tmp_path):
                 (answer,) = ask(address, COMPLETE, body)[1]["choices"]
                 texts.append(answer["text"])
                 prompt += answer["text"]
+            body["num_draft_tokens"] = 3
+            (answer,) = ask(address, COMPLETE, body)[1]["choices"]
+            assert answer["text"] == texts[-1]
             answers.append(texts)
     assert answers[0] == answers[1]
     assert re.search(r"guesses: \d+ of \d+ accepted", log.read_text())

@@ -11,7 +11,9 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from command_line import PROMPT
+from head_checkpoints import head_of
 from mlx_lm.models.cache import make_prompt_cache
+from tiny_model import save_tiny_model
 
 from mlx_qlayers import explain
 from mlx_qlayers.cli import main
@@ -112,6 +114,36 @@ def test_guesses_change_no_text(temp, exact_model, capsys):
         found, err = capsys.readouterr()
         assert found == out
         assert re.search(r"guesses: \d+ of \d+ accepted in \d+ rounds, .* tokens/s", err)
+
+
+def test_heads_change_no_text(tmp_path, capsys, monkeypatch):
+    """Of a checkpoint of MiMo with a head, and of another file beside look-ups; also in a chat."""
+    options = {"dtype": mx.float32, "torch_dtype": "float32", "seed": 3, "model_type": "mimo"}
+    path = save_tiny_model(tmp_path / "mimo", **options)
+    mx.save_safetensors(str(path / "model-heads.safetensors"), head_of("mimo"))
+    other = tmp_path / "heads.safetensors"
+    mx.save_safetensors(str(other), head_of("mimo"))
+    arguments = ["generate", f"--model={path}", f"--prompt={PROMPT}", "--temp=0.9"]
+    assert main(arguments) == 0
+    out, _ = capsys.readouterr()
+    for source in (["--heads"], ["--prompt-lookup", "--heads", str(other)]):
+        assert main([*arguments, "--num-draft-tokens=2", *source]) == 0
+        found, err = capsys.readouterr()
+        assert found == out
+        assert re.search(r"guesses: \d+ of \d+ accepted in \d+ rounds, .* tokens/s", err)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ messages[-1]['content'] }}"
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    chat = ["chat", f"--model={path}", "--temp=0", "--max-tokens=9"]
+    said = []
+    for source in ([], ["--heads", "--num-draft-tokens=2"]):
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\n{PROMPT}\nq\n"))
+        assert main([*chat, *source]) == 0
+        out, err = capsys.readouterr()
+        said.append([line for line in out.splitlines() if "tok/s" not in line])
+    assert said[0] == said[1] and err.count("guesses: ") == 2
+    assert main([*arguments, "--heads", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere: no such directory" in capsys.readouterr().err
 
 
 def test_a_window_is_quantized(exact_model, capsys):

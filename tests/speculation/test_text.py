@@ -90,6 +90,15 @@ def test_steps_by_graphs(name):
     assert found == plain and speculation.report.accepted
 
 
+@pytest.mark.parametrize("name", ["qwen2", pytest.param("gemma3_text", marks=pytest.mark.caches)])
+def test_batch_invariant_models_in_bfloat16(name):
+    """Rounded numbers, of which steps of several tokens have the same bits."""
+    model = build(name, ARCHITECTURES[name], mx.bfloat16)
+    convert_model(model, verify=False, calibrate=False, batch_invariant=True)
+    plain, found, speculation = texts(model)
+    assert found == plain and speculation.report.accepted
+
+
 @pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "qwen3_next", "lfm2", "mamba2"])
 def test_texts_of_a_batch_accept_other_numbers(name):
     """Prompts of other lengths, texts that end at other tokens, rings and states."""
