@@ -13,6 +13,7 @@ NAMES = [
     "quantize_model", "quantized_matmul", "grid_sample", "affine_grid", "deform_conv2d",
     "deformable_attention", "attention", "use_backend", "set_backend", "backend", "explain",
     "linear_cross_entropy", "log_probabilities", "fused_loss", "speculate", "speculate_batch",
+    "load_heads",
     "recompute_activations",
 ]  # fmt: skip
 

@@ -53,7 +53,7 @@ def texts(output: nbformat.NotebookNode) -> list[str]:
 
 def test_notebooks_are_numbered():
     numbers = [int(path.name.split("_")[0]) for path in NOTEBOOKS]
-    assert numbers == sorted(set(numbers)) and len(numbers) == 9
+    assert numbers == sorted(set(numbers)) and len(numbers) == 10
 
 
 @every_notebook
