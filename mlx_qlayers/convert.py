@@ -247,7 +247,8 @@ def load_heads(
         revision: a branch, tag or commit of the repository.
 
     Returns:
-        The heads, which share embeddings and output layer with the model.
+        The heads, which share embeddings and output layer with the model, for the argument
+        ``heads`` of :func:`speculate`.
 
     Raises:
         FileNotFoundError: no such directory or repository.
@@ -255,9 +256,11 @@ def load_heads(
             none.
 
     Example:
-        >>> model, tokenizer = load("mlx-community/Qwen3.5-9B-4bit")
-        >>> heads = load_heads("Qwen/Qwen3.5-9B", model)
-        >>> text = speculate(model, tokenizer, "Hello", heads=heads)
+        >>> model, tokenizer = load("models/tales-qwen2")
+        >>> load_heads("models/tales-qwen2", model)
+        Traceback (most recent call last):
+            ...
+        ValueError: qwen2: heads are known of deepseek_v3, glm4_moe, ...
 
     Source:
         DeepSeek-AI, 2024, https://arxiv.org/abs/2412.19437, section 2.2.
