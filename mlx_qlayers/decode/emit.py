@@ -12,14 +12,15 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
 from ..dispatch import dispatch, planned
 from ..runtime.backend import Mode, backend, mode
-from ..runtime.explain import Row, count
+from ..runtime.explain import count
 from ..runtime.launch import Launching
+from .calls import BoundCalls, Called, called
 from .capture import Unsupported
 from .graph import Graph, Node, Size, names_in, resolved
 from .operations import OPERATIONS
@@ -31,35 +32,6 @@ from .rules.serial import serial
 _NONE = 0
 # Lists of bound calls that are kept, for other numbers of rows.
 _KEPT = 8
-
-
-class _Call(NamedTuple):
-    """A call of a function with registers.
-
-    Attributes:
-        function: what is called.
-        taken: takes its arrays out of the registers.
-        more: what a launch takes behind them, all in a list; None for what takes arrays one by one.
-        target: the register of the result, or those of several.
-        free: registers that nobody needs any more.
-        given: those of its arrays.
-        binds: what may be bound to a launch.
-    """
-
-    function: Callable[..., Any]
-    taken: Callable[[Sequence[Any]], Sequence[Any]]
-    more: Sequence[Any] | None
-    target: int | slice
-    free: tuple[int, ...]
-    given: list[int]
-    binds: Dispatched | None = None
-
-
-class _Bound(NamedTuple):
-    """Calls, and what those count that are bound to a launch."""
-
-    calls: list[_Call]
-    rows: list[Row]
 
 
 class Program:
@@ -88,12 +60,14 @@ class Program:
         graph = serial(graph) if binds and backend() == "host" else graph
         self._in_place = _written_in_place(graph)
         self._known = {_NONE}
+        # Indices of rows in a cache that go on with its tokens: nobody has seen what they replace.
+        self._advancing: set[int] = set()
         calls = [self._folded(node, self._call(node, weights)) for node in graph.nodes()]
         self.outputs = {name: self._of[node] for name, node in graph.outputs.items()}
         self.calls = self._scheduled([call for call in calls if call is not None])
         shapes = [each.shape for node in graph.nodes() for each in node.outputs] if binds else []
         self._rows = itemgetter(*filter(_is_rows, names_in((*shapes,))), "batch")
-        self._bound: dict[Any, _Bound] = {}
+        self._bound: dict[Any, BoundCalls] = {}
         self._resolved = resolver([arg for *_, arg in self.dynamic])
         mx.async_eval([a for a in self.start if isinstance(a, mx.array)])
 
@@ -101,7 +75,7 @@ class Program:
         self.start += [value] * count
         return len(self.start) - count
 
-    def _call(self, node: Node, weights: Mapping[str, mx.array]) -> _Call | None:
+    def _call(self, node: Node, weights: Mapping[str, mx.array]) -> Called | None:
         given = [_NONE if s is None else self._of[s] for s in node.src]
         if node.op == "Item":  # the registers of what gives several are neighbours
             self._of[node] = given[0] + node.arg[0]
@@ -110,6 +84,8 @@ class Program:
             # The buffer itself changes.
             self._of[node] = given[0]
             rows = self._argument(slices, node.arg[1:])
+            if {name.partition(".")[2] for name in names_in(node.arg[1])} == {"offset"}:
+                self._advancing.update(rows)
             return _made(operator.setitem, [given[0], *rows, given[1]], self._register())
         target: int | slice
         target = at = self._of[node] = self._register(count=len(node.outputs))
@@ -133,7 +109,7 @@ class Program:
         known = all(n in self.values or _is_rows(n) for n in names_in((*shapes,)))
         return _made(call, given, target, function if known and self.binds else None)
 
-    def _folded(self, node: Node, call: _Call | None) -> _Call | None:
+    def _folded(self, node: Node, call: Called | None) -> Called | None:
         """A call; None if it has nothing but arrays of the model, and was made now."""
         at = self._of[node]
         if call is None:
@@ -170,7 +146,7 @@ class Program:
             self._arguments[key] = registers
         return self._arguments[key]
 
-    def _scheduled(self, calls: list[_Call]) -> list[_Call]:
+    def _scheduled(self, calls: list[Called]) -> list[Called]:
         """The calls, each of which lets go of what nobody takes behind it."""
         last = {i: at for at, call in enumerate(calls) for i in call.given}
         made = {i for call in calls for i in _registers(call.target)} - {*self.outputs.values()}
@@ -179,12 +155,16 @@ class Program:
             for at, call in enumerate(calls)
         ]
 
-    def run(self, arrays: Mapping[str, Any], positions: Mapping[str, int]) -> dict[str, mx.array]:
+    def run(
+        self, arrays: Mapping[str, Any], positions: Mapping[str, int], goes_on: bool = False
+    ) -> dict[str, mx.array]:
         """Compute a step.
 
         Args:
             arrays: ``tokens``, and those of the caches by their names.
             positions: what the counters of the caches are, and how many rows they have.
+            goes_on: whether the step before wrote the rows before into the same arrays: then
+                nobody else holds their memory where it is written to.
 
         Returns:
             The outputs by their names.
@@ -197,24 +177,23 @@ class Program:
             for register, value in zip(targets, arguments(arg), strict=True):
                 registers[register] = value
         rows = self._rows(values)
-        calls, counted = self._bound.get(rows) or self._calls(rows)
-        count(tuple(counted))
-        for function, taken, more, target, free, _, _ in calls:
-            if more is None:
-                registers[target] = function(*taken(registers))
-            else:
-                registers[target] = function([*taken(registers), *more])
-            for each in free:
-                registers[each] = None
+        found = self._bound.get(rows) or self._calls(rows)
+        count(tuple(found.rows))
+        if goes_on and self.binds and backend() == "host":
+            from .listed import run_listed  # of the host backend, which others do not load
+
+            run_listed(found, registers, self.start, self.outputs, self._advancing)
+        else:
+            called(found.calls, registers)
         if len(registers) != len(self.start):
             raise Unsupported("an operation gives another number of arrays than its node")
         return {name: registers[i] for name, i in self.outputs.items()}
 
-    def _calls(self, rows: Any) -> _Bound:
+    def _calls(self, rows: Any) -> BoundCalls:
         """The calls where caches have so many rows, which are bound as they are made."""
         if len(self._bound) >= _KEPT:
             self._bound.clear()
-        found = self._bound[rows] = _Bound([], [])
+        found = self._bound[rows] = BoundCalls([], [], [])
         for at, call in enumerate(self.calls):
             bind = call.function if call.binds is None else partial(_bind, found, at, call)
             found.calls.append(call._replace(function=bind))
@@ -223,11 +202,11 @@ class Program:
 
 def _made(
     function: Any, given: list[int], target: int | slice, binds: Dispatched | None = None
-) -> _Call:
-    return _Call(function, _getter(given), None, target, (), given, binds)
+) -> Called:
+    return Called(function, _getter(given), None, target, (), given, binds)
 
 
-def _bind(found: _Bound, at: int, call: _Call, *arrays: Any) -> Any:
+def _bind(found: BoundCalls, at: int, call: Called, *arrays: Any) -> Any:
     """Run an operation, and have it called as it was now from the next time on."""
     assert call.binds is not None
     operation, static, _ = call.binds
@@ -241,8 +220,9 @@ def _bind(found: _Bound, at: int, call: _Call, *arrays: Any) -> Any:
         found.rows.extend(rows)
         call = call._replace(function=run)
         if isinstance(run, Launching):
-            taken = _getter([call.given[i] for i in run.places])
-            call = call._replace(function=run.launch, taken=taken, more=[*run.more])
+            given = [call.given[i] for i in run.places]
+            call = call._replace(function=run.launch, given=given, more=[*run.more])
+            call = call._replace(taken=_getter(given))
         found.calls[at] = call
     return made
 

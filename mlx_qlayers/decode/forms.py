@@ -75,9 +75,9 @@ class Form:
 
     def before(self, state: Any, count: int) -> Any:
         """The state so many tokens before; None if it cannot be told."""
-        at, array = state
+        at, _ = state  # somebody may hold the memory of what is written anew
         names = {*self.counters}
-        return {name: v - count * (name in names) for name, v in at.items()}, array
+        return {name: v - count * (name in names) for name, v in at.items()}, None
 
     def run(self, tokens: mx.array, own: Sequence[Any], state: Any) -> tuple[mx.array, Progress]:
         """The logits, and what the next step with the same caches goes on with."""
@@ -96,8 +96,8 @@ class Form:
         return made["logits"], Progress(self, left, (after, array))
 
     def computed(self, arrays: dict[str, mx.array], at: dict[str, int], array: Any) -> Any:
-        """The outputs by their names, and the positions of the next step as an array, if any."""
-        return self.program.run(arrays, at), None
+        """The outputs by their names, and what the next step goes on with besides positions."""
+        return self.program.run(arrays, at, bool(array)), True
 
     def put_back(
         self, own: Sequence[Any], items: list[dict[str, Any]], states: Iterable[mx.array]
@@ -158,7 +158,7 @@ class PaddedForm(Form):
         return [at + self.more, *(made[name] for name in ("logits", *self.states))]
 
     def before(self, state: Any, count: int) -> Any:
-        at, array = super().before(state, count)
+        (at, _), (_, array) = super().before(state, count), state
         return at, None if array is None else array - count * self.moving
 
     def computed(self, arrays: dict[str, mx.array], at: dict[str, int], array: Any) -> Any:

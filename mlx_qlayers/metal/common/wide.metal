@@ -9,27 +9,23 @@ using namespace metal;
 
 #define WIDE 16
 
-// The type in which rows in T are multiplied; if `rounded`, bfloat on processors that multiply pairs of those.
-template <typename T, bool rounded>
-using wide_operand = float;
+// Lets the processor load what is going to be read, or nothing: p may lie beyond the end of its buffer.
+METAL_FUNC void wide_prefetch(const device uint* p) {
+}
 
-// Loads `count` elements, a multiple of WIDE, as operands.
-template <int count, typename O, typename T>
-METAL_FUNC void wide_values(thread O* to, const device T* from) {
+// Loads `count` elements, a multiple of WIDE.
+template <int count, typename T>
+METAL_FUNC void wide_values(thread float* to, const device T* from) {
   for (int i = 0; i < count; i++) {
-    to[i] = O(float(from[i]));
+    to[i] = float(from[i]);
   }
 }
 
 // Dequantizes `count` elements of one group, from word `at` of w on.
-template <int mode, int bits, int count, typename O>
+template <int mode, int bits, int count>
 METAL_FUNC void wide_weights(
-    thread O* to, const device uint* w, size_t at, float scale, float bias) {
-  float weights[count];
-  dequantize<mode, bits, count>(weights, w, at, scale, bias);
-  for (int i = 0; i < count; i++) {
-    to[i] = O(weights[i]);
-  }
+    thread float* to, const device uint* w, size_t at, float scale, float bias) {
+  dequantize<mode, bits, count>(to, w, at, scale, bias);
 }
 
 // sums[i % WIDE] += a[i] * b[i]
@@ -41,15 +37,15 @@ METAL_FUNC void wide_products(thread float* sums, const thread float* a, const t
 }
 
 // Products of `rows` rows of x with `columns` rows of w, all `stride` apart, over `depth` elements, a
-// multiple of 16, of bfloat of 32: adds to WIDE sums for each pair.
-template <int rows, int columns, int stride, typename O>
-METAL_FUNC void wide_block(thread float* sums, const thread O* x, const thread O* w, int depth) {
+// multiple of WIDE: adds to WIDE sums for each pair.
+template <int rows, int columns, int stride>
+METAL_FUNC void wide_block(
+    thread float* sums, const thread float* x, const thread float* w, int depth) {
   for (int m = 0; m < rows; m++) {
     for (int n = 0; n < columns; n++) {
       thread float* to = sums + (m * columns + n) * WIDE;
       for (int i = 0; i < depth; i++) {
-        to[i % WIDE] =
-            fma(float(x[m * stride + i]), float(w[n * stride + i]), to[i % WIDE]);
+        to[i % WIDE] = fma(x[m * stride + i], w[n * stride + i], to[i % WIDE]);
       }
     }
   }

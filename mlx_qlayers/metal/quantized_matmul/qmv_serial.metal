@@ -7,9 +7,9 @@
 //
 //   grid (tiles, 1, 1) or more; any threadgroup; no threadgroup memory.
 //
-// For a single row it dequantizes and multiplies one `run` at a time. For more rows it dequantizes BYTES of each
-// row of the tile, and multiplies `rows` rows of x with them, four at a time; for many rows of bfloat the weights
-// are rounded to bfloat, if the processor multiplies pairs of those.
+// For a single row it dequantizes and multiplies one `run` at a time, and fetches the next tile meanwhile: rows
+// are too short for the processor to foresee that. For more rows it dequantizes LENGTH elements of each row of the
+// tile, and multiplies `rows` rows of x with them, four at a time. Each row of y has the same bits in both.
 
 #include "epilogue.metal"
 #include "packed.metal"
@@ -18,10 +18,8 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// Bytes of a row of operands: those of a tile fit into the nearest cache.
-#define BYTES 1024
-// Kernels for up to so many rows give each row the bits that the kernel for a single row gives.
-#define EXACT_ROWS 16
+// Elements of a row of operands: those of a tile fit into the nearest cache.
+#define LENGTH 512
 
 // A tile's rows of the matrices: where their words and scales begin.
 template <typename S, int outputs>
@@ -29,9 +27,9 @@ struct serial_rows {
   packed_matrix<S> matrix[outputs];
 };
 
-template <int mode, int group, int bits, int run, int outputs, typename S, typename O>
+template <int mode, int group, int bits, int run, int outputs, typename S>
 METAL_FUNC void serial_weights(
-    thread O* to, thread const serial_rows<S, outputs>& rows, int n, int k) {
+    thread float* to, thread const serial_rows<S, outputs>& rows, int n, int k) {
   const device S* scales = rows.matrix[n].scales;
   const device S* biases = rows.matrix[n].biases;
   wide_weights<mode, bits, run>(
@@ -108,15 +106,15 @@ template <
         for (int n = 0; n < outputs; n++) {
           alignas(64) float weights[run];
           serial_weights<mode, group, bits, run>(weights, tile, n, k);
+          wide_prefetch(tile.matrix[n].w + height * words + size_t(k) * bits / 32);
           wide_products<run>(sums[0][n], values, weights);
         }
       }
     } else {
-      constexpr int length = BYTES / sizeof(wide_operand<T, (rows > EXACT_ROWS)>);
-      for (int from = 0; from < K; from += length) {
-        alignas(64) wide_operand<T, (rows > EXACT_ROWS)> weights[outputs][length];
-        alignas(64) wide_operand<T, (rows > EXACT_ROWS)> values[4][length];
-        int depth = min(length, K - from);
+      for (int from = 0; from < K; from += LENGTH) {
+        alignas(64) float weights[outputs][LENGTH];
+        alignas(64) float values[4][LENGTH];
+        int depth = min(LENGTH, K - from);
 #pragma unroll(1)
         for (int n = 0; n < outputs; n++) {
           // Sums beyond the edge are undefined, and are not stored.
@@ -137,13 +135,13 @@ template <
             }
           }
           if (four == 4) {
-            wide_block<4, outputs, length>(sums[m][0], values[0], weights[0], depth);
+            wide_block<4, outputs, LENGTH>(sums[m][0], values[0], weights[0], depth);
           } else if (four == 3) {
-            wide_block<3, outputs, length>(sums[m][0], values[0], weights[0], depth);
+            wide_block<3, outputs, LENGTH>(sums[m][0], values[0], weights[0], depth);
           } else if (four == 2) {
-            wide_block<2, outputs, length>(sums[m][0], values[0], weights[0], depth);
+            wide_block<2, outputs, LENGTH>(sums[m][0], values[0], weights[0], depth);
           } else {
-            wide_block<1, outputs, length>(sums[m][0], values[0], weights[0], depth);
+            wide_block<1, outputs, LENGTH>(sums[m][0], values[0], weights[0], depth);
           }
         }
       }

@@ -173,6 +173,11 @@ def _compiled(program: Program, function: str, text: str, checked: bool) -> _Com
     )
 
 
+def compiled_of(launch: Launch) -> _Compiled:
+    """The fast build of a launch's kernel."""
+    return _compiled(launch.program, launch.function, launch.text, False)
+
+
 class _Strides:
     """Strides of an input, in elements: those of a row-contiguous array, and an array's own."""
 
@@ -183,7 +188,7 @@ class _Strides:
         self.dense, self.own_address = map(ctypes.addressof, (self._dense, self.own))
 
 
-class _Frame:
+class Frame:
     """The buffer of arguments, used again by the next launch that differs only in its arrays."""
 
     def __init__(self, compiled: _Compiled, launch: Launch) -> None:
@@ -238,7 +243,7 @@ def bind(launch: Launch) -> Bound:
 # Every launch of a kernel on a CPU comes through here: calls of Python functions are its cost.
 # The list of inputs keeps them where they are.
 def _runner(launch: Launch, rows: Any, contiguous: bool) -> Bound:
-    frames: list[_Frame] = []  # each serves one thread at a time
+    frames: list[Frame] = []  # each serves one thread at a time
     view, address_of, evaluate, array = memory.view, ctypes.addressof, mx.eval, mx.array
     fill, report_of, ticks = ctypes.memset, _report.get, rows[0].ticks
 
@@ -253,7 +258,7 @@ def _runner(launch: Launch, rows: Any, contiguous: bool) -> Bound:
         try:
             frame = frames.pop()
         except IndexError:
-            frame = _Frame(_compiled(launch.program, launch.function, launch.text, False), launch)
+            frame = Frame(compiled_of(launch), launch)
         if collectors:
             count(rows)
         else:
@@ -295,7 +300,13 @@ def _runner(launch: Launch, rows: Any, contiguous: bool) -> Bound:
         frames.append(frame)
         return made
 
+    vars(run)["launch"] = launch  # for lists of launches
     return run
+
+
+def checking() -> bool:
+    """Whether launches run on the checked build here."""
+    return _report.get() is not None
 
 
 def _no_values(launch: Launch, error: ValueError) -> Exception:

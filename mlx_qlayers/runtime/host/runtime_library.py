@@ -23,6 +23,7 @@ _KINDS: dict[str, Any] = {
     "uint32_t": ctypes.c_uint32,
     "uint64_t": ctypes.c_uint64,
     "char": ctypes.c_char,
+    "float": ctypes.c_float,
 }
 
 
@@ -72,6 +73,12 @@ class RawLaunch(ctypes.Structure):
     _fields_ = _fields("Launch")
 
 
+class Item(ctypes.Structure):
+    """A step of a list of launches."""
+
+    _fields_ = _fields("Item")
+
+
 def objects(folder: Path) -> list[Path]:
     """Compile the runtime's sources into a folder."""
     tls = [] if sys.platform == "darwin" else ["-ftls-model=initial-exec"]
@@ -102,6 +109,7 @@ def library() -> ctypes.CDLL:
     lib.qk_place.argtypes = [ctypes.c_uint32, ctypes.c_uint64, ctypes.c_uint32]
     lib.qk_unplace.argtypes = [ctypes.c_uint32, ctypes.c_uint64]
     lib.qk_launch.argtypes = [ctypes.c_void_p]
+    lib.qk_launch_list.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
     os.register_at_fork(after_in_child=lib.qk_after_fork)
     return lib
 

@@ -70,3 +70,14 @@ struct Launch {
   uint32_t fault_thread[3];
   char message[256];
 };
+
+// A step of a list of launches.
+struct Item {
+  Launch* launch;  // or null, where rows are copied or normed
+  uint64_t to, from, weight;  // addresses of rows; without a weight to norm by, 0
+  uint32_t rows, width;  // elements of a row, or bytes of one that is copied
+  uint64_t stride;  // bytes from one row that is written to the next
+  uint32_t type;  // 0 of a copy, else of what is normed: 1 float, 2 half, 3 bfloat
+  float epsilon;
+  uint64_t count, chunk, next, done;  // threadgroups, while it runs
+};

@@ -1,0 +1,51 @@
+"""The calls of a step, which take arrays out of registers and put others in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from ..runtime.explain import Row
+from .primitives import Dispatched
+
+
+class Called(NamedTuple):
+    """A call of a function with registers.
+
+    Attributes:
+        function: what is called.
+        taken: takes its arrays out of the registers.
+        more: what a launch takes behind them, all in a list; None for what takes arrays one by one.
+        target: the register of the result, or those of several.
+        free: registers that nobody needs any more.
+        given: those of its arrays.
+        binds: what may be bound to a launch.
+    """
+
+    function: Callable[..., Any]
+    taken: Callable[[Sequence[Any]], Sequence[Any]]
+    more: Sequence[Any] | None
+    target: int | slice
+    free: tuple[int, ...]
+    given: list[int]
+    binds: Dispatched | None = None
+
+
+class BoundCalls(NamedTuple):
+    """Calls, and what those count that are bound to a launch."""
+
+    calls: list[Called]
+    rows: list[Row]
+    # The same calls with lists of launches in the place of many; each serves one thread at a time.
+    listed: list[Any]
+
+
+def called(calls: Iterable[Called], registers: list[Any], frees: bool = True) -> None:
+    """Make calls in turn."""
+    for function, taken, more, target, free, _, _ in calls:
+        if more is None:
+            registers[target] = function(*taken(registers))
+        else:
+            registers[target] = function([*taken(registers), *more])
+        for each in free if frees else ():
+            registers[each] = None

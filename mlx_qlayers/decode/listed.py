@@ -1,0 +1,152 @@
+"""A step's calls with lists of launches in the place of those that the host backend can list."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import mlx.core as mx
+
+from ..runtime.host.bound_launch import checking
+from ..runtime.host.launch_list import LaunchList, Unlisted
+from ..runtime.launch import Launch
+from .calls import BoundCalls, Called, called
+
+_VIEWS = mx.reshape, mx.expand_dims, mx.squeeze, mx.flatten, mx.unflatten
+_NORMED = mx.float32, mx.float16, mx.bfloat16
+
+
+def run_listed(
+    found: BoundCalls,
+    registers: list[Any],
+    start: Sequence[Any],
+    outputs: Mapping[str, int],
+    advancing: Set[int],
+) -> None:
+    """Run the calls of a step by lists, which the first such step makes.
+
+    Args:
+        found: the calls, with the lists made so far.
+        registers: the arrays of the step.
+        start: those that are there in each.
+        outputs: the registers that it gives.
+        advancing: indices of rows that nobody has seen.
+    """
+    if checking():
+        return called(found.calls, registers)
+    if not found.listed:
+        called(found.calls, registers, frees=False)
+        found.listed.append(_listed(found.calls, registers, start, outputs, advancing))
+        return None
+    steps, given = found.listed.pop(), registers.copy()
+    try:
+        for step in steps:
+            if isinstance(step, LaunchList):
+                step.run(registers)
+            else:
+                called((step,), registers)
+    except Unlisted:  # rows that were written are written again
+        registers[:] = given
+        called(found.calls, registers)
+    found.listed.append(steps)
+    return None
+
+
+def _listed(
+    calls: Sequence[Called],
+    arrays: Sequence[Any],
+    start: Sequence[Any],
+    outputs: Mapping[str, int],
+    advancing: Set[int],
+) -> list[Called | LaunchList]:
+    """The calls, of which neighbours that can be listed are one list of launches."""
+    fixed = {i for i, array in enumerate(start) if array is not None}
+    steps: list[Called | LaunchList] = []
+    pending: list[tuple[str, Called]] = []
+    touched: set[int] = set()
+
+    def flush() -> None:
+        own = {id(call) for _, call in pending}
+        others = {i for call in calls if id(call) not in own for i in call.given}
+        steps.extend(_joined(pending, arrays, fixed, others | {*outputs.values()}))
+        pending.clear()
+        touched.clear()
+
+    for call in calls:
+        if (kind := _kind(call, arrays, advancing)) is not None:
+            pending.append((kind, call))
+            touched.update(made_by(call.target), call.given[:1] if kind == "copy" else ())
+        else:
+            # What takes nothing of the list is called ahead of it.
+            if call.function is operator.setitem or not touched.isdisjoint(call.given):
+                flush()
+            steps.append(call._replace(free=()))
+    flush()
+    return steps
+
+
+def made_by(target: int | slice) -> range:
+    """The registers of what a call gives."""
+    if isinstance(target, slice):
+        return range(target.start, target.stop)
+    return range(target, target + 1)
+
+
+def _kind(call: Called, arrays: Sequence[Any], advancing: Set[int]) -> str | None:
+    """How a call is added to a list; None if it cannot be."""
+    if isinstance(launch := getattr(call.function, "launch", None), Launch):
+        return "launch" if launch.init_value is None and isinstance(call.target, slice) else None
+    given = [arrays[i] for i in call.given]
+    if call.function in _VIEWS:
+        return "view"
+    if call.function is mx.fast.rms_norm:
+        x, weight, _ = given
+        normed = weight is not None and x.dtype == weight.dtype and x.dtype in _NORMED
+        return "norm" if normed else None
+    if call.function is operator.setitem and call.given[1] in advancing:
+        buffer, index, rows = given
+        whole = buffer.ndim == 4 and rows.shape == (
+            *buffer.shape[:2],
+            rows.shape[2],
+            buffer.shape[3],
+        )
+        plain = all(each.step == 1 for each in index)
+        return "copy" if whole and plain and rows.dtype == buffer.dtype else None
+    return None
+
+
+def _joined(
+    pending: Sequence[tuple[str, Called]],
+    arrays: Sequence[Any],
+    fixed: Set[int],
+    exported: set[int],
+) -> list[Called | LaunchList]:
+    for kind, call in reversed(pending):
+        if kind == "view" and call.target in exported:
+            exported.add(call.given[0])
+    if sum(kind == "launch" for kind, _ in pending) > 1:
+        try:
+            found = LaunchList(len(pending), arrays, fixed, exported)
+            for kind, call in pending:
+                _add(found, kind, call, arrays)
+            return [found]
+        except Unlisted:
+            pass
+    return [call._replace(free=()) for _, call in pending]
+
+
+def _add(found: LaunchList, kind: str, call: Called, arrays: Sequence[Any]) -> None:
+    x, *others = call.given
+    if kind == "launch":
+        first, *_ = made_by(call.target)
+        found.add_launch(call.function.launch, call.given, call.more or (), first)  # type: ignore[attr-defined]
+    elif kind == "norm":
+        assert isinstance(call.target, int)
+        found.add_norm(x, others[0], arrays[others[1]], call.target)
+    elif kind == "copy":
+        found.add_copy(x, *others)
+    elif isinstance(call.target, int):
+        found.add_view(x, call.target)
+    for register in call.free:
+        found.release(register)

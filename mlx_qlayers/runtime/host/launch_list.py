@@ -1,0 +1,197 @@
+"""Launches of a step as a list that the runtime library runs in one call.
+
+Between launches there are norms of rows, and copies of rows into buffers of caches. What only the
+list reads lies in its own memory, at the same addresses in each run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence, Set
+from math import prod
+from typing import Any
+
+import mlx.core as mx
+
+from ..explain import Row, count
+from ..launch import Launch
+from . import array_memory as memory
+from .bound_launch import Frame, compiled_of
+from .output_buffers import SMALL, SmallOutput, capsule, large_output, npy_header, small_output
+from .runtime_library import Item, library
+
+_ALIGNMENT = 64
+_WORDS = ctypes.sizeof(Item) // 8
+_TO, _FROM, _WEIGHT = (getattr(Item, name).offset // 8 for name in ("to", "from", "weight"))
+_NORMED = {mx.float32: 1, mx.float16: 2, mx.bfloat16: 3}
+
+
+class Unlisted(Exception):
+    """An array that a list of launches cannot take as it is."""
+
+
+class LaunchList:
+    """A list of launches. A register is a number that stands for an array.
+
+    Args:
+        length: how many launches, norms and copies will be added at most.
+        arrays: by register, those of a step that was run: the shapes and dtypes of each run.
+        fixed: registers whose arrays are the same in each run.
+        exported: registers whose arrays a run puts into those that it is given.
+    """
+
+    def __init__(
+        self, length: int, arrays: Sequence[Any], fixed: Set[int], exported: Set[int]
+    ) -> None:
+        self._arrays, self._fixed, self._exported = arrays, fixed, exported
+        self._items = (Item * length)()
+        self._words = (ctypes.c_uint64 * (length * _WORDS)).from_buffer(self._items)
+        self._length, self._rows = 0, list[Row]()
+        self._frames: dict[int, Frame] = {}
+        self._keep: list[Any] = []
+        # Registers that are others, reshaped; where those lie that only the list reads.
+        self._roots: dict[int, int] = {}
+        self._places: dict[int, tuple[int, int]] = {}
+        self._users: dict[int, int] = {}
+        self._free: dict[int, list[int]] = {}
+        # The words that hold addresses of what a run is given, and of what it gives.
+        self._taken: dict[int, list[tuple[Any, int]]] = {}
+        self._made: dict[int, tuple[list[tuple[Any, int]], SmallOutput | bytes]] = {}
+        self._shown: list[tuple[int, int]] = []
+        # Of a copy the word with its target, the buffer, the register of its index, bytes of a row.
+        self._copies: list[tuple[int, int, int, int]] = []
+
+    def add_launch(
+        self, launch: Launch, given: Sequence[int], more: Sequence[mx.array], first: int
+    ) -> None:
+        """Add a launch of registers, and of arrays behind them, to registers from the first on."""
+        frame = Frame(compiled_of(launch), launch)
+        for slot, i, strides in frame.inputs:
+            if i < len(given):
+                self._take(given[i], frame.addresses, slot)
+            else:
+                frame.addresses[slot] = self._held(more[i - len(given)])
+            if strides is not None:
+                frame.addresses[strides.slot] = strides.dense
+        for i, (slot, *_) in enumerate(frame.outputs):
+            self._make(first + i, frame.addresses, slot)
+        self._frames[self._length] = frame
+        self._rows += launch.rows("host")
+        self._item().launch = frame.raw_address
+
+    def add_norm(self, x: int, weight: int, epsilon: float, target: int) -> None:
+        """Add the RMS norm of rows."""
+        at, given, item = self._length * _WORDS, self._arrays[x], self._item()
+        item.rows, item.width = given.size // given.shape[-1], given.shape[-1]
+        item.type, item.epsilon = _NORMED[given.dtype], epsilon
+        self._take(x, self._words, at + _FROM)
+        self._take(weight, self._words, at + _WEIGHT)
+        self._make(target, self._words, at + _TO)
+
+    def add_copy(self, buffer: int, index: int, rows: int) -> None:
+        """Add a copy of rows (B, H, L, D) into a buffer (B, H, R, D), from a slice's start on."""
+        at, item = self._length * _WORDS, self._item()
+        of, given = self._arrays[buffer], self._arrays[rows]
+        row = of.itemsize * of.shape[3]
+        item.rows, item.width = prod(of.shape[:2]), given.shape[2] * row
+        item.stride = of.shape[2] * row
+        self._take(rows, self._words, at + _FROM)
+        self._taken.setdefault(buffer, [])
+        self._copies.append((at + _TO, buffer, index, row))
+
+    def add_view(self, x: int, target: int) -> None:
+        """Let a register be another in a different shape."""
+        root = self._roots.get(x, x)
+        self._roots[target] = root
+        if target in self._exported:
+            self._shown.append((target, root))
+        if root in self._places:
+            self._users[root] += 1
+
+    def release(self, register: int) -> None:
+        """Use the memory of a register again, once no view is read."""
+        root = self._roots.get(register, register)
+        if root in self._places:
+            self._users[root] -= 1
+            if not self._users[root]:
+                address, size = self._places[root]
+                self._free[size].append(address)
+
+    def run(self, registers: list[Any]) -> None:
+        """Run the list.
+
+        Raises:
+            Unlisted: an array is not row-contiguous; nothing was run.
+        """
+        arrays, words, at = [registers[r] for r in self._taken], self._words, dict[int, int]()
+        mx.eval(arrays)
+        for array, (register, cells) in zip(arrays, self._taken.items(), strict=True):
+            at[register] = address = _address(array)
+            for block, i in cells:
+                block[i] = address
+        for word, buffer, index, row in self._copies:
+            words[word] = at[buffer] + registers[index][2].start * row
+        held: list[tuple[int, Any]] = []
+        for register, (cells, kind) in self._made.items():
+            if isinstance(kind, bytes):
+                registers[register], address = large_output(kind)
+            else:
+                held.append((register, kind.free.pop() if kind.free else kind.block()))
+                kind.tensor.data = address = ctypes.addressof(held[-1][1])
+            for block, i in cells:
+                block[i] = address
+        count(tuple(self._rows))
+        if failed := library().qk_launch_list(ctypes.addressof(self._items), self._length):
+            frame = self._frames[failed - 1]
+            frame.kernel.fail(frame.raw)
+        for register, block in held:
+            kind = self._made[register][1]
+            assert isinstance(kind, SmallOutput)
+            registers[register] = mx.array(capsule(kind.tensor_address, b"dltensor", None))
+            kind.free.append(block)
+        for register, root in self._shown:
+            registers[register] = registers[root].reshape(self._arrays[register].shape)
+
+    def _item(self) -> Any:
+        self._length += 1
+        return self._items[self._length - 1]
+
+    def _held(self, array: mx.array) -> int:
+        self._keep.append(array)
+        return _address(array)
+
+    def _take(self, register: int, words: Any, i: int) -> None:
+        root = self._roots.get(register, register)
+        if root in self._places:
+            words[i] = self._places[root][0]
+        elif root in self._made:
+            self._made[root][0].append((words, i))
+        elif root in self._fixed:
+            words[i] = self._held(self._arrays[root])
+        else:
+            _address(self._arrays[root])
+            self._taken.setdefault(root, []).append((words, i))
+
+    def _make(self, register: int, words: Any, i: int) -> None:
+        array = self._arrays[register]
+        size = array.nbytes
+        if register in self._exported:
+            small = size < SMALL
+            make = small_output(array.shape, array.dtype, None) if small else None
+            self._made[register] = [(words, i)], make or npy_header(array.shape, array.dtype)
+            return
+        size = -(-size // _ALIGNMENT) * _ALIGNMENT
+        free = self._free.setdefault(size, [])
+        if not free:
+            block = (ctypes.c_char * (size + _ALIGNMENT))()
+            self._keep.append(block)
+            free.append(-(-ctypes.addressof(block) // _ALIGNMENT) * _ALIGNMENT)
+        words[i] = free.pop()
+        self._places[register], self._users[register] = (words[i], size), 1
+
+
+def _address(array: mx.array) -> int:
+    try:
+        return ctypes.addressof(memory.view(array))
+    except (TypeError, ValueError):
+        raise Unlisted from None

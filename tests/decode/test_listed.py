@@ -1,0 +1,67 @@
+"""Steps on a CPU as lists of launches: the numbers, the caches, and what others hold of these."""
+
+import mlx.core as mx
+import pytest
+from architecture_table import ARCHITECTURES
+from architectures import build
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+
+from mlx_qlayers import use_backend
+from mlx_qlayers.decode import engine
+from mlx_qlayers.runtime.host.launch_list import LaunchList
+
+PROMPT = mx.array([[5, 17, 3, 9]])
+
+
+def lists(model):
+    """How many lists of launches the steps of a model have."""
+    programs = [
+        form.program
+        for steps in engine._steps[id(model)].steps.values()
+        for step in steps
+        for form in step.programs.values()
+    ]
+    bound = [each for program in programs for each in program._bound.values()]
+    return sum(isinstance(s, LaunchList) for b in bound for each in b.listed for s in each)
+
+
+def stepped(model, cache, tokens, graph):
+    made = []
+    for token in tokens:
+        y = engine.step(model, token, cache) if graph else model(token, cache=cache)
+        mx.eval(y)
+        made.append(y)
+    return mx.concatenate(made, axis=1)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3_text", "mixtral"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_lists_give_what_the_model_gives(name, batch):
+    model = build(name, ARCHITECTURES[name])
+    prompt = mx.repeat(PROMPT, batch, axis=0)
+    tokens = [mx.arange(batch)[:, None] + 11 + i for i in range(6)]
+    caches = [make_prompt_cache(model), make_prompt_cache(model)]
+    want = [model(prompt, cache=caches[0]), stepped(model, caches[0], tokens, False)]
+    with use_backend("host"):
+        found = [model(prompt, cache=caches[1]), stepped(model, caches[1], tokens, True)]
+    assert lists(model)
+    assert mx.abs(found[1] - want[1]).max() <= 1e-5 * mx.abs(want[1]).max()
+    for a, b in zip(*caches, strict=True):
+        for x, y in zip(a.state[:2], b.state[:2], strict=True):
+            assert mx.abs(x - y).max() <= 1e-5 * mx.abs(x).max()
+
+
+def test_what_others_hold_of_a_cache_stays_as_it_was():
+    model = build("qwen2", ARCHITECTURES["qwen2"])
+    cache = make_prompt_cache(model)
+    token = mx.array([[7]])
+    with use_backend("host"):
+        mx.eval(model(PROMPT, cache=cache))
+        stepped(model, cache, [token] * 5, True)
+        held = [x[..., : c.offset, :] for c in cache for x in (c.keys, c.values)]
+        before = [x + 0 for x in held]
+        mx.eval(held, before)
+        trim_prompt_cache(cache, 4)
+        stepped(model, cache, [token + i for i in range(5)], True)
+    assert lists(model)
+    assert all(mx.array_equal(x, y) for x, y in zip(held, before, strict=True))
