@@ -20,7 +20,7 @@ PAGES := mlx_qlayers $(addprefix mlx_qlayers.,layers ops reference metal runtime
 export PYTHONDONTWRITEBYTECODE :=
 
 # Modules are compiled where they are imported: all of the packages' would take a third of a setup.
-.PHONY: setup demo test test-fast test-caches test-faults test-metal test-cuda metal-sources test-floors stress fuzz bench plots architectures docs notebooks lint size clean
+.PHONY: setup demo test test-fast test-caches test-faults test-metal test-cuda metal-sources test-floors stress soak invariance fuzz bench plots architectures docs notebooks lint size clean
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -59,7 +59,7 @@ test-cuda: setup
 # compiles them. Kernels give zeros and assertions come to nothing, so nothing is compiled here. Left
 # out are slow tests that launch nothing of the package, or in other processes.
 ELSEWHERE := fuzz models runtime/host decode/test_effects.py metal/test_instructions.py \
-  $(patsubst %,commands/test_%.py,arguments convert ranks server_lives serving) $(patsubst \
+  $(patsubst %,commands/test_%.py,arguments convert ranks server_lives server_load serving) $(patsubst \
   %,conversion/test_%.py,compiled_step quantize sharding step_faults step_graph step_interrupts) \
   $(patsubst %,test_%.py,apple_faults benchmarks metal_sources notebooks sanitize stress wheel)
 metal-sources: setup
@@ -77,6 +77,14 @@ test-floors:
 # Threads, tasks, interrupts and exits; make stress ARGS="threads --rounds 5000"
 stress: setup
 	$(BIN)/python -m tests.stress $(ARGS)
+
+# Clients of a server for 20 minutes; make soak ARGS="--batch-invariant --minutes 5"
+soak: setup
+	$(BIN)/python -m tests.load --minutes 20 $(ARGS)
+
+# A thousand random batches of a batch-invariant model, bit by bit; make invariance ARGS="--rules cuda"
+invariance: setup
+	$(BIN)/python tests/batches.py $(ARGS)
 
 # Random calls and damaged files, on all cores; make fuzz MINUTES=60
 MINUTES ?= 10

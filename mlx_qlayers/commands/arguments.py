@@ -144,7 +144,7 @@ def add_layers(parser: argparse.ArgumentParser) -> None:
     option(
         "--batch-invariant",
         action="store_true",
-        help="compute the same bits alone and in any batch; slower, and on a CPU alone",
+        help="compute the same bits alone and in any batch; slower",
     )
     option("--stock", action="store_true", help="leave the model's layers as they are")
     option("--no-calibrate", action="store_true", help="measure nothing on this device")

@@ -38,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--plan", action="store_true", help=text)
         text = "for --plan, instead of this device's"
         parser.add_argument("--memory", type=positive, metavar="GB", help=text)
+    if parser.prog.endswith(" server"):
+        text = "refuse prompts of so many tokens, and end texts there; else as long as they get"
+        parser.add_argument("--context", type=positive, metavar="TOKENS", help=text)
     guesses.add_arguments(parser)
     kv_cache.add_arguments(parser)
     parser.set_defaults(rest=())
@@ -221,7 +224,7 @@ def _server(module: Any, args: Any) -> AbstractContextManager[None]:
     from . import prompt_parts, serving
 
     class Generator(serving.ResponseGenerator):
-        singly = args.heads is not None
+        singly, context = args.heads is not None, args.context
         guesses = guesses.are_wanted(args, args.rest)
 
         def __init__(self, provider: Any, *others: Any) -> None:

@@ -8,6 +8,7 @@ begins anew, and after several errors in a row the process ends.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import io
 import json
@@ -39,6 +40,7 @@ from .requests import BadRequest, check_body
 
 _LARGEST_BODY = 256 << 20  # bytes; images come inside
 _ERRORS = 3  # in a row, with no token between, after which the generation thread gives up
+_RESTS = 5  # times that nobody asks for anything, a tenth of a second each
 _TIMEOUT = 120.0  # seconds without a byte from a client, or room for one
 _serve, _make_sampler = server._run_http_server, server._make_sampler
 _client = local()  # the connection of the request that a thread answers
@@ -110,7 +112,9 @@ class ResponseGenerator(server.ResponseGenerator):
     # Whether a draft model guesses in batches, and a request with another number of guesses is
     # served alone.
     guesses = False
+    context: int | None = None  # the most tokens of a prompt and its text
     _errors, _started = 0, False  # errors in a row; whether the first model was loaded
+    _idle = 0  # how often nobody had asked for anything, in a row
     _measured: tuple[Any, Any] = None, None  # the sizes of a model, by its key
 
     def __init__(self, model_provider: ModelProvider, prompt_cache: LRUPromptCache) -> None:
@@ -148,8 +152,7 @@ class ResponseGenerator(server.ResponseGenerator):
         self._serving.clear()
         if not self._stop:
             self.prompt_cache = PromptCache(self._cache_size)
-        gc.collect()  # the caches of the batch
-        mx.clear_cache()
+        _return_memory()  # of the caches of the batch
 
     def generation_available(self) -> bool:
         return self._generation_thread.is_alive() and self.failure is None
@@ -181,6 +184,9 @@ class ResponseGenerator(server.ResponseGenerator):
     def _next_request(self, timeout: float | None = None) -> Any:
         self._started = True
         request = super()._next_request(timeout)
+        self._idle = self._idle + 1 if request is None and timeout is not None else 0
+        if self._idle == _RESTS:  # what generation has freed goes back to the system
+            _return_memory()
         if request is None or (request[0].left and not self._is_distributed):
             return None
         self._serving.add(request[0])
@@ -240,9 +246,18 @@ class ResponseGenerator(server.ResponseGenerator):
         """The number of logits, which may be another than that of tokens, and of positions."""
         provider, model = self.model_provider, cast(Any, self.model_provider.model)
         if self._measured[0] != provider.model_key:
-            sizes = model(mx.array([[0]])).shape[-1], _positions(model)
+            limits = [n for n in (_positions(model), self.context) if n is not None]
+            sizes = model(mx.array([[0]])).shape[-1], min(limits, default=None)
             self._measured = provider.model_key, sizes
         return self._measured[1]
+
+
+def _return_memory() -> None:
+    """Give the system back what nothing refers to any more."""
+    gc.collect()
+    mx.clear_cache()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps it for itself
+        trim(0)
 
 
 def _positions(model: nn.Module) -> int | None:

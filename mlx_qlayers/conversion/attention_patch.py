@@ -19,9 +19,11 @@ import mlx.nn as nn
 
 from ..layers.fused_attention import FusedAttention
 from ..ops.attention import attention
+from ..ops.attention_invariant import attention_from
 from ..ops.gated_delta import gated_delta
 from ..runtime.backend import current
-from .invariance import in_time
+from ..runtime.devices import device_of
+from .invariance import in_time, starts_of
 from .long_prompts import wait
 
 
@@ -37,6 +39,10 @@ def patched_attention(
     """Stands in for ``mlx_lm.models.base.scaled_dot_product_attention``."""
     wait(queries)
     if current.get().invariant:
+        if device_of().gpu:
+            starts = starts_of(cache, queries.shape[0])
+            given = starts, queries, keys, values
+            return attention_from(*given, scale=scale, mask=mask, sinks=sinks)
         keys, values, mask = in_time(cache, keys, values, mask)
     return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 

@@ -1,8 +1,9 @@
 """Models whose logits of a sequence are the same bits whatever else is in the batch.
 
-On a CPU products add up each row in one order already. What depends on neighbours is which kernel
-runs, and attention, whose blocks of keys begin where a batch's padding ends. Batch-invariant models
-take one kernel for all numbers of rows, with keys in the order of their tokens, one by one.
+What depends on neighbours is which kernel runs, and attention, whose blocks of keys begin where a
+batch's padding ends. Batch-invariant models take one kernel for all numbers of rows. On a CPU keys
+are added up in the order of their tokens, one by one; on a GPU in tiles that are counted from the
+first token, and stock layers, whose products choose by rows, are refused by name.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..decode.twin import is_stepped
+from ..layers.qlinear import Counterpart
 from ..runtime.backend import backend
 from ..runtime.devices import device_of
 
 _PROMPTS = [1, 2, 3, 4, 5, 6, 7, 8, 9], [3, 1, 4], [2, 7, 1, 8, 2]
+_MORE = 90  # tokens in front of the first prompt on a GPU: several tiles of keys, blocks of rows
 
 
 def in_time(cache: Any, keys: Any, values: Any, mask: Any) -> tuple[Any, Any, Any]:
@@ -41,15 +44,38 @@ def _arrays(x: Any) -> tuple[Any, ...]:
     return (x,) if isinstance(x, mx.array) else tuple(x)
 
 
-def check_can_be(model: nn.Module) -> None:
+def starts_of(cache: Any, batch: int) -> mx.array:
+    """Before which keys of a batch there is padding, for attention on a GPU: (B,) int32."""
+    own = vars(cache) if cache is not None else {}
+    if "max_size" in own:
+        raise ValueError(
+            "batch-invariant models on a GPU take no rotating caches, whose windows begin "
+            "elsewhere after each token"
+        )
+    padding = own.get("left_padding")
+    return mx.zeros((batch,), mx.int32) if padding is None else padding.astype(mx.int32)
+
+
+def check_can_be(model: nn.Module, activations: str | None = None) -> None:
     """Raise a ``ValueError`` where nothing is batch-invariant, or the model was converted."""
     if is_stepped(model):
         raise ValueError("batch_invariant takes a model that was not converted: revert_model first")
-    if device_of().gpu or backend() != "host":
-        raise ValueError(
-            "batch_invariant needs a CPU and its kernels so far: on a GPU, attention adds up "
-            "tiles of keys, which begin elsewhere in a batch"
-        )
+    if activations is not None:
+        raise ValueError(f"batch_invariant takes no activations={activations!r}: of prompts alone")
+    if backend() == "reference":
+        raise ValueError("batch_invariant needs kernels: stock operators are chosen by rows")
+
+
+def _check_layers(model: nn.Module) -> None:
+    """Raise a ``ValueError`` for a layer that multiplies by other than this package's kernels."""
+    for path, module in model.named_modules():
+        own, weight = isinstance(module, Counterpart), module.get("weight")
+        looked_up = isinstance(module, (nn.Embedding, nn.QuantizedEmbedding))
+        if isinstance(weight, mx.array) and weight.ndim > 1 and not own and not looked_up:
+            raise ValueError(
+                f"batch_invariant takes no {type(module).__name__} on a GPU, where its product is "
+                f"another for other numbers of rows: {path}"
+            )
 
 
 def check_model(model: nn.Module) -> None:
@@ -61,8 +87,11 @@ def check_model(model: nn.Module) -> None:
     from mlx_lm.models.cache import make_prompt_cache
 
     run: Any = model
-    alone, caches = [], []
-    for prompt in _PROMPTS:
+    alone, caches, prompts = [], [], [*_PROMPTS]
+    if device_of().gpu:
+        _check_layers(model)
+        prompts[0] = [each % 10 for each in range(_MORE)] + prompts[0]
+    for prompt in prompts:
         cache = make_prompt_cache(model)
         alone.append(run(mx.array([prompt]), cache=cache)[0])
         cache = make_prompt_cache(model)
@@ -75,7 +104,7 @@ def check_model(model: nn.Module) -> None:
         return
     batch = [some[0].merge([*some]) for some in zip(*caches, strict=True)]
     for i in (-2, -1):
-        tokens = mx.array([[prompt[i]] for prompt in _PROMPTS])
+        tokens = mx.array([[prompt[i]] for prompt in prompts])
         found = run(tokens, cache=batch)
         for each, own in zip(found, alone, strict=True):
             _compare(own[i], each[0], "a batch")

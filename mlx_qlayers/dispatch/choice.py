@@ -84,13 +84,18 @@ def choose(
         return Choice(op, wanted, "asked for" + suffix)
     if refusal := _refusal.get():
         return Choice(op, "reference", refusal)
-    if unless is not None and refusal is None:
+    name, invariant = backend(), current.get().invariant
+    # Stock operators of a GPU are other ones for other numbers of rows, however fast.
+    counts = not (invariant and device_of(name).gpu and name in kernels)
+    if unless is not None and refusal is None and counts:
         return Choice(op, "reference", unless, evidence if kernels else "rule")
-    if (name := backend()) not in kernels:
+    if name not in kernels:
         return Choice(op, "reference", _no_kernel(name, kernels))
+    if not counts:
+        return Choice(op, name, "batch-invariant" + suffix)
     if name != "host":
         return Choice(op, name, "auto" + suffix, evidence)
-    if current.get().invariant:
+    if invariant:
         return Choice(op, "host", "batch-invariant" + suffix)
     if host_gain is None:
         return Choice(op, "reference", "the kernel was not measured on a CPU")

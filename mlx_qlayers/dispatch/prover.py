@@ -25,7 +25,7 @@ import mlx.core as mx
 from ..measurements import entries
 from ..reference.rounding import rounding_error
 from ..runtime import proof
-from ..runtime.backend import Mode, advance_epoch, current, mode, use_backend
+from ..runtime.backend import Mode, advance_epoch, current, mode, use_backend, within
 from ..runtime.declaration import KernelError
 from ..runtime.proof import Launches, Unproven, trial
 from ..runtime.spec import Spec
@@ -51,6 +51,7 @@ class _Job(NamedTuple):
     static: tuple[Any, ...]
     specs: Sequence[Spec | None]
     mode: Mode
+    invariant: bool
     gradient: bool
     measured: tuple[dict[str, Any], dict[str, Any]]
 
@@ -72,7 +73,8 @@ def proven(
                 raise
             tried.add(found.key)
             measured = entries.adopted, entries.unsaved
-            _prove(_Job(operation, static, specs, current.get().mode, gradient, measured), found)
+            _, how, invariant = current.get()
+            _prove(_Job(operation, static, specs, how, invariant, gradient, measured), found)
 
 
 def plan_of(operation: Any, static: tuple[Any, ...], specs: Sequence[Any]) -> Any:
@@ -234,7 +236,9 @@ def _launched(
 
 
 def _plan(job: _Job, specs: Sequence[Any]) -> Any:
-    with mode(job.mode), refused(""):  # a kernel, as whoever asks has chosen one
+    # A kernel, as whoever asks has chosen one.
+    own = within(current, current.get()._replace(invariant=job.invariant))
+    with own, mode(job.mode), refused(""):
         return job.operation.plan(specs, *job.static)
 
 
@@ -246,7 +250,8 @@ def _expected(
     exact = [a.astype(mx.float32) if in_float32 and is_float(a) else a for a in arrays]
     specs = [a if a is None else Spec.of(a) for a in exact]
     with use_backend("reference"):
-        expected = _results(job, _plan(job, specs), exact, specs, of)
+        plan = _plan(job._replace(invariant=False), specs)
+        expected = _results(job, plan, exact, specs, of)
         both = ([], []) if of or besides is None else besides(actual, exact, *job.static)
     return expected, both
 

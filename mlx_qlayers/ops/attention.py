@@ -26,7 +26,6 @@ from ..runtime.backend import current, requested
 from ..runtime.devices import device_of
 from ..runtime.program import CONSTANT_BELOW
 from ..runtime.proof import first_proven
-from ..runtime.spec import Spec
 from ..runtime.transformed import is_differentiated
 from .attention_checks import checked
 from .attention_choice import (
@@ -36,10 +35,12 @@ from .attention_choice import (
     decode_host_gain,
     fills_memory,
     gradients_by_kernels,
+    takes_decode,
     why_no_kernel,
     why_not_decode,
     why_not_forward,
 )
+from .attention_invariant import plan_invariant
 from .tensor_choice import MEMORY, PATHS, by_tensors, in_turn, measured_beside
 
 # Bytes of dense keys and values of one layer that may be made of packed ones.
@@ -114,7 +115,7 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
     if any(dtype != common for dtype in call.dtypes):
         return Plan(None, _with_casts(static, common))
     if current.get().invariant:
-        return _plan_invariant(call)
+        return plan_invariant(call)
     decoding = takes_decode(call)
     many = call.packing[1] > 0 and call.q.shape[2] > FEW_QUERIES
     if many and device_of().gpu:
@@ -143,15 +144,6 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
     if call.packing[1]:
         return _plan_packed(call, static)
     return _by_forward(choice, call)._replace(reference=composed)
-
-
-def _plan_invariant(call: AttentionCall) -> Plan:
-    """Key by key in the order of keys, of which hidden ones change no bit, for all row counts."""
-    choice = choose("attention", ("host",), by="a key at a time")
-    many = call._replace(q=Spec((*call.q.shape[:2], 1, call.q.shape[3]), call.q.dtype))
-    if choice.path != "host" or not takes_decode(many):
-        raise ValueError(f"batch-invariant attention takes no {call.q.shape} on {choice.path}")
-    return Plan(choice, decode.attention_decode(call, decode.Serial(max_rows=8, block=1)))
 
 
 def _plan_packed(call: AttentionCall, static: tuple[Any, ...]) -> Plan:
@@ -254,16 +246,6 @@ def _in_turn(call: AttentionCall, static: tuple[Any, ...]) -> Run:
         return [mx.concatenate(parts, axis=2)]
 
     return run
-
-
-def takes_decode(call: AttentionCall) -> bool:
-    """Whether the kernel of few queries takes these arguments."""
-    (*_, queries, width), v_width = call.q.shape, call.v_width
-    widths_fit = width % 8 == v_width % 8 == 0 and 0 < max(width, v_width) <= decode.MAX_WIDTH
-    bits_fit = call.packing[1] in (0, *decode.BITS)
-    if not (0 < queries <= decode.MAX_QUERIES and call.q.size > 0 and widths_fit and bits_fit):
-        return False
-    return not device_of().few_registers or decode.fits_few_registers(call)
 
 
 def choose_decode(call: AttentionCall) -> Choice:

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from ..dispatch.choice import unmeasured
 from ..measurements.thresholds import threshold
+from ..metal.attention import decode
 from ..metal.attention.forward import FAR
 from ..metal.attention.layout import WIDEST
 from ..options import AttentionCall
@@ -29,6 +30,16 @@ STOCK_ON_APPLE = (64, 72, 80, 96, 128, 192, 256)
 _KEPT_SCORES, _SHARE, _MEMORY = 3, 16, 8 << 30
 # Queries of which the stock operator's gradient on NVIDIA GPUs takes whole numbers.
 _STOCK_TILE = 128
+
+
+def takes_decode(call: AttentionCall) -> bool:
+    """Whether the kernel of few queries takes these arguments."""
+    (*_, queries, width), v_width = call.q.shape, call.v_width
+    widths_fit = width % 8 == v_width % 8 == 0 and 0 < max(width, v_width) <= decode.MAX_WIDTH
+    bits_fit = call.packing[1] in (0, *decode.BITS)
+    if not (0 < queries <= decode.MAX_QUERIES and call.q.size > 0 and widths_fit and bits_fit):
+        return False
+    return not device_of().few_registers or decode.fits_few_registers(call)
 
 
 def why_not_decode(call: AttentionCall) -> str | None:

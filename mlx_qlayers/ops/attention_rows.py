@@ -10,8 +10,9 @@ import mlx.core as mx
 from ..dispatch import Operation, Plan
 from ..dispatch.measurements import configure
 from ..metal.attention import decode
-from .attention import attention, choose_decode, takes_decode
+from .attention import attention, choose_decode
 from .attention_checks import checked
+from .attention_choice import takes_decode
 
 __all__ = ["ATTENTION_ROWS"]
 

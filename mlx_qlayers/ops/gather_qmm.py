@@ -21,7 +21,7 @@ from ..metal.quantized_matmul.qmm import QmmConfig
 from ..metal.quantized_matmul.qmm_tensor import TensorConfig, tensor_config
 from ..options import MatmulCall, PackedMatrix
 from ..reference.gather_qmm import gather_qmm as reference
-from ..runtime.backend import Context, requested
+from ..runtime.backend import Context, current, requested
 from ..runtime.devices import device_of
 from ..runtime.proof import first_proven
 from ..runtime.spec import Spec
@@ -130,6 +130,10 @@ def _plan(
         shape = *leading, x.shape[-2], columns
         return Plan(choice, lambda *_: mx.zeros(shape, out))
     if choice.path == "reference":
+        if current.get().invariant and device_of().gpu:
+            raise ValueError(
+                f"batch-invariant experts take no {x.shape} times {w.shape} ({choice.reason})"
+            )
         return Plan(choice, stock)
     pairs = _pairs(arrays, leading, sorted_indices)
     of_x, *others = _gradients(choice.path, call, pairs)
@@ -145,7 +149,8 @@ def leaves_to_stock(context: Context, epoch: int, rows: int, bits: int, in_order
     For layers: a token takes a product of few rows from each, and to dispatch one takes Python
     longer than to call stock. Answers are kept for a context and an epoch.
     """
-    if requested() != "auto" or (in_order and not device_of().measured):  # which may be measured
+    measured = device_of().measured or not in_order  # else it may be measured here
+    if requested() != "auto" or not measured or context.invariant:
         return False
     return _stock_is_better(rows, bits, True) is not None
 
@@ -198,6 +203,8 @@ def _repeats(batch: tuple[int, ...], leading: tuple[int, ...]) -> int:
 def _launch(path: str, call: MatmulCall, pairs: Pairs, scaled: bool = False) -> Products:
     (x, (w, *_), transpose, fmt), per_pair = call, call.x.shape[-2]
     rows, matrices = prod(pairs.shape) * per_pair, prod(w.shape[:-2])
+    if current.get().invariant and device_of(path).gpu:
+        pairs = pairs._replace(in_order=False)  # a product by itself, wherever it stands
     if pairs.in_order and device_of(path).gpu and rows >= matrices:
         cuts: dict[str, QmmConfig | TensorConfig] = {
             TENSOR: tensor_config(rows // matrices, x.shape[-1], x.dtype, fmt, transpose),

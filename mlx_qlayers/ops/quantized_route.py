@@ -18,7 +18,7 @@ from ..metal.quantized_matmul.qmm import qmm
 from ..metal.quantized_matmul.qmm_skinny import MAX_SKINNY_ROWS, skinny_config
 from ..metal.quantized_matmul.qmm_tensor import tensor_product
 from ..metal.quantized_matmul.qmv import single_qmv
-from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS, qmv_config
+from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS, invariant_config, qmv_config
 from ..metal.quantized_matmul.qvm import qvm
 from ..metal.quantized_matmul.tile import Tile
 from ..options import MatmulCall, PackedMatrix
@@ -101,6 +101,8 @@ def route(op: str, call: MatmulCall, single: bool = False) -> Route:
     ``single`` says that Python calls the product each time, which may take longer than it runs.
     """
     (x, (w, *_), transpose, fmt), (rows, n, k) = call, call.shape
+    if current.get().invariant and device_of().gpu:
+        return _invariant(op, call)
     if w.ndim > 2 or 0 in (rows, *w.shape):
         return Route(choose(op, (), unless="the kernels take one matrix, and nothing empty"))
     kernel, unless, rests_on = _by_rule(call)
@@ -129,6 +131,18 @@ def route(op: str, call: MatmulCall, single: bool = False) -> Route:
         op, unless=unless, host_gain=gain, by=by, rests_on=rests_on, best=best, wins=wins
     )
     return Route(choice, kernel, others)
+
+
+def _invariant(op: str, call: MatmulCall) -> Route:
+    """The kernel of few rows for any number of them, some after the others, on a GPU."""
+    choice = choose(op, by=QMV)
+    if choice.path == "reference" or call.matrix.w.ndim > 2 or not call.transpose:
+        what = "" if call.transpose else ", not transposed"
+        raise ValueError(
+            f"batch-invariant products take no matrices {call.matrix.w.shape}{what} on "
+            f"{choice.path} ({choice.reason})"
+        )
+    return Route(choice, QMV)
 
 
 def _by_rule(call: MatmulCall) -> tuple[str, str | None, tuple[str, ...]]:
@@ -221,8 +235,11 @@ def _product(to: Route, call: MatmulCall) -> Product:
     if path == "reference":
         return by_reference(transpose, fmt)
     (rows, n, k), dtype = call.shape, x.dtype
-    if kernel == QVM and rows > MAX_QMV_ROWS:
+    by_rows = device_of(path).gpu and current.get().invariant
+    if rows > MAX_QMV_ROWS and (kernel == QVM or by_rows):
         return _in_blocks(to, call)
+    if by_rows:
+        return single_qmv(call, invariant_config(path, rows, n, k, dtype, fmt))
     if kernel == QMV:
         # Only on a CPU there are more rows: as sixteen where a row's bits may not depend on others.
         if rows <= MAX_QMV_ROWS or current.get().invariant:

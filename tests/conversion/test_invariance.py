@@ -8,6 +8,8 @@ import mlx.nn as nn
 import pytest
 from architecture_table import ARCHITECTURES
 from architectures import VOCABULARY, build
+from batches import Batches
+from batches import converted as batch_invariant
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_qlayers import convert_model, explain, revert_model, use_backend
@@ -110,8 +112,18 @@ def test_other_models_differ(name):
     assert not any("qlayers" in type(m).__module__ for m in model.modules())
 
 
-def test_a_gpu_and_stock_operators_are_refused():
-    with use_backend("reference"), pytest.raises(ValueError, match="needs a CPU and its kernels"):
+def test_random_batches():
+    """A share of the thousand of ``make invariance``."""
+    batches = Batches(batch_invariant("phi3", mx.bfloat16), texts=4)
+    for _ in range(12):
+        batches.one()
+    assert batches.compared > 40_000 and not batches.differing
+
+
+def test_stock_operators_are_refused():
+    with pytest.raises(ValueError, match="takes no activations='int8'"):
+        converted("phi3", activations="int8")
+    with use_backend("reference"), pytest.raises(ValueError, match="needs kernels"):
         converted("phi3")
     model = converted("phi3")
     tokens, cache = mx.array([[3, 1, 4]]), caches(model, "own")

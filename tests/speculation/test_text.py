@@ -99,6 +99,23 @@ def test_batch_invariant_models_in_bfloat16(name):
     assert found == plain and speculation.report.accepted
 
 
+def test_batch_invariant_texts_in_bfloat16():
+    """Of experts: greedy and sampled alone, and in a batch."""
+    model = build("qwen3_moe", ARCHITECTURES["qwen3_moe"], mx.bfloat16)
+    convert_model(model, batch_invariant=True, verify=False, calibrate=False)
+    for options in ({}, SAMPLED):
+        plain, found, speculation = texts(model, **options)
+        assert found == plain and speculation.report.accepted
+    prompts = [PROMPT.tolist(), PROMPT.tolist()[:6], PROMPT.tolist()[2:]]
+    alone = [[int(t) for t, _ in generate_step(mx.array(p), model, max_tokens=9)] for p in prompts]
+    some = [
+        Text(prompt, Drawer(None, None), [Known([*prompt, *text])])
+        for prompt, text in zip(prompts, alone, strict=True)
+    ]
+    run = Rounds(model, batch_caches(model, prompts), some, Depths(model, 7, measured=False))
+    assert batch(run, set(), 9) == alone
+
+
 @pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "qwen3_next", "lfm2", "mamba2"])
 def test_texts_of_a_batch_accept_other_numbers(name):
     """Prompts of other lengths, texts that end at other tokens, rings and states."""

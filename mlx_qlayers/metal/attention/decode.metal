@@ -16,7 +16,8 @@
 //
 // Grid (32 * simds * splits, Hkv * row blocks, B), threadgroup (32 * simds, 1, 1).
 //
-// A key beyond its split has the score -infinity.
+// A key beyond its split has the score -infinity. If `starts` are given, each sequence's splits begin
+// at such a key and have as many as the options say.
 
 #include "key_tiles.metal"
 
@@ -65,6 +66,7 @@ template <
     const device M* mask,
     const constant int64_t* mask_strides,
     const device N* sinks,
+    const device int* starts,
     constant int* options,
     device P* out,
     uint3 position [[threadgroup_position_in_grid]],
@@ -97,6 +99,10 @@ template <
   int first = windowed && seen < BOOLEAN ? max(0, keys - L - window + 1) : 0;
   int split_keys = (keys - first + int(groups.x) - 1) / int(groups.x);
   split_keys = (split_keys + tile - 1) / tile * tile;
+  if (starts) {
+    first = starts[batch];
+    split_keys = options[3];
+  }
   int start = first + int(position.x) * split_keys;
   int stop = min(start + split_keys, keys), last = stop - 1;
 

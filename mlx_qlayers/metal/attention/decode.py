@@ -21,6 +21,7 @@ from ..common.kernels import large_kernel, strided_kernel, without
 from ..record import rounded
 
 MAX_QUERIES = 8
+_FIXED = 256  # keys of a split, where that depends on nothing
 MAX_WIDTH = 256
 BITS = (4, 8)
 
@@ -77,7 +78,8 @@ def _kernel(
     whole, there = _WHOLE[serial], {"mask": masked, "sinks": sinking}
     there |= dict.fromkeys(("k_scales", "k_biases", "v_scales", "v_biases"), packed)
     lacking = [name for name, given in there.items() if not given]
-    omitted = *lacking, *(f"{name}_strides" for name in lacking), *["held"] * (not counted)
+    counts = "held" if serial else "starts"
+    omitted = *lacking, *(f"{name}_strides" for name in lacking), *[counts] * (not counted)
     words = {"_packed": packed, "_masked": masked, "_sinks": sinking, "_counted": counted}
     return without(whole, omitted, whole.name + "".join(w for w, given in words.items() if given))
 
@@ -121,6 +123,14 @@ class Decode:
 
 
 @dataclass(frozen=True)
+class Fixed(Decode):
+    """``min_keys`` in each split: sums depend on where keys are, not on how many there are."""
+
+    def splits(self, keys: int) -> int:
+        return max(2, -(-keys // self.min_keys))  # the sum of one split is rounded elsewhere
+
+
+@dataclass(frozen=True)
 class Serial:
     """How decoding attention is spread where threads run one by one."""
 
@@ -158,6 +168,13 @@ def unsplit(device: str, dtype: mx.Dtype, rows: int, width: int, v_width: int, b
     return wide if bits and config.columns == 1 and fits(wide) else config
 
 
+def fixed(device: str, call: AttentionCall) -> Fixed:
+    """The configuration for any number of rows, eight in a threadgroup, and any batch."""
+    dtype, _, width, v_width, bits, *_ = question(call)
+    config = unsplit(device, dtype, 1, width, v_width, bits)
+    return Fixed(**asdict(config) | {"min_keys": -(-_FIXED // config.tile) * config.tile})
+
+
 def fits_few_registers(call: AttentionCall) -> bool:
     """Whether M1 and M2 have registers for a call: not with wide heads."""
     dtype, rows, width, v_width, bits, *_ = question(call)
@@ -177,9 +194,10 @@ def attention_decode(
 ) -> Callable[..., list[mx.array]]:
     """Binds attention in one pass over keys and values: one launch, or two with several splits.
 
-    The launch takes q, the arrays of k and of v, mask, sinks and, if ``counted`` (only of
-    :class:`Serial`, without a mask), the count of keys (1,). It gives (B, H, L, Dv), which is
-    (B, L, H, Dv) in memory. D and Dv are multiples of 8 up to 256.
+    The launch takes q, the arrays of k and of v, mask, sinks and, if ``counted``, int32: of
+    :class:`Serial`, without a mask, the count of keys (1,), else with a mask the first key of
+    each sequence (max(B, 8),). It gives (B, H, L, Dv), which is (B, L, H, Dv) in memory. D and Dv
+    are multiples of 8 up to 256.
     """
     q, k, v, scores, mask, sinks = call
     parts, queries = [q, *k, *v], q.shape[2]
@@ -191,8 +209,10 @@ def attention_decode(
     mask_shape = (CONSTANT_BELOW, *q.shape[:3], k[0].shape[2])
     others = [] if mask is None else [Spec(mask_shape, mask.dtype)]
     others += [] if sinks is None else [sinks]
-    others += [Spec((1,), mx.int32)] * counted
-    options, count = _options(scores.scale, scores.softcap, scores.window), len(parts)
+    of_batch = 1 if isinstance(config, Serial) else max(q.shape[0], CONSTANT_BELOW)
+    others += [Spec((of_batch,), mx.int32)] * counted
+    split = config.min_keys if isinstance(config, Fixed) else 0
+    options, count = _options(scores.scale, scores.softcap, scores.window, split), len(parts)
     inputs = [*parts, *others, Spec.of(options)]
     launch, combine = _launches(inputs, call, config, counted)
     if mask is sinks is combine is None and queries == 1 and not short:
@@ -283,8 +303,8 @@ def attention_combine(
 
 
 @lru_cache(maxsize=1024)  # one array for all lengths of a cache: a GPU need not fetch it anew
-def _options(scale: float, softcap: float | None, window: int | None) -> mx.array:
-    """The scale, with softcap before it, and the cap, as bits; the window."""
+def _options(scale: float, softcap: float | None, window: int | None, split: int = 0) -> mx.array:
+    """The scale, with softcap before it, and the cap, as bits; the window; keys of a split."""
     factors = (scale * log2(e), 0) if softcap is None else (scale / softcap, softcap * log2(e))
     bits = unpack("2i", pack("2f", *factors))
-    return mx.array([*bits, min(window or 0, 2**30)], mx.int32)
+    return mx.array([*bits, min(window or 0, 2**30), split], mx.int32)

@@ -46,10 +46,18 @@ def qmv_config(
     return any_units(device, rows, fmt)
 
 
-def any_units(device: str, rows: int, fmt: Format) -> Tile:
-    """For every GPU and dtype: sums and unpacked weights stay in registers."""
+def invariant_config(device: str, rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Format) -> Tile:
+    """Of 1 to 16 rows on a GPU, each added up as it is with others: how many share weights."""
+    if dtype == mx.float32 or not device_of(device).tensor_cores:
+        return any_units(device, rows, fmt, few=True)
+    most = matrix_config(device, MAX_QMV_ROWS, n, k, fmt, normed=False)
+    return replace(most, fragments=-(-rows * most.fragments // MAX_QMV_ROWS))
+
+
+def any_units(device: str, rows: int, fmt: Format, few: bool = False) -> Tile:
+    """For every GPU and dtype: sums and unpacked weights stay in registers; ``few`` in a run."""
     at = device_of(device)
-    longer = at.gpu and not at.spills and rows == 1 and fmt.group_size > 16
+    longer = at.gpu and not (at.spills or few) and rows == 1 and fmt.group_size > 16
     run = 32 if fmt.bits % 2 or longer else 16
     rows = next(n for n in (1, 2, 4, 8, MAX_QMV_ROWS) if n >= rows)
     outputs = 4 if rows * run <= (64 if at.spills or run == 16 else 32) else 2

@@ -1,0 +1,153 @@
+"""Batch-invariant models on GPUs that are not here: what they choose, and its bits on a CPU."""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from architecture_table import ARCHITECTURES
+from architectures import VOCABULARY, build
+from batches import Batches, converted, rules_of
+from mlx_lm.models.cache import RotatingKVCache
+
+from mlx_qlayers import convert_model, use_backend
+from mlx_qlayers.formats import Format
+from mlx_qlayers.ops.attention_invariant import ATTENTION_FROM
+from mlx_qlayers.ops.gather_qmm import _GATHER_QMM as GATHER_QMM
+from mlx_qlayers.ops.quantized_matmul import QUANTIZED_MATMUL
+from mlx_qlayers.runtime.backend import Context, current, within
+from mlx_qlayers.runtime.host import checks
+from mlx_qlayers.runtime.kernel import Kernel
+from mlx_qlayers.runtime.spec import Spec
+
+GPUS = {
+    "M1": lambda machine: machine.apple("applegpu_g13g"),
+    "M3": lambda machine: machine.apple("applegpu_g15s"),
+    "M5": lambda machine: machine.apple(),
+    "H100": lambda machine: machine.nvidia(),
+}
+INVARIANT = Context(invariant=True)
+# What of a template says how many rows share a weight, and no more.
+ROWS = ("rows", "outputs", "fragments")
+
+
+@pytest.fixture
+def bound(machine, monkeypatch):
+    """What is bound: kernels with template, threads of a threadgroup and grid."""
+    found: list[tuple[Any, ...]] = []
+    bind = Kernel.bind
+
+    def noted(self: Kernel, inputs: Any, **options: Any) -> Any:
+        template = [*sorted((k, str(v)) for k, v in options["template"].items() if k not in ROWS)]
+        found.append((self.name, tuple(template), options["threadgroup"], options["grid"]))
+        return bind(self, inputs, **options)
+
+    monkeypatch.setattr(Kernel, "bind", noted)
+    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **_: lambda **__: None)
+    return found
+
+
+def variants(bound: list[tuple[Any, ...]], calls: Iterable[Callable[[], Any]]) -> set[Any]:
+    """The kernels of some plans, each plan's without grids."""
+    found = set()
+    for call in calls:
+        bound.clear()
+        with within(current, INVARIANT):
+            call()
+        found.add(frozenset(each[:3] for each in bound))
+    return found
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_gpus_have_one_kernel_for_all_rows(gpu, dtype, machine, bound):
+    """Products of 1 to 64 rows and more, however they are batched, and those with experts."""
+    GPUS[gpu](machine)
+    for n, k, fmt in (
+        (512, 1024, Format(64, 4)),
+        (96, 256, Format(32, 3)),
+        (4096, 384, Format(64, 8)),
+    ):
+        w = Spec((n, k * fmt.bits // 32), mx.uint32)
+        packed = w, *[Spec((n, k // fmt.group_size), dtype)] * 2, None, None
+        shapes = [(b, m, k) for b in (1, 2, 16, 64) for m in (*range(1, 18), 63, 64)]
+        plans = [
+            lambda s=s, a=packed, f=fmt: QUANTIZED_MATMUL.plan((Spec(s, dtype), *a), True, *f)
+            for s in shapes
+        ]
+        (one,) = variants(bound, plans)
+        assert len(one) == 1
+        matrices = [Spec((8, *each.shape), each.dtype) for each in packed[:3]]
+        experts = [
+            lambda p=p, s=s, m=matrices, k=k, f=fmt: GATHER_QMM.plan(
+                (Spec((p, 1, k), dtype), *m, None, Spec((p,), mx.uint32), None), True, *f, s
+            )
+            for p in (1, 2, 8, 63, 64, 512)
+            for s in (False, True)
+        ]
+        (one,) = variants(bound, experts)
+        assert len(one) == 1
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("bits", [0, 8])
+def test_gpus_split_keys_by_their_places(gpu, bits, machine, bound):
+    """The number of splits grows with the keys; of a split nothing depends on the call."""
+    GPUS[gpu](machine)
+    splits = {}
+
+    def plan(batch: int, queries: int, keys: int, mask: Any) -> None:
+        q = Spec((batch, 8, queries, 64), mx.bfloat16)
+        kv = [Spec((batch, 2, keys, 64), mx.bfloat16)]
+        if bits:
+            kv = [Spec((batch, 2, keys, 16), mx.uint32), *[Spec((batch, 2, keys, 1), q.dtype)] * 2]
+        seen = Spec((batch, 1, queries, keys), mx.bool_) if mask == "array" else None
+        starts = Spec((max(batch, 8),), mx.int32)
+        rule = "causal" if mask == "causal" else None
+        counts = (len(kv), len(kv)) if bits else (0, 0)
+        ATTENTION_FROM.plan((q, *kv, *kv, seen, None, starts), counts, 0.125, rule)
+        grids = [(threads[0], grid) for name, _, threads, grid in bound if "decode" in name]
+        for threads, grid in grids:
+            assert splits.setdefault(keys, grid[0] // threads) == grid[0] // threads
+            assert grid[2] == batch
+        rows = sum(grid[1] for _, grid in grids)  # eight in a threadgroup, for each key head
+        assert len(grids) > 1 or rows == 2 * -(-4 * queries // 8)
+
+    calls = [
+        lambda b=b, n=n, s=s, m=m: plan(b, n, s, m)
+        for b in (1, 2, 64)
+        for n in (1, 2, 7, 16)
+        for s in (17, 256, 257, 512, 513, 3000)
+        for m in ("causal", "array")
+    ]
+    (one,) = variants(bound, calls)
+    assert {name for name, *_ in one} >= {"attention_combine"} and len(one) == 2
+    assert splits == {s: max(2, -(-s // 256)) for s in splits}
+
+
+@pytest.mark.parametrize(
+    ("rules", "name", "dtype", "checked"),
+    [("cuda", "qwen3_moe", mx.bfloat16, True), ("metal", "phi3", mx.float32, False)],
+)
+def test_kernels_of_gpus_give_the_same_bits(rules, name, dtype, checked):
+    """Run on the CPU: keys are more than a tile, rows more than a launch takes."""
+    with rules_of(rules), use_backend("host"), checks() if checked else nullcontext():
+        batches = Batches(converted(name, dtype), texts=2, tokens=36)
+        for _ in range(3):
+            batches.one(6)
+        batches.one(40)
+    assert batches.compared > 7_000 and not batches.differing
+
+
+def test_what_a_gpu_cannot_do_is_refused_by_name():
+    model = build("phi3", ARCHITECTURES["phi3"])
+    model.lm_head = nn.Linear(128, VOCABULARY)
+    rotating = [RotatingKVCache(6) for _ in model.layers]
+    with rules_of("metal"):
+        with pytest.raises(ValueError, match=r"takes no Linear on a GPU, .*: lm_head"):
+            convert_model(model, batch_invariant=True, calibrate=False)
+        model = converted("phi3", mx.float32)
+        with pytest.raises(ValueError, match="take no rotating caches"):
+            model(mx.array([[3]]), cache=rotating)
