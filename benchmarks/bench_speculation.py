@@ -11,9 +11,10 @@ back, one read-back a round. Plain decoding is mlx-lm's own loop with the same c
 turns. ``cost`` is a step's time beside a plain one's, ``accepted`` guesses a round and sequence.
 ``auto`` chooses the depth by measurement; where it is 0 it decodes plainly.
 
-With ``--model`` text is looked up in the prompt and behind it. One prompt asks for its own
-lines again, and shows the model how they go on: the text repeats them. The other repeats nothing
-that the model goes on with. Verified first: the text is that of ``mlx_lm.generate_step``.
+With ``--model`` text is looked up in the prompt and behind it. A model that chats is to copy code
+with one name changed, which the likeliest tokens do; another one goes on with lines that were
+repeated. The other text is sampled with a seed, and repeats nothing. Verified: texts are those of
+``mlx_lm.generate_step``. Then what a step of several tokens costs beside one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,23 +30,32 @@ from common import Sample, Table, arguments, output, positive
 from decoding_model import QWEN2_7B, TINY, build, decode
 from harness import in_turns
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from mlx_lm.sample_utils import make_sampler
 
 from mlx_qlayers import convert_model, load
-from mlx_qlayers.speculation.depth import Depths
+from mlx_qlayers.speculation.depth import LENGTHS, Depths
 from mlx_qlayers.speculation.drawing import Drawer, Drawn
 from mlx_qlayers.speculation.loop import Speculation, batch_caches, speculative_generate_step
 from mlx_qlayers.speculation.rounds import Rounds, SpeculationReport, Text
 from mlx_qlayers.speculation.sources import Draw
 
-LINES = (
-    "The red fox ran over the hill and met a grey goose near the mill. 'Good day,' said the fox, "
-    "'where are you going with that basket of plums and a jug of cream?' "
-)
-_TALES = (
-    "Long ago, by the edge of a dark forest, seven brothers built a boat of oak and willow. None "
-    "of them could swim, but each wished to see what lay beyond the cold northern water."
-)
+LINES = "The king gave one apple to the first son. The king gave two apples to the second son. "
+_STORY = "Write a short story about a lighthouse keeper who finds a letter in a bottle."
+_EDIT = "Copy this code word for word, but call the first function surface:\n```python\n{}```"
+_FUNCTION = '''def {}(width, height):
+    """The {} of a rectangle."""
+    if width < 0 or height < 0:
+        raise ValueError("sides must not be negative")
+    return {}
+
+
+'''
+_CODE = {
+    "area": "width * height",
+    "perimeter": "2 * (width + height)",
+    "diagonal": "(width**2 + height**2) ** 0.5",
+}
 
 
 class Zeros:
@@ -106,7 +116,7 @@ def rounds(
         ahead = run.behind(flight) if run.goes_ahead and flight.checkpoint is None else None
         new = run.read(flight)
         now = time.perf_counter()
-        run.record(flight, new, now - tic)
+        run.record(flight, new, now - tic, ahead)
         run.settle(flight, new, [len(each) for each in new])
         if steps == 0:
             start = now
@@ -156,12 +166,13 @@ def looked_up(args: argparse.Namespace) -> None:
     model, tokenizer = load(args.model)
     if args.dtype:
         model.set_dtype(getattr(mx, args.dtype))
-    table = Table({"prompt": 10, "way": 10, "tokens/s": 16, "x": 6, "accepted": 9})
-    for name, text in {"repeating": LINES * 3 + LINES[:60], "new": _TALES}.items():
-        prompt = mx.array(tokenizer.encode(text), mx.uint32)
+    columns = {"text": 10, "way": 10, "tokens/s": 16, "x": 6, "accepted": 9}
+    table = Table({**columns, "ms a step": 14, "cost": 6})
+    for name, (tokens, temp) in _prompts(tokenizer).items():
+        prompt, sampler = mx.array(tokens, mx.uint32), make_sampler(temp=temp)
 
-        def run(by_guesses: bool, prompt: mx.array = prompt) -> Looked:
-            return _written(model, prompt, args.tokens, by_guesses)
+        def run(by_guesses: bool, prompt: mx.array = prompt, sampler: Any = sampler) -> Looked:
+            return _written(model, prompt, args.tokens, by_guesses, sampler)
 
         done = in_turns({"plain": False, "look-up": True}, args.repeats, run)
         if len({tuple(each.tokens) for runs in done.values() for each in runs}) > 1:
@@ -171,7 +182,37 @@ def looked_up(args: argparse.Namespace) -> None:
             taken, report = Sample.of([each.seconds for each in runs]), runs[-1].report
             accepted = round(report.accepted / max(report.rounds, 1), 2)
             row = {"tokens/s": taken.per(1), "x": base.median / taken.median}
-            table.add(prompt=name, way=way, **row, accepted=accepted)
+            table.add(text=name, way=way, **row, accepted=accepted)
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.zeros((1, args.prompt_tokens), mx.uint32), cache=caches))
+
+    def step(length: int) -> float:
+        start = time.perf_counter()
+        mx.eval(model(mx.zeros((1, length), mx.uint32), cache=caches))
+        seconds = time.perf_counter() - start
+        trim_prompt_cache(caches, length)
+        return seconds
+
+    times = in_turns({f"{n} tokens": n for n in (1, *LENGTHS)}, 3 * args.repeats, step)
+    base = Sample.of(times["1 tokens"])
+    for way, seconds in times.items():
+        taken = Sample.of(seconds)
+        cost = taken.median / base.median
+        table.add(text="a step", way=way, cost=cost, **{"ms a step": taken.scaled(1e3)})
+
+
+def _prompts(tokenizer: Any) -> dict[str, tuple[list[int], float]]:
+    """Tokens of a text that repeats itself and of one that does not, and their temperatures."""
+    if not tokenizer.has_chat_template:
+        again, new = tokenizer.encode(LINES * 4 + "The king"), tokenizer.encode("Once upon a time")
+        return {"repeating": (again, 0.0), "new": (new, 1.0)}
+    code = "".join(_FUNCTION.format(name, name, result) for name, result in _CODE.items())
+    ask = [{"role": "user", "content": _EDIT.format(code.rstrip() + "\n")}]
+    start = [*ask, {"role": "assistant", "content": "```python\n"}]
+    edit = tokenizer.apply_chat_template(start, continue_final_message=True)
+    ask = [{"role": "user", "content": _STORY}]
+    story = tokenizer.apply_chat_template(ask, add_generation_prompt=True)
+    return {"code edit": (edit, 0.0), "new": (story, 1.0)}
 
 
 class Looked(NamedTuple):
@@ -182,13 +223,17 @@ class Looked(NamedTuple):
     report: SpeculationReport
 
 
-def _written(model: nn.Module, prompt: mx.array, count: int, by_guesses: bool) -> Looked:
+def _written(
+    model: nn.Module, prompt: mx.array, count: int, by_guesses: bool, sampler: Any
+) -> Looked:
+    mx.random.seed(1)
+    options: dict[str, Any] = {"max_tokens": count, "sampler": sampler}
     speculation = Speculation(prompt_lookup=True)
     if by_guesses:
-        steps = speculative_generate_step(prompt, model, speculation, max_tokens=count)
+        steps = speculative_generate_step(prompt, model, speculation, **options)
         tokens = (token for token, *_ in steps)
     else:
-        tokens = (int(token) for token, _ in generate_step(prompt, model, max_tokens=count))
+        tokens = (int(token) for token, _ in generate_step(prompt, model, **options))
     text, start = [next(tokens)], time.perf_counter()
     text += tokens
     seconds = (time.perf_counter() - start) / (count - 1)

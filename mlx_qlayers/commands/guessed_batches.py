@@ -123,7 +123,7 @@ class GuessedBatch(GenerationBatch):
         new = self.rounds.read(flight)
         seconds = perf_counter() - self.tic
         measured = goes_on and began - self.left < _OTHERS * seconds
-        self.rounds.record(flight, new, seconds if measured else None)
+        self.rounds.record(flight, new, seconds if measured else None, ahead)
         self.tic = perf_counter()
         taken = [
             self._say(i, tokens, drawn.logprobs)

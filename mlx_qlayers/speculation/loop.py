@@ -84,7 +84,7 @@ def texts(run: Rounds, max_tokens: int, is_kept: bool) -> Generator[tuple[int, m
     while count != max_tokens:
         ahead = run.behind(flight) if run.goes_ahead else None
         (new,), taken = run.read(flight), 0
-        run.record(flight, [new], perf_counter() - tic)
+        run.record(flight, [new], perf_counter() - tic, ahead)
         try:
             for token in new[: None if max_tokens < 0 else max_tokens - count]:
                 taken += 1
@@ -117,7 +117,7 @@ def batch(run: Rounds, ends: Collection[int], max_tokens: int) -> list[list[int]
         ahead = run.behind(flight) if run.goes_ahead and flight.checkpoint is None else None
         ahead = None if over else ahead
         new = run.read(flight)
-        run.record(flight, new, perf_counter() - tic)
+        run.record(flight, new, perf_counter() - tic, ahead)
         tic, taken = perf_counter(), list[int]()
         for i, tokens in zip(there, new, strict=True):
             end = next((n for n, token in enumerate(tokens, 1) if token in ends), len(tokens))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -114,6 +115,7 @@ class Flight(NamedTuple):
         found: (B, 1 + tokens): how many guesses were accepted, and all tokens drawn; without
             guesses the token alone.
         hidden: (B, L, D) states behind the logits, where the model gives them.
+        launch: seconds that the launch took, if it was behind another step; on a CPU all of them.
     """
 
     fed: mx.array
@@ -125,6 +127,7 @@ class Flight(NamedTuple):
     drawn: list[Drawn]
     found: mx.array
     hidden: mx.array | None = None
+    launch: float = 0.0
 
 
 class Rounds:
@@ -164,16 +167,14 @@ class Rounds:
 
     def behind(self, flight: Flight) -> Flight:
         """Launch the step behind one without guesses, before its tokens are known here."""
+        start = perf_counter()
         pairs = zip(flight.before, flight.fed, strict=True)
         before = [None if b is None else mx.concatenate([b, fed]) for b, fed in pairs]
         nothing = [0] * len(before)
-        return self._launched(
-            flight.found.astype(mx.uint32),
-            before,
-            [1] * len(before),
-            nothing,
-            [None for _ in before],
-        )
+        known, sources = [1] * len(before), [None for _ in before]
+        fed = flight.found.astype(mx.uint32)
+        found = self._launched(fed, before, known, nothing, [*sources])
+        return found._replace(launch=perf_counter() - start)
 
     def asked(self) -> tuple[list[int | None], int]:
         """Which source is to guess for each text, and how many tokens a step has."""
@@ -259,8 +260,23 @@ class Rounds:
             new.append(tokens[: count + 1])
         return new
 
-    def record(self, flight: Flight, new: list[list[int]], seconds: float | None) -> None:
-        """Take note of what a step cost, if that is known, and of what guesses were right."""
+    def record(
+        self,
+        flight: Flight,
+        new: list[list[int]],
+        seconds: float | None,
+        ahead: Flight | None = None,
+    ) -> None:
+        """Take note of what a step cost, if that is known, and of what guesses were right.
+
+        Args:
+            flight: the step.
+            new: its tokens.
+            seconds: since the step before was read.
+            ahead: the step behind it, if that was launched in that time.
+        """
+        if seconds is not None:
+            seconds += flight.launch - (ahead.launch if ahead else 0.0)
         right = [len(each) - 1 for each in new]
         self.depths.record(flight.sources, flight.fed.shape[1], flight.guesses, right, seconds)
         self.report.seconds += seconds or 0.0
@@ -290,7 +306,7 @@ class Rounds:
         kept: dict[str, Any] = {
             name: value[rows] if isinstance(value, mx.array) else [value[i] for i in texts]
             for name, value in flight._asdict().items()
-            if value is not None
+            if isinstance(value, mx.array | list)
         }
         return flight._replace(**kept)
 

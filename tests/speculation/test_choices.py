@@ -1,6 +1,8 @@
 """What is sampled has the model's distribution; guesses are looked up; depths pay."""
 
 import random
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -13,9 +15,10 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlx_qlayers import speculate
 from mlx_qlayers.speculation.depth import Depths
-from mlx_qlayers.speculation.drawing import accepted
-from mlx_qlayers.speculation.loop import Speculation, speculative_generate_step
-from mlx_qlayers.speculation.sources import PromptLookup
+from mlx_qlayers.speculation.drawing import Drawer, accepted
+from mlx_qlayers.speculation.loop import Speculation, batch, speculative_generate_step
+from mlx_qlayers.speculation.rounds import Rounds, Text
+from mlx_qlayers.speculation.sources import Draw, PromptLookup
 
 STATES = 6
 
@@ -140,6 +143,40 @@ def test_depths_follow_costs_and_acceptance():
     assert written(Depths(nn.Module(), 15), right=0.95, slope=0.02) < 0.15  # 12.9 tokens in 1.3
     assert written(Depths(nn.Module(), 15), right=0.7, slope=0.05) < 0.5  # 2.77 tokens in 1.2
     assert written(Depths(nn.Module(), 1), right=0.95, slope=0.02) > 0.5
+
+
+class Slow(Chain):
+    """Computes in the call, as the launches of a CPU do."""
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        time.sleep(0.004)
+        return super().__call__(tokens)
+
+
+class Sometimes:
+    """Has guesses behind three tokens of six."""
+
+    def ready(self, tokens: Sequence[int]) -> bool:
+        return len(tokens) % 6 < 3
+
+    def propose(self, tokens: Sequence[int], depth: int, draw: Draw) -> mx.array:
+        return mx.zeros(1, mx.uint32)
+
+    def finish(self, tokens: Sequence[int]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_time_of_a_step_is_its_own(count, monkeypatch):
+    """Also where the next one was launched meanwhile, and this one before that."""
+    times, chain = [], Slow(1)
+    monkeypatch.setattr(Depths, "record", lambda *args: times.append(args[-1]))
+    drawers = [Drawer(None, None) for _ in range(count)]
+    texts = [Text([0, 1, 2, 3], drawer, [Sometimes()]) for drawer in drawers]
+    run = Rounds(chain, [], texts, Depths(chain, 1, measured=False))
+    batch(run, (), 30)
+    assert run.report.rounds > 3 and len(times) > run.report.rounds
+    assert min(times) >= 0.003, times
 
 
 def test_calls_that_are_refused(tiny_text):
