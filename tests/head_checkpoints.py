@@ -68,6 +68,8 @@ FAMILIES = {
                           {"attention_bias": False}),
     "glm4_moe": Family(1, {**_QKV, **_BIASES, "q_norm": (32,), "k_norm": (32,)}, _SIGMOID,
                        "model.layers.{2}", _NEXTN),
+    "glm4_moe_lite": Family(1, _LATENT, _SIGMOID, "model.layers.{2}", _NEXTN,
+                            {"attention_bias": False}),
     "qwen3_next": Family(1, _GATED, _ROUTED | _SHARED, "mtp.layers.{0}", _QWEN,
                          {"attention_bias": False}, True),
     "qwen3_5": Family(1, _GATED, _mlp(INNER), "mtp.layers.{0}", _QWEN,

@@ -13,6 +13,7 @@ LENGTHS = (2, 3, 5, 9, 16)
 _PRIOR, _WEIGHT = (0.6, 0.8), 2.0
 _MEMORY = 0.9  # of trials and costs, a round
 _DRIFT = 0.99  # of trials, a token without guesses
+_CAPTURE = "capture"  # the key of what the first step of all took
 # The share of the time that rounds may lose against steps without guesses.
 _LOSS = 0.01
 
@@ -27,6 +28,10 @@ class Depths:
     taken to cost what lies between the others, and the next longer one what the line through the
     last two says. What rounds lose against steps without guesses is counted, and past a hundredth
     of the time there are none for a while. The texts of a batch have one depth, and add up.
+
+    The first step of a length is captured and compiled, which takes as long as many steps. Sources
+    that guess for nothing are asked without rounds, too, and the text says what was right. A
+    new length waits until guesses have saved its capture, or would have.
 
     Args:
         model: what rounds cost is known from one text to the next.
@@ -44,23 +49,41 @@ class Depths:
         self.trials: dict[tuple[Hashable, bool], tuple[float, float]] = {}
         self.was_right: dict[tuple[Hashable, int], bool] = {}
         self.seconds = self.lost = 0.0
+        # Seconds that guesses have saved, or would have, since there was a new length.
+        self.saved = 0.0
 
     def plain(self, texts: int) -> float | None:
         """The seconds of a step of one token of each text, without guesses."""
         return self.costs.get((texts, None), {}).get(1) or None
+
+    def foretold(self, source: Hashable, text: int, texts: int, is_right: bool) -> None:
+        """Take note of whether a source would have guessed the token of a step without guesses.
+
+        Args:
+            source: of the guess.
+            text: which of how many ``texts``.
+            is_right: whether the token was what it says.
+        """
+        self._count(source, self.was_right.get((source, text), False), is_right, 1)
+        self.was_right[source, text] = is_right
+        worth = (self.plain(texts) or 0.0) / texts / 2  # a round costs something, too
+        self.saved = max(self.saved + (worth if is_right else -worth), 0.0)
 
     def acceptance(self, source: Hashable, was_right: bool) -> float:
         """The probability that a guess is right, behind one that was or was not."""
         right, count = self.trials.get((source, was_right), (0.0, 0.0))
         return (right + _PRIOR[was_right] * _WEIGHT) / (count + _WEIGHT)
 
-    def depth(self, sources: Sequence[int | None], pending: int, most: int) -> int:
+    def depth(
+        self, sources: Sequence[int | None], pending: int, most: int, waits: bool = False
+    ) -> int:
         """The best number of guesses.
 
         Args:
             sources: of each text, whose acceptance and costs count.
             pending: tokens that the step takes beside the guesses.
             most: guesses that there is room for.
+            waits: whether a new length waits until its capture was saved.
         """
         plain, most = self.plain(len(sources)), max(min(most, self.most), 0)
         if not self.measured:
@@ -76,6 +99,9 @@ class Depths:
         cost = _cost({1: plain} | {n: c for n, c in known.items() if c})
         nearest = next((n for n in LENGTHS if n > max([*known, pending])), LENGTHS[-1])
         depths = {min(n - pending, most) for n in LENGTHS if pending < n <= nearest}
+        if waits and self.saved < self.costs.get(_CAPTURE, {}).get(1, 0.0):
+            there = {length for each in self.costs.values() for length in each}
+            depths = {d for d in depths if pending + d in there}
         gains = {d: sum(b * sum(a**i for i in range(d)) for b, a in pairs) for d in depths}
         rates = {d: (1 + gains[d] / len(sources)) / cost(pending + d) for d in depths}
         best = max(rates, key=rates.__getitem__, default=0)
@@ -105,7 +131,9 @@ class Depths:
         texts, kind = len(sources), _kind(sources) if any(guesses) else None
         costs = self.costs.setdefault((texts, kind), {})
         if length not in costs:  # it was captured, and compiled
-            costs[length] = 0.0
+            costs[length] = self.saved = 0.0
+            if kind is None:
+                self.costs.setdefault(_CAPTURE, {}).setdefault(1, seconds or 0.0)
             return
         if seconds is not None:
             before = costs[length]
@@ -120,6 +148,7 @@ class Depths:
         if kind is not None and seconds is not None and (plain := self.plain(texts)):
             tokens = sum(accepted) / texts + 1
             self.lost = max(self.lost + seconds - tokens * plain, 0.0)
+            self.saved = max(self.saved + tokens * plain - seconds, 0.0)
 
     def _count(
         self, source: Hashable, was_right: bool, right: int, all_: int, memory: float = _MEMORY

@@ -15,7 +15,7 @@ from .depth import Depths
 from .drawing import Drawer, Drawn, accepted
 from .heads import Trunk
 from .rollback import Checkpoint, longest
-from .sources import Observer, Source
+from .sources import Foreteller, Observer, Source
 
 
 @dataclass
@@ -67,6 +67,8 @@ class Text:
         self.tokens, self.pending = [*prompt], [*prompt[-1:]]
         self.drawer, self.sources = drawer, sources
         self.seen = mx.array([], mx.uint32) if drawer.processors else None
+        # The source that would have guessed the next tokens, and these.
+        self.source, self.foretold = 0, list[int]()
 
     def before(self) -> mx.array | None:
         """All tokens but those that the next step takes, if there are processors."""
@@ -86,6 +88,19 @@ class Text:
         """The number of the first source that has something to guess."""
         found = (i for i, source in enumerate(self.sources) if source.ready(self.tokens))
         return next(found, None)
+
+    def follow(self) -> tuple[int, bool] | None:
+        """Which source would have guessed the last token, behind a step without guesses, or not."""
+        said = None
+        if self.foretold:
+            said = self.source, self.foretold.pop(0) == self.tokens[-1]
+            if not said[1]:
+                self.foretold = []
+        if not self.foretold and (found := self.ready()) is not None:
+            source = self.sources[found]
+            if isinstance(source, Foreteller):
+                self.source, self.foretold = found, source.foretell(self.tokens, MAX_LENGTH)
+        return said
 
     def fed(self, source: int | None, length: int) -> tuple[mx.array, int]:
         """The tokens (length,) of a step, and how many of them are guesses; zeros come behind."""
@@ -182,7 +197,12 @@ class Rounds:
         sources = [text.ready() for text in self.texts]
         depth = 0
         if any(source is not None for source in sources):
-            depth = self.depths.depth(sources, least, self._room() - least)
+            waits = all(
+                isinstance(text.sources[source], Foreteller)
+                for text, source in zip(self.texts, sources, strict=True)
+                if source is not None
+            )
+            depth = self.depths.depth(sources, least, self._room() - least, waits)
         self.goes_ahead = not depth
         return (sources if depth else [None] * len(sources)), least + depth
 
@@ -292,6 +312,10 @@ class Rounds:
             held, start = text.pending + new[i][: right[i]], len(text.tokens) - len(text.pending)
             text.pending = held[length - dropped[i] :] + new[i][right[i] : taken[i]]
             text.tokens += new[i][: taken[i]]
+            if any(flight.guesses):
+                text.foretold = []
+            elif taken[i] and (said := text.follow()) is not None:
+                self.depths.foretold(said[0], i, len(new), said[1])
             if flight.hidden is not None:
                 text.observe(start, flight.hidden[i, : flight.known[i] + right[i]])
             self.report.tokens += taken[i]

@@ -38,6 +38,15 @@ class Source(Protocol):
 
 
 @runtime_checkable
+class Foreteller(Protocol):
+    """A source whose guesses cost nothing, so that what they are worth is known without rounds."""
+
+    def foretell(self, tokens: Sequence[int], depth: int) -> list[int]:
+        """What it would guess, up to so many tokens."""
+        ...
+
+
+@runtime_checkable
 class Observer(Protocol):
     """A source that is shown the model's hidden states."""
 
@@ -64,11 +73,14 @@ class PromptLookup:
         return self._found(tokens) is not None
 
     def propose(self, tokens: Sequence[int], depth: int, draw: Draw) -> mx.array:
+        return mx.array(self.foretell(tokens, depth), mx.uint32)
+
+    def foretell(self, tokens: Sequence[int], depth: int) -> list[int]:
         at = self._found(tokens)
-        text = self._text[at:] if at is not None else []
+        text = self._text[at : at + depth] if at is not None else []
         while text and len(text) < depth:  # what repeats itself goes on as it does
             text += text[: depth - len(text)]
-        return mx.array(text[:depth], mx.uint32)
+        return text
 
     def finish(self, tokens: Sequence[int]) -> None:
         """There is nothing to do."""

@@ -145,6 +145,28 @@ def test_depths_follow_costs_and_acceptance():
     assert written(Depths(nn.Module(), 1), right=0.95, slope=0.02) > 0.5
 
 
+@pytest.mark.parametrize("texts", [1, 4])
+def test_a_new_length_waits_for_what_guesses_would_save(texts):
+    depths, sources = Depths(nn.Module(), 15), [0] * texts
+    nothing = [0] * texts
+    for seconds in (20.0, 1.0):  # the first step is captured
+        depths.record(sources, 1, nothing, nothing, seconds)
+    assert depths.depth(sources, 1, 15) == 1  # if nobody waits
+    for right in 35 * [True] + 10 * [False] + 14 * [True]:
+        for text in range(texts):
+            depths.foretold(0, text, texts, right)
+        assert depths.depth(sources, 1, 15, waits=True) == 0
+    for text in 2 * [*range(texts)]:
+        depths.foretold(0, text, texts, True)
+    assert depths.depth(sources, 1, 15, waits=True) == 1
+    depths.record(sources, 2, [1] * texts, [1] * texts, 20.0)
+    depths.record(sources, 2, [1] * texts, [1] * texts, 1.1)
+    assert depths.depth(sources, 1, 15, waits=True) == 1  # the next length waits again
+    for _ in range(30):
+        depths.record(sources, 2, [1] * texts, [1] * texts, 1.1)
+    assert depths.depth(sources, 1, 15, waits=True) == 2
+
+
 class Slow(Chain):
     """Computes in the call, as the launches of a CPU do."""
 
