@@ -84,7 +84,9 @@ def convert_model(
             kernels beside stock operators at the model's shapes. The results are kept.
         activations: ``"int8"`` lets the linear layers of decoder layers multiply prompts of
             more than 128 tokens in 8-bit integers: rows are rounded as they come, and each
-            matrix has a copy of a byte a weight. Results are no longer those of the stock layers.
+            matrix has a copy of a byte a weight. On a CPU it is calls of up to 8 rows, so that of
+            every token: blocks of 32 are rounded, and codes of 4 and 8 bits multiplied as they are
+            packed. Results are no longer those of the stock layers.
         batch_invariant: logits of a sequence are the same bits alone, in any batch, and by any
             chunks of its prompt. It costs speed. On a GPU layers that stay dense are refused.
 

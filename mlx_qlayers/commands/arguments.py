@@ -157,5 +157,7 @@ def add_layers(parser: argparse.ArgumentParser) -> None:
 def add_activations(parser: argparse.ArgumentParser) -> None:
     """In what prompts are multiplied."""
     parser.add_argument(
-        "--activations", choices=("int8",), help="multiply prompts in 8-bit integers; faster"
+        "--activations",
+        choices=("int8",),
+        help="multiply prompts, on a CPU tokens, in 8-bit integers",
     )

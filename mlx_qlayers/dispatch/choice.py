@@ -97,6 +97,8 @@ def choose(
         return Choice(op, name, "auto" + suffix, evidence)
     if invariant:
         return Choice(op, "host", "batch-invariant" + suffix)
+    if current.get().integers and op != "attention":
+        return Choice(op, "host", "activations in 8 bits" + suffix)
     if host_gain is None:
         return Choice(op, "reference", "the kernel was not measured on a CPU")
     if host_gain <= 1:

@@ -69,7 +69,7 @@ def found(family: str, *question: Hashable, device: str | None = None) -> Found 
     """The measurement of a question to a family's record; None if there is none."""
     if (asked := _questions.get()) is not None:
         asked[RECORDS[family](*question)] = None
-    if _heuristics_only.get() or context.get().invariant:
+    if _heuristics_only.get() or context.get().invariant or context.get().integers:
         return None
     return _found(current.number, family, device or backend(), question)
 

@@ -11,6 +11,7 @@ from ..formats import Format
 from ..measurements.thresholds import threshold
 from ..ops.int8_matmul import int8_products
 from ..reference.int8_matmul import MOST, block_of, rotated
+from ..runtime.backend import backend
 from .qlinear import QLinear
 
 # The head multiplies a row of a prompt, and the loss of its digits would not be made up for.
@@ -83,7 +84,13 @@ def takes_int8(module: nn.Module, x: mx.array) -> bool:
 
 
 def join_int8(model: nn.Module) -> None:
-    """Make the linear layers of decoder layers :class:`Int8Linear`."""
+    """Make the linear layers of decoder layers :class:`Int8Linear`.
+
+    On a CPU, whose kernels multiply codes as they are packed, calls of the model say that they may.
+    """
+    if backend() == "host":
+        model._integers = True
+        return
     for path, module in model.named_modules():
         if _IN_LAYERS.search(path) and type(module) is QLinear:
             Int8Linear.joining(module)
@@ -91,6 +98,7 @@ def join_int8(model: nn.Module) -> None:
 
 def leave_int8(model: nn.Module) -> None:
     """Undo :func:`join_int8`."""
+    vars(model).pop("_integers", None)
     for module in model.modules():
         if isinstance(module, Int8Linear):
             module.leave()

@@ -57,12 +57,14 @@ class Mode(Enum):
 class Context(NamedTuple):
     """The state of a thread or task: the requested backend, and what becomes of the graph.
 
-    ``invariant`` says that no choice may depend on how many rows or sequences a call has.
+    ``invariant`` says that no choice may depend on how many rows or sequences a call has;
+    ``integers`` that products on a CPU may round their rows to 8 bits.
     """
 
     requested: str | None = None
     mode: Mode = Mode.EAGER
     invariant: bool = False
+    integers: bool = False
 
 
 @contextmanager

@@ -144,21 +144,49 @@ def test_prompts_of_a_model(tiny_model):
     model, _ = load(str(tiny_model))
     model.set_dtype(mx.bfloat16)
     before = logits_of(model, 130)
-    convert_model(model, activations="int8", calibrate=False)
-    layers = [m for m in model.modules() if isinstance(m, Int8Linear)]
-    assert len(layers) == 7 * len(model.layers)
-    few = logits_of(model, 3)
-    explain(reset=True)
-    found = logits_of(model, 130)
+    with use_backend("reference"):
+        convert_model(model, activations="int8", calibrate=False)
+        layers = [m for m in model.modules() if isinstance(m, Int8Linear)]
+        assert len(layers) == 7 * len(model.layers)
+        few = logits_of(model, 3)
+        explain(reset=True)
+        found = logits_of(model, 130)
     calls = {decision.op: decision.calls for decision in explain()}
     assert calls["int8_matmul"] == len(layers)
-    np.testing.assert_array_equal(logits_of(model, 3), few)
+    with use_backend("reference"):
+        np.testing.assert_array_equal(logits_of(model, 3), few)
     assert not np.array_equal(found, before)
     assert np.abs(found - before).max() < np.abs(before).max() / 8
     revert_model(model)
     assert not any(isinstance(m, QLinear) for m in model.modules())
     assert all(type(m) is not Int8Linear for m in model.modules())
     np.testing.assert_array_equal(logits_of(model, 130), before)
+
+
+def test_tokens_of_a_model_on_a_cpu(tiny_model):
+    from mlx_lm import load
+    from mlx_lm.models.cache import make_prompt_cache
+
+    model, _ = load(str(tiny_model))
+    model.set_dtype(mx.bfloat16)
+
+    def of_tokens() -> tuple[np.ndarray, np.ndarray]:
+        cache = make_prompt_cache(model)
+        prompt = to64(model(mx.arange(20)[None], cache=cache))
+        steps = [to64(model(mx.array([[i]]), cache=cache)) for i in range(5)]
+        return prompt, np.concatenate(steps, axis=1)
+
+    with use_backend("host"):
+        convert_model(model, calibrate=False)
+        before = of_tokens()
+        revert_model(model)
+        convert_model(model, activations="int8", calibrate=False)
+        found = of_tokens()
+        np.testing.assert_array_equal(found[0], before[0])  # more than 8 rows
+        assert 0 < np.abs(found[1] - before[1]).max() < np.abs(before[1]).max() / 20
+        revert_model(model)
+        convert_model(model, calibrate=False)
+        np.testing.assert_array_equal(of_tokens()[1], before[1])
 
 
 def test_activations_of_another_name():

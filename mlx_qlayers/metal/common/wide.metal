@@ -8,6 +8,10 @@
 using namespace metal;
 
 #define WIDE 16
+// Elements of a row of operands: those of a tile fit into the nearest caches.
+#define LENGTH 512
+// Elements that are rounded to integers together.
+#define BLOCK 32
 
 // Lets the processor load what is going to be read, or nothing: p may lie beyond the end of its buffer.
 METAL_FUNC void wide_prefetch(const device uint* p) {
@@ -47,6 +51,56 @@ METAL_FUNC void wide_block(
       for (int i = 0; i < depth; i++) {
         to[i % WIDE] = fma(x[m * stride + i], w[n * stride + i], to[i % WIDE]);
       }
+    }
+  }
+}
+
+// Rounds `depth` elements of x, whole blocks of BLOCK, to integers from -127 to 127: gives of each block the step
+// between neighbouring values, and the sum of the rounded ones.
+template <typename T>
+METAL_FUNC void wide_round(
+    thread char* codes, thread float* steps, thread float* totals, const device T* x, int depth) {
+  for (int block = 0; block < depth / BLOCK; block++) {
+    uint most = 0;
+    for (int i = 0; i < BLOCK; i++) {
+      // The bits of positive floats have their order, and NaN is the largest.
+      most = max(most, as_type<uint>(abs(float(x[block * BLOCK + i]))));
+    }
+    float largest = as_type<float>(most);
+    float inverse = largest > 0.0f && largest < INFINITY ? 127.0f / largest : 0.0f;
+    int total = 0;
+    for (int i = 0; i < BLOCK; i++) {
+      int code = inverse == 0.0f ? 0 : int(rint(float(x[block * BLOCK + i]) * inverse));
+      codes[block * BLOCK + i] = char(code);
+      total += code;
+    }
+    steps[block] = largest / 127.0f;
+    totals[block] = steps[block] * float(total);
+  }
+}
+
+// Products of `rows` rows, rounded by wide_round, with a row of `depth` codes of 4 or 8 bits, of at most
+// LENGTH and whole blocks, in groups of whole blocks; sums of a block are exact. Adds to WIDE sums for each row,
+// which are `stride` apart.
+template <int bits, int group, int rows, int stride, typename S>
+METAL_FUNC void wide_integers(
+    thread float* sums,
+    const device uint* w,
+    const device S* scales,
+    const device S* biases,
+    const thread char* codes,
+    const thread float* steps,
+    const thread float* totals,
+    int depth) {
+  for (int m = 0; m < rows; m++) {
+    for (int block = 0; block < depth / BLOCK; block++) {
+      int sum = 0, at = m * LENGTH / BLOCK + block, of = block * BLOCK / group;
+      for (int i = block * BLOCK; i < (block + 1) * BLOCK; i++) {
+        uint code = w[i * bits / 32] >> (i * bits % 32) & ((1u << bits) - 1u);
+        sum += int(code) * codes[m * LENGTH + i];
+      }
+      thread float* to = sums + m * stride + block % WIDE;
+      to[0] += float(scales[of]) * steps[at] * float(sum) + float(biases[of]) * totals[at];
     }
   }
 }

@@ -9,7 +9,8 @@
 //
 // For a single row it dequantizes and multiplies one `run` at a time, and fetches the next tile meanwhile: rows
 // are too short for the processor to foresee that. For more rows it dequantizes LENGTH elements of each row of the
-// tile, and multiplies `rows` rows of x with them, four at a time. Each row of y has the same bits in both.
+// tile, and multiplies `rows` rows of x with them, four at a time. Each row of y has the same bits in both. With
+// `integers` it rounds x to 8 bits in blocks, LENGTH elements at a time, and multiplies codes as they are packed.
 
 #include "epilogue.metal"
 #include "packed.metal"
@@ -18,8 +19,8 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// Elements of a row of operands: those of a tile fit into the nearest cache.
-#define LENGTH 512
+// Rows that are fetched ahead where codes are multiplied as they are packed.
+#define AHEAD 8
 
 // A tile's rows of the matrices: where their words and scales begin.
 template <typename S, int outputs>
@@ -40,6 +41,36 @@ METAL_FUNC void serial_weights(
       mode == AFFINE ? float(biases[k / group]) : 0.0f);
 }
 
+// Adds products of `count` rows of x, rounded, with the rows of a tile, from element `from` on; fetches the rows
+// that are `ahead` words further on.
+template <int group, int bits, int count, int outputs, typename S>
+METAL_FUNC void serial_integers(
+    thread float* sums,
+    thread const serial_rows<S, outputs>& tile,
+    size_t ahead,
+    thread const char* codes,
+    thread const float* steps,
+    thread const float* totals,
+    int from,
+    int depth) {
+#pragma unroll(1)
+  for (int n = 0; n < outputs; n++) {
+    const device uint* w = tile.matrix[n].w + size_t(from) * bits / 32;
+    for (int i = 0; i < depth * bits / 32; i += 16) {
+      wide_prefetch(w + ahead + i);
+    }
+    wide_integers<bits, group, count, outputs * WIDE>(
+        sums + n * WIDE,
+        w,
+        tile.matrix[n].scales + from / group,
+        tile.matrix[n].biases + from / group,
+        codes,
+        steps,
+        totals,
+        depth);
+  }
+}
+
 template <
     typename T,
     typename S,
@@ -49,7 +80,8 @@ template <
     int gate,
     int rows,
     int outputs,
-    int run>
+    int run,
+    int integers>
 [[kernel]] void qmv_serial(
     const device T* x,
     const device T* norm_weight,
@@ -97,7 +129,35 @@ template <
   for (int begin = 0; begin < M; begin += rows) {
     alignas(64) float sums[rows][outputs][WIDE] = {};
     int count = min(rows, M - begin);
-    if (rows == 1) {
+    if (integers) {
+      alignas(64) char codes[4][LENGTH];
+      alignas(64) float steps[4][LENGTH / BLOCK], totals[4][LENGTH / BLOCK];
+#pragma unroll(1)
+      for (int from = 0; from < K; from += LENGTH) {
+        int depth = min(LENGTH, K - from);
+#pragma unroll(1)
+        for (int m = 0; m < count; m += 4) {
+          int four = min(4, count - m);
+#pragma unroll(1)
+          for (int i = 0; i < four; i++) {
+            wide_round(codes[i], steps[i], totals[i], x + size_t(begin + m + i) * K + from, depth);
+          }
+          if (four == 4) {
+            serial_integers<group, bits, 4, outputs>(
+                sums[m][0], tile, AHEAD * words, codes[0], steps[0], totals[0], from, depth);
+          } else if (four == 3) {
+            serial_integers<group, bits, 3, outputs>(
+                sums[m][0], tile, AHEAD * words, codes[0], steps[0], totals[0], from, depth);
+          } else if (four == 2) {
+            serial_integers<group, bits, 2, outputs>(
+                sums[m][0], tile, AHEAD * words, codes[0], steps[0], totals[0], from, depth);
+          } else {
+            serial_integers<group, bits, 1, outputs>(
+                sums[m][0], tile, AHEAD * words, codes[0], steps[0], totals[0], from, depth);
+          }
+        }
+      }
+    } else if (rows == 1) {
       const device T* row = x + size_t(begin) * K;
       for (int k = 0; k < K; k += run) {
         alignas(64) float values[run];
@@ -149,7 +209,7 @@ template <
 #pragma unroll(1)
     for (int m = 0; m < count; m++) {
       // Indices that are known at compile time keep the sums of a single row in registers.
-#pragma unroll(rows == 1 ? height : 1)
+#pragma unroll(rows == 1 && !integers ? height : 1)
       for (int n = 0; n < height; n++) {
         if (first + n < N) {
           size_t at = size_t(begin + m) * N + first + n;

@@ -21,7 +21,8 @@ _UNITS = {n: n for n in ("fragments", "run", "tiles", "simds_k", "ahead")} | {
 SERIAL = "qmv_serial"
 # Of each kernel its parameters, in their order, and the fields that they are.
 PARAMETERS: dict[str, dict[str, str]] = {
-    **{kernel: {name: name for name in ("rows", "outputs", "run")} for kernel in ("qmv", SERIAL)},
+    "qmv": {name: name for name in ("rows", "outputs", "run")},
+    SERIAL: {name: name for name in ("rows", "outputs", "run", "integers")},
     "qmv_matrix": _UNITS | {"simds_n": "simds_n"},
     "qmv_persistent": _UNITS,
     "qmm_skinny": _UNITS
@@ -46,6 +47,7 @@ class Tile:
         lanes: threads that share the columns: 32, or 1 where threads do not run side by side.
         ways: of products with experts, float32 sums of a thread for each output; divides ``run``.
         local: of qmv, threads of a threadgroup; a multiple of ``lanes``.
+        integers: of qmv_serial, whether rows are rounded to 8 bits in blocks of 32.
         fragments: operands of 8 columns: rows of x, in qmv times the groups that the four lanes of
             a row of the matrix take side by side (4 * run / group_size, in NVFP4 one).
         tiles: tiles of 16 rows of the matrix that a SIMD group computes.
@@ -73,6 +75,7 @@ class Tile:
     lanes: int = 32
     ways: int = 1
     local: int = 64
+    integers: bool = False
     fragments: int = 0
     tiles: int = 1
     simds_n: int = 1

@@ -12,6 +12,7 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.quantized_matmul import qmv_config as configs
 from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime import trace, use_backend
+from mlx_qlayers.runtime.backend import current, within
 from mlx_qlayers.runtime.host import checks
 from tests.examples.fused import fused64
 from tests.gpus import on_gpus
@@ -53,6 +54,34 @@ def check_all(fmt, dtype, rows, shapes=SHAPES, **options):
 @pytest.mark.parametrize(("fmt", "dtype", "rows"), in_turn(FORMATS_IN_TURN, ROWS), ids=str)
 def test_every_format_and_dtype(fmt, dtype, rows):
     check_all(fmt, dtype, rows)
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "rows"),
+    [
+        (Format(32, 4), mx.bfloat16, 1),
+        (Format(64, 8), mx.float16, 3),
+        (Format(128, 4), mx.float32, 8),
+        (Format(32, 8), mx.bfloat16, 6),
+    ],
+    ids=str,
+)
+def test_rows_in_blocks_of_integers(fmt, dtype, rows, checked):
+    rng = np.random.default_rng(fmt.bits + rows)
+    x = to64(random(rng, (rows, 1152), dtype)).astype(np.float32).reshape(rows, -1, 32)
+    x[0, 3], x[-1, 7, 5] = 0, 100
+    steps = np.abs(x).max(-1, keepdims=True) / np.float32(127)
+    inverse = np.float32(127) / np.maximum(np.abs(x).max(-1, keepdims=True), np.float32(1e-30))
+    rounded = mx.array(np.rint(x * inverse) * steps).reshape(rows, -1)
+    packed = random_packed(rng, 37, 1152, fmt, dtype)
+    given = mx.array(x).reshape(rows, -1).astype(dtype)
+    with within(current, current.get()._replace(integers=True)):
+        config = config_for("host", given, packed, fmt)
+    assert config.integers
+    with checks(checked):
+        y = by_kernel(given, packed, fmt, config=config)
+    check_product(y, rounded, packed, fmt)
 
 
 @on_gpus
