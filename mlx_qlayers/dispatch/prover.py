@@ -73,7 +73,7 @@ def proven(
                 raise
             tried.add(found.key)
             measured = entries.adopted, entries.unsaved
-            _, how, invariant = current.get()
+            _, how, invariant, _ = current.get()
             _prove(_Job(operation, static, specs, how, invariant, gradient, measured), found)
 
 
