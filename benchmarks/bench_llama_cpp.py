@@ -7,6 +7,7 @@ All run on as many threads, in turns. The disassembly needs objdump.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import json
 import os
@@ -16,6 +17,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +107,8 @@ def parts_of_token(contender: Contender, tokens: int, threads: int) -> None:
     launches, inside, work = (b - a for a, b in zip(before, totals, strict=True))
     token = (done.decode + done.prefill - of_prompt.prefill) / tokens * 1e3
     inside, work = inside / tokens / 1e6, work / tokens / 1e6
-    print(f"\na token of {token:.2f} ms: {launches / tokens:.0f} launches in {inside:.2f} ms,")
+    print(f"\n{contender.name}: of a token of {token:.2f} ms")
+    print(f"{launches / tokens:.0f} launches, norms and copies between them take {inside:.2f} ms,")
     print(f"of which threads work {work / threads:.2f} and wait {inside - work / threads:.2f};")
     print(f"Python and MLX's operators {token - inside:.2f} ms")
 
@@ -159,17 +162,22 @@ def main() -> None:
     model.set_dtype(getattr(mx, args.dtype))
     mx.random.seed(0)
     prompt: list[int] = mx.random.randint(100, 40000, (args.prompt_tokens,)).tolist()  # type: ignore[assignment]
-    table = Table({"SmolLM2-135M": 16, "prompt tok/s": 14, "text tok/s": 14})
+    table = Table({"SmolLM2-135M": 18, "prompt tok/s": 14, "text tok/s": 14})
     with output(args, "llama_cpp"):
         stock = [ours(Contender("stock", model), prompt[:16], 4)] if args.stock else []
+        rounded = copy.deepcopy(model)  # the arrays are shared
         convert_model(model, config=quantization)
-        found = {"llama.cpp": peer.run, "mlx-qlayers": lambda *a: ours(converted, *a)}
+        convert_model(rounded, config=quantization, activations="int8")
         converted = Contender("mlx-qlayers", model)
+        integers = Contender("mlx-qlayers, int8", rounded)
+        found: dict[str, Any] = {c.name: partial(ours, c) for c in (converted, integers)}
+        found = {"llama.cpp": peer.run, **found}
         runs = in_turns(found, args.repeats, lambda run: run(prompt, args.tokens))
         for name, done in {**runs, **({"stock mlx-lm": stock} if stock else {})}.items():
             prompts, texts = map(Sample.of, zip(*done, strict=True))
             table.add(**{"SmolLM2-135M": name, "prompt tok/s": prompts, "text tok/s": texts})
-        parts_of_token(converted, args.tokens, args.threads)
+        for each in (converted, integers):
+            parts_of_token(each, args.tokens, args.threads)
         print("\ninstructions of the innermost loops with products:")
         columns = dict.fromkeys(("all", "bits", *CLASSES, "scalar"), 10)
         disassemble(Table({"kernel": 32} | columns))

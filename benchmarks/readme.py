@@ -130,6 +130,7 @@ def _label(template: str, row: Row) -> str:
 
 MS, US = ("milliseconds", "stock", "kernel"), ("microseconds", "stock", "kernel")
 TOKENS = ("tokens a second", "stock mlx-lm", "converted")
+PEER = "tokens a second", "llama.cpp", "mlx-qlayers"
 SAMPLING = ("milliseconds", "plain operators", "kernel")
 EXPERTS = {"experts of {model}, M = {tokens:.0f}": ""}
 FORMATS = {"{mode}, {bits:.0f} bits, {dtype}": ""}
@@ -141,6 +142,12 @@ TABLES = [
     Table("generate", "generate.py --tokens 48", TOKENS,
         {"a prompt of 256 tokens": "prefill tok/s", "{tokens:.0f} tokens of text": "decode tok/s"},
         sides=("stock mlx-lm", "converted (auto)"), by="layers"),
+    Table("llama_cpp", "llama_cpp.py", PEER,
+        {"a prompt of 256 tokens": "prompt tok/s", "64 tokens of text": "text tok/s"},
+        sides=("llama.cpp", "mlx-qlayers"), by="SmolLM2-135M"),
+    Table("llama_cpp", "llama_cpp.py", PEER,
+        {"64 tokens of text, activations in 8 bits": "text tok/s"},
+        sides=("llama.cpp", "mlx-qlayers, int8"), by="SmolLM2-135M"),
     Table("quantized_matmul", "quantized_matmul.py", MS,
         {"{shape}, {dtype}, M = {rows:.0f}": ""}, "3584 x 3584, .* M = (1|8|64)"),
     Table("gather_qmm", "gather_qmm.py", MS, EXPERTS, ".* M = (1|16)", where=FORWARD),
@@ -188,6 +195,11 @@ TABLES = [
 # The one table of README.md: a label with its unit, and the row of a table above.
 SUMMARY = {
     "shipped 11M model, decode, tokens/s": ("generate", "48 tokens of text"),
+    "SmolLM2-135M in Q4_1, text, tokens/s; in place of stock, llama.cpp":
+        ("llama_cpp", "64 tokens of text"),
+    "the same, activations in 8 bits":
+        ("llama_cpp", "64 tokens of text, activations in 8 bits"),
+    "the same, prompt of 256 tokens": ("llama_cpp", "a prompt of 256 tokens"),
     "7B, decode, batch 1, tokens/s": ("decode_contexts_cuda", "decode, context 16"),
     "7B, decode, batch 8, tokens/s": ("decode_cuda", "decode, batch 8"),
     "7B, prompt of 512 tokens, tokens/s": ("decode_cuda", "prefill 512"),

@@ -41,6 +41,12 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "grid_sample": ("grid_sample/*",),
     "int8": ("int8/*", "quantized_matmul/*"),
     "linalg": ("linalg/*",),
+    "llama_cpp": (
+        "attention/serial*",
+        "attention/forward*",
+        "rotary/*",
+        "quantized_matmul/qmv_serial*",
+    ),
     "match_images": ("attention/*", "deformable/*"),
     "peers": (*TILES, *PRODUCTS, "grid_sample/*"),
     "quantization": ("gptq/*", "linalg/*"),
