@@ -24,6 +24,7 @@ from ...runtime.spec import Spec
 from ..common.kernels import large_kernel, numbered, without
 from .qmv_config import any_units, within_memory
 from .tile import (
+    INTEGERS,
     SERIAL,
     Tile,
     matrix_memory,
@@ -106,7 +107,7 @@ def qmv(
     is that of an RMS norm of x, which has a launch of its own if ``norm_first``.
     """
     x, config = specs.x, _fitting(config, specs, fmt, gate)
-    norm_first |= x.dtype == mx.float16 or config.kernel in (SERIAL, "qmm_skinny")
+    norm_first |= x.dtype == mx.float16 or config.kernel in (SERIAL, INTEGERS, "qmm_skinny")
     if epsilon is not None and specs.partial_squares is None and norm_first:
         # Times the weight but not yet divided by its norm, x may exceed float16; and a processor
         # whose threads share nothing would norm it in each of them.
@@ -243,15 +244,16 @@ def _bind(
     threads, shape = config.threads, [mx.array([rows, k, *sizes], mx.int32)] * (not config.units)
     template = packed_template(fmt, specs.x.dtype, matrices[0].scales.dtype)
     template["gate"] = GATES.index(gate)
-    if config.kernel != SERIAL:
+    if config.kernel not in (SERIAL, INTEGERS):
         template["normed"] = epsilon is not None and specs.partial_squares is None
         template["epsilon"] = unpack("i", pack("f", epsilon or 0.0))[0]
+    function = SERIAL if config.integers else config.kernel
     groups = config.threadgroups(tuple(sizes), gate is not None)
     grid = groups * threads, 1, 1
     if config.kernel == "qmm_skinny":
         grid = -(-rows // (8 * config.fragments)) * threads, groups, config.parts(k)
         template["O"] = mx.float32 if planes else specs.x.dtype
-    launch = kernel_of(config.kernel, tuple(omitted)).bind(
+    launch = kernel_of(function, tuple(omitted)).bind(
         [*there.values(), *shape],
         template=template | config.template(),
         grid=grid,

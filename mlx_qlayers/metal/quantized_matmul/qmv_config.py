@@ -13,7 +13,7 @@ from ...measurements.thresholds import threshold
 from ...runtime.backend import current
 from ...runtime.devices import device_of
 from ...runtime.devices.record import MAX_THREADGROUP_MEMORY, most_threads
-from .tile import SERIAL, Tile, matrix_registers, packed_template
+from .tile import INTEGERS, SERIAL, Tile, matrix_registers, packed_template
 
 MAX_QMV_ROWS = 16
 # Rows up to which a CPU rounds them to 8 bits, where it may.
@@ -36,7 +36,7 @@ def qmv_config(
         rounds = current.get().integers and rows <= MOST_ROUNDED and fmt.mode == "affine"
         if rounds and fmt.bits in (4, 8) and fmt.group_size % 32 == 0 and k % 64 == 0:
             rows, size = 1 if rows == 1 else MOST_ROUNDED, fmt.group_size
-            return Tile(SERIAL, size, rows, outputs=32, lanes=1, local=1, integers=True)
+            return Tile(INTEGERS, size, rows, outputs=32, lanes=1, local=1)
         # A thread dequantizes a tile for all rows, whose sums are in the nearest caches.
         if rows > MAX_QMV_ROWS and k % 32 == 0:  # whole vectors of bfloat
             return Tile(SERIAL, fmt.group_size, 4 * MAX_QMV_ROWS, outputs=16, lanes=1, local=1)

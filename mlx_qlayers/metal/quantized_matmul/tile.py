@@ -19,10 +19,15 @@ _UNITS = {n: n for n in ("fragments", "run", "tiles", "simds_k", "ahead")} | {
 }
 # The kernel for processors whose threads run one by one.
 SERIAL = "qmv_serial"
+# The same kernel, with rows rounded to 8 bits in blocks of 32.
+INTEGERS = "qmv_integers"
 # Of each kernel its parameters, in their order, and the fields that they are.
 PARAMETERS: dict[str, dict[str, str]] = {
     "qmv": {name: name for name in ("rows", "outputs", "run")},
-    SERIAL: {name: name for name in ("rows", "outputs", "run", "integers")},
+    **{
+        kernel: {n: n for n in ("rows", "outputs", "run", "integers")}
+        for kernel in (SERIAL, INTEGERS)
+    },
     "qmv_matrix": _UNITS | {"simds_n": "simds_n"},
     "qmv_persistent": _UNITS,
     "qmm_skinny": _UNITS
@@ -36,9 +41,9 @@ class Tile:
     """How a product of few rows is spread over threads, by whichever of its kernels.
 
     Attributes:
-        kernel: ``"qmv"`` for every GPU and dtype, ``"qmv_serial"`` for CPUs; on the matrix units
-            ``"qmv_matrix"``, ``"qmv_persistent"``, whose SIMD groups take four runs of every row
-            each, and ``"qmm_skinny"``, of up to 128 rows.
+        kernel: ``"qmv"`` for every GPU and dtype, ``"qmv_serial"`` and ``"qmv_integers"`` for CPUs;
+            on the matrix units ``"qmv_matrix"``, ``"qmv_persistent"``, whose SIMD groups take four
+            runs of every row each, and ``"qmm_skinny"``, of up to 128 rows.
         run: neighbouring elements of a row of the matrix that a thread takes at once. Of qmv a
             multiple of 16, or of 32 where ``bits`` is odd, that divides the group size; on the
             matrix units it divides K.
@@ -47,7 +52,6 @@ class Tile:
         lanes: threads that share the columns: 32, or 1 where threads do not run side by side.
         ways: of products with experts, float32 sums of a thread for each output; divides ``run``.
         local: of qmv, threads of a threadgroup; a multiple of ``lanes``.
-        integers: of qmv_serial, whether rows are rounded to 8 bits in blocks of 32.
         fragments: operands of 8 columns: rows of x, in qmv times the groups that the four lanes of
             a row of the matrix take side by side (4 * run / group_size, in NVFP4 one).
         tiles: tiles of 16 rows of the matrix that a SIMD group computes.
@@ -75,7 +79,6 @@ class Tile:
     lanes: int = 32
     ways: int = 1
     local: int = 64
-    integers: bool = False
     fragments: int = 0
     tiles: int = 1
     simds_n: int = 1
@@ -91,7 +94,12 @@ class Tile:
     @property
     def units(self) -> bool:
         """Whether it is on the matrix units."""
-        return self.kernel not in ("qmv", SERIAL)
+        return self.kernel not in ("qmv", SERIAL, INTEGERS)
+
+    @property
+    def integers(self) -> bool:
+        """Whether rows are rounded."""
+        return self.kernel == INTEGERS
 
     @property
     def threads(self) -> int:
