@@ -7,6 +7,7 @@ All run on as many threads, in turns. The disassembly needs objdump.
 
 from __future__ import annotations
 
+import atexit
 import copy
 import ctypes
 import json
@@ -73,6 +74,7 @@ class LlamaCpp:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         command = [python, "-c", SERVER, str(threads)]
         self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL, **pipes)
+        atexit.register(self.process.kill)
         self.model = self._answer()
 
     def _answer(self) -> str:
@@ -181,7 +183,6 @@ def main() -> None:
         print("\ninstructions of the innermost loops with products:")
         columns = dict.fromkeys(("all", "bits", *CLASSES, "scalar"), 10)
         disassemble(Table({"kernel": 32} | columns))
-    peer.process.terminate()
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ class AttentionDecodeRecord(Record):
         if not device_of(device).gpu:
             # A power of two, so that one kernel serves many shapes, in a stack of 128 KB.
             rows = 1 << (self.rows - 1).bit_length()
-            return decode.Serial(min(rows, 4096 // max(*widths, 64)))
+            return decode.Serial(min(rows, 16))
         kind = "packed" if self.bits else "plain"
         most = row_of(threshold("attention_decode_splits", kind, device=device), self.keys)
         unsplit = decode.unsplit(device, self.dtype, self.rows, *widths, self.bits)
