@@ -13,9 +13,9 @@ import mlx.nn as nn
 
 from .conversion.attention_patch import is_patched, stock_class
 from .conversion.config import QuantizationConfig
-from .conversion.heads import has_quantized, is_converted, read_heads
+from .conversion.heads import find_heads, has_quantized, is_converted, read_heads
 from .conversion.invariance import check_can_be, check_model
-from .conversion.loading import find_model, load_stock
+from .conversion.loading import load_stock
 from .conversion.plan import (
     Planner,
     Predicate,
@@ -244,7 +244,8 @@ def load_heads(
     DeepSeek-V3, GLM-4.5 and 4.7, Qwen3-Next, Qwen3.5, MiMo and MiMo-V2-Flash.
 
     Args:
-        path_or_hf_repo: the checkpoint, as in :func:`load`, or one safetensors file of it.
+        path_or_hf_repo: the checkpoint, as in :func:`load`, or one safetensors file of it. Of a
+            repository only the files with heads are downloaded.
         model: whose heads they are, as :func:`load` or ``mlx_lm.load`` gives it.
         revision: a branch, tag or commit of the repository.
 
@@ -268,7 +269,7 @@ def load_heads(
         DeepSeek-AI, 2024, https://arxiv.org/abs/2412.19437, section 2.2.
     """
     _check_module(model)
-    heads = read_heads(find_model(path_or_hf_repo, revision=revision), model)
+    heads = read_heads(find_heads(path_or_hf_repo, model, revision), model)
     if is_converted(model):
         options: dict[str, Any] = {"fuse": False, "verify": False, "calibrate": False}
         convert_model(heads, linear=has_quantized(heads), **options)

@@ -6,6 +6,8 @@ through mlx-lm's ``sanitize`` like one, and become a :class:`~mlx_qlayers.specul
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -16,8 +18,10 @@ import mlx.nn as nn
 
 from ..decode.twin import is_stepped
 from ..layers.qlinear import Counterpart
+from ..runtime.staging import expanded
 from ..speculation.heads import Head, Heads
-from .checkpoint import read_header
+from .checkpoint import INDEX, read_header
+from .loading import find_model
 
 _NORMS = ("enorm", "hnorm", "norm")
 # By this name mlx-lm knows a norm, and adds 1 to its weight where checkpoints leave that out.
@@ -82,18 +86,37 @@ LAYOUTS = {
 _MODELS_OWN = ("embed_tokens", "shared_head.head")
 
 
+def layout_of(model: Any) -> Layout:
+    """How checkpoints of a model store heads; a ``ValueError`` if that is not known."""
+    kind = getattr(model, "model_type", type(model).__name__)
+    if kind not in LAYOUTS:
+        raise ValueError(
+            f"{kind}: heads are known of {', '.join(LAYOUTS)}; use a draft model or look-ups"
+        )
+    return LAYOUTS[kind]
+
+
+def find_heads(name: str | os.PathLike[str], model: Any, revision: str | None = None) -> Path:
+    """A directory or a file with heads; of a repository of the Hub no other weights are loaded."""
+    layout, owner = layout_of(model), getattr(model, "language_model", model)
+    options: dict[str, Any] = {"revision": revision}
+    path = find_model(name, **options, patterns=[INDEX])
+    if expanded(os.fspath(name)).exists():
+        return path
+    if not (path / INDEX).exists():
+        return find_model(name, **options)
+    files: dict[str, str] = json.loads((path / INDEX).read_text())["weight_map"]
+    wanted = {f for n, f in files.items() if _place(n, layout, len(owner.model.layers))}
+    return find_model(name, **options, patterns=sorted(wanted)) if wanted else path
+
+
 def read_heads(path: Path, model: Any) -> Heads:
     """The heads of a model from a directory or a file, quantized like its layers.
 
     Raises:
         ValueError: the architecture has none that are known, or the files have none.
     """
-    kind = getattr(model, "model_type", type(model).__name__)
-    if kind not in LAYOUTS:
-        raise ValueError(
-            f"{kind}: heads are known of {', '.join(LAYOUTS)}; use a draft model or look-ups"
-        )
-    layout, owner = LAYOUTS[kind], getattr(model, "language_model", model)
+    layout, owner = layout_of(model), getattr(model, "language_model", model)
     found = _sanitized(model, _raw(path, layout, len(owner.model.layers)))
     if not found:
         raise ValueError(
@@ -117,19 +140,32 @@ def _raw(path: Path, layout: Layout, layers: int) -> dict[str, mx.array]:
         read.update(found)
     weights, shared, most = dict[str, mx.array](), dict[str, mx.array](), 0
     for name, array in read.items():
-        bare = re.sub(r"^(model\.)?language_model\.(?=mtp)", "", name)
-        if match := re.fullmatch(layout.layers, bare):
-            number = int(match[1]) - (layers if layout.first else 0)
-            if number >= 0 and not match[2].startswith(_MODELS_OWN):
-                weights[f"model.layers.{number}.{_renamed(match[2], layout)}"] = array
-                most = max(most, number)
-        elif match := re.fullmatch(layout.shared, bare):
-            shared[_renamed(match[1], layout)] = array
-        elif "conv1d.weight" in name:  # by its shape mlx-lm tells whose names and norms these are
+        place = _place(name, layout, layers)
+        if place is None:
+            continue
+        number, part = place
+        if number is None:
+            shared[_renamed(part, layout)] = array
+        elif number < 0:
             weights[name] = array
+        else:
+            weights[f"model.layers.{number}.{_renamed(part, layout)}"] = array
+            most = max(most, number)
     for number in range(most + 1):
         weights |= {f"model.layers.{number}.{name}": array for name, array in shared.items()}
     return weights
+
+
+def _place(name: str, layout: Layout, layers: int) -> tuple[int | None, str] | None:
+    """The number of a head, or None for all, and the part of it that a weight is; else None."""
+    bare = re.sub(r"^(model\.)?language_model\.(?=mtp)", "", name)
+    if match := re.fullmatch(layout.layers, bare):
+        number = int(match[1]) - (layers if layout.first else 0)
+        return (number, match[2]) if number >= 0 and not match[2].startswith(_MODELS_OWN) else None
+    if match := re.fullmatch(layout.shared, bare):
+        return None, match[1]
+    # By its shape mlx-lm tells whether norms lack the 1 that is added; one layer has to do.
+    return (-1, name) if layout is _QWEN and ".layers.0.linear_attn.conv1d.w" in name else None
 
 
 def _renamed(part: str, layout: Layout) -> str:

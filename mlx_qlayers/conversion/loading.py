@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -153,10 +153,12 @@ def find_model(
     *,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    patterns: Sequence[str] = (),
 ) -> Path:
     """The directory of a model, downloaded first if it names a repository of the Hub.
 
     ``"OWNER/REPO/FILE.gguf"`` names a GGUF file of a repository, of which there are often many.
+    Files of other ``patterns`` than those of a model are downloaded where there are some.
     """
     name = os.fspath(path_or_hf_repo)
     if not name:
@@ -181,8 +183,8 @@ def find_model(
         validate_repo_id(repository)
     except HFValidationError as error:
         raise FileNotFoundError(f"{name}: no such directory") from error
-    patterns = [file] if file else [*PATTERNS, *["*.py"] * trust_remote_code]
-    options: Any = {"allow_patterns": patterns, "revision": revision, "tqdm_class": Bar}
+    wanted = [file] if file else patterns or [*PATTERNS, *["*.py"] * trust_remote_code]
+    options: Any = {"allow_patterns": wanted, "revision": revision, "tqdm_class": Bar}
     try:
         return Path(snapshot_download(repository, **options)) / file
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:

@@ -1,5 +1,6 @@
 """Heads for multi-token prediction: their layouts, their forward pass, and texts with them."""
 
+import json
 from typing import Any
 
 import mlx.core as mx
@@ -194,6 +195,29 @@ def test_a_head_that_knows_the_model_is_always_right(tmp_path):
     run = Rounds(model, caches, texts, depths, trunk=heads.trunk)
     assert batch(run, (), length) == plain
     assert run.report.accepted == run.report.guesses >= 30, run.report
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5"])
+def test_of_a_repository_only_heads_are_downloaded(name, tmp_path, monkeypatch):
+    """By its index; files are those of a fake, which has heads and the rest apart."""
+    model, asked = model_of(name), []
+    weights = head_of(name) | {"model.layers.1.mlp.gate.weight": mx.ones((4, D))}
+    weights["model.layers.1.linear_attn.conv1d.weight"] = mx.ones((4, 1, D))
+    files = {n: f"model-{'2' if n in head_of(name) else '1'}.safetensors" for n in weights}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+
+    def download(repository: str, *, allow_patterns: list[str], **_: Any) -> str:
+        asked.append([*allow_patterns])
+        if allow_patterns[0].startswith("model-2"):
+            heads = {n: a for n, a in weights.items() if files[n] == allow_patterns[0]}
+            mx.save_safetensors(str(tmp_path / allow_patterns[0]), heads)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    heads = load_heads("owner/name", model)
+    assert len(heads.layers) == 1
+    assert asked == [[index.name], ["model-2.safetensors"]]
 
 
 def test_heads_that_are_refused(tmp_path, tiny_model):
