@@ -14,7 +14,7 @@ turns. ``cost`` is a step's time beside a plain one's, ``accepted`` guesses a ro
 With ``--model`` text is looked up in the prompt and behind it. A model that chats is to copy code
 with one name changed, which the likeliest tokens do; another one goes on with lines that were
 repeated. The other text is sampled with a seed, and repeats nothing. Verified: texts are those of
-``mlx_lm.generate_step``. Then what a step of several tokens costs beside one.
+``mlx_lm.generate_step``. Then what a round of several tokens costs beside a step of one.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from common import Sample, Table, arguments, output, positive
 from decoding_model import QWEN2_7B, TINY, build, decode
 from harness import in_turns
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_qlayers import convert_model, load
 from mlx_qlayers.speculation.depth import LENGTHS, Depths
 from mlx_qlayers.speculation.drawing import Drawer, Drawn
 from mlx_qlayers.speculation.loop import Speculation, batch_caches, speculative_generate_step
+from mlx_qlayers.speculation.rollback import Checkpoint
 from mlx_qlayers.speculation.rounds import Rounds, SpeculationReport, Text
 from mlx_qlayers.speculation.sources import Draw
 
@@ -188,10 +189,11 @@ def looked_up(args: argparse.Namespace) -> None:
 
     def step(length: int) -> float:
         start = time.perf_counter()
+        before = Checkpoint(model, caches, length)
         mx.eval(model(mx.zeros((1, length), mx.uint32), cache=caches))
-        seconds = time.perf_counter() - start
-        trim_prompt_cache(caches, length)
-        return seconds
+        if length > 1:
+            before.back([length - 1])
+        return time.perf_counter() - start
 
     times = in_turns({f"{n} tokens": n for n in (1, *LENGTHS)}, 3 * args.repeats, step)
     base = Sample.of(times["1 tokens"])

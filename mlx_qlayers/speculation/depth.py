@@ -11,8 +11,9 @@ LENGTHS = (2, 3, 5, 9, 16)
 # What guesses behind a wrong and a right one are taken to be worth before there were some, and for
 # how many trials that counts.
 _PRIOR, _WEIGHT = (0.6, 0.8), 2.0
-_MEMORY = 0.9  # of trials and costs, a round
-_DRIFT = 0.99  # of trials, a token without guesses
+_MEMORY = 0.9  # of trials, a round
+_COSTS = 0.7  # of costs
+_DRIFT = 0.99  # of trials and costs, a token without guesses
 _CAPTURE = "capture"  # the key of what the first step of all took
 # The share of the time that rounds may lose against steps without guesses.
 _LOSS = 0.01
@@ -109,6 +110,8 @@ class Depths:
             return best
         for key in {(s, right) for s in sources for right in (False, True)}:
             self._count(*key, 0, 0, _DRIFT)
+        for n, seconds in known.items():  # something else may have taken the time
+            known[n] = seconds + (1 - _DRIFT) * min(plain - seconds, 0.0)
         return 0
 
     def record(
@@ -137,7 +140,7 @@ class Depths:
             return
         if seconds is not None:
             before = costs[length]
-            costs[length] = before + (1 - _MEMORY) * (seconds - before) if before else seconds
+            costs[length] = before + (1 - _COSTS) * (seconds - before) if before else seconds
             self.seconds += seconds
         for i, (source, count, right) in enumerate(zip(sources, guesses, accepted, strict=True)):
             if count:

@@ -143,6 +143,11 @@ def test_depths_follow_costs_and_acceptance():
     assert written(Depths(nn.Module(), 15), right=0.95, slope=0.02) < 0.15  # 12.9 tokens in 1.3
     assert written(Depths(nn.Module(), 15), right=0.7, slope=0.05) < 0.5  # 2.77 tokens in 1.2
     assert written(Depths(nn.Module(), 1), right=0.95, slope=0.02) > 0.5
+    model = nn.Module()
+    slow = Depths(model, 15)  # while something else took the time, rounds were measured
+    for length, seconds in ((1, 1.0), (1, 1.0), (2, 9.0), (2, 9.0), (3, 9.0), (3, 9.0)):
+        slow.record([0], length, [length - 1], [0], seconds)
+    assert written(Depths(model, 15), right=0.95, slope=0.02) < 0.3  # the next text
 
 
 @pytest.mark.parametrize("texts", [1, 4])
