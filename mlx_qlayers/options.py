@@ -159,6 +159,26 @@ class Scores(NamedTuple):
     deterministic: bool = False
 
 
+class Packing(NamedTuple):
+    """How the keys and values of a cache are packed: a group size, and bits of either."""
+
+    group_size: int = 0
+    bits: int = 0
+    v_bits: int = 0
+
+    @property
+    def widest(self) -> int:
+        """The bits of both by which kernels are configured; those of fewer are held as 4."""
+        return self.bits and max(*self[1:], 4)
+
+
+class RotatedRows(tuple[mx.array, ...]):
+    """Packed keys or values of heads that went through :func:`.reference.hadamard.rotated_heads`.
+
+    Queries have to go through it too before they meet keys, and what attention gives behind it.
+    """
+
+
 class AttentionCall(NamedTuple):
     """The arguments of :func:`mlx_qlayers.attention`, arrays or their specs.
 
@@ -179,15 +199,19 @@ class AttentionCall(NamedTuple):
     sinks: Any = None
 
     @property
-    def packing(self) -> tuple[int, int]:
-        """Group size and bits of keys and values; zeros where they are not packed."""
-        return packing(self.k, self.q.shape[3]) if len(self.k) > 1 else (0, 0)
+    def packing(self) -> Packing:
+        """How keys and values are packed; zeros where they are not."""
+        if len(self.k) == 1:
+            return Packing()
+        size, bits = packing(self.k, self.q.shape[3])
+        return Packing(size, bits, packing(self.v, self.v_width)[1])
 
     @property
     def v_width(self) -> int:
-        """The width of a value."""
-        words, bits = self.v[0].shape[3], self.packing[1]
-        return 32 * words // bits if bits else int(words)
+        """The width of a value, which has groups as large as a key's."""
+        if len(self.v) == 1:
+            return int(self.v[0].shape[3])
+        return int(self.v[1].shape[3] * packing(self.k, self.q.shape[3])[0])
 
     @property
     def dtypes(self) -> list[mx.Dtype]:
@@ -239,9 +263,12 @@ class StepCall(NamedTuple):
         return int(self.v.shape[2]) // int(self.v_cache[0].shape[1])
 
     @property
-    def packing(self) -> tuple[int, int]:
-        """Group size and bits of the caches; zeros where they are not packed."""
-        return packing(self.k_cache, self.width) if len(self.k_cache) > 1 else (0, 0)
+    def packing(self) -> Packing:
+        """How keys and values are packed; zeros where they are not."""
+        if len(self.k_cache) == 1:
+            return Packing()
+        size, bits = packing(self.k_cache, self.width)
+        return Packing(size, bits, packing(self.v_cache, self.v_width)[1])
 
 
 def row_words(packed: Sequence[Any]) -> int:

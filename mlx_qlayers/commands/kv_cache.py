@@ -46,7 +46,7 @@ def quantizing(args: argparse.Namespace, holding: Any) -> Iterator[None]:
     from ..decode import quantized_caches as ours
 
     module, generate = (import_module(f"mlx_lm.{n}") for n in (args.command, "generate"))
-    make = partial(ours.make_prompt_cache, group_size=args.kv_group_size, bits=args.kv_bits)
+    make = partial(ours.make_prompt_cache, formats=ours.CacheFormat(args.kv_group_size, args.kv_bits))
     with ExitStack() as held:
         held.enter_context(holding(generate, maybe_quantize_kv_cache=ours.maybe_quantize_kv_cache))
         if args.command != "generate":

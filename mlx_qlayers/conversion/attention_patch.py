@@ -21,6 +21,8 @@ from ..layers.fused_attention import FusedAttention
 from ..ops.attention import attention
 from ..ops.attention_invariant import attention_from
 from ..ops.gated_delta import gated_delta
+from ..options import RotatedRows
+from ..reference.hadamard import rotated_heads
 from ..runtime.backend import current
 from ..runtime.devices import device_of
 from .invariance import in_time, starts_of
@@ -44,7 +46,10 @@ def patched_attention(
             given = starts, queries, keys, values
             return attention_from(*given, scale=scale, mask=mask, sinks=sinks)
         keys, values, mask = in_time(cache, keys, values, mask)
-    return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+    turned = isinstance(keys, RotatedRows)
+    q = rotated_heads(queries) if turned else queries
+    out = attention(q, keys, values, scale=scale, mask=mask, sinks=sinks)
+    return rotated_heads(out) if turned else out
 
 
 def patched_gated_delta(

@@ -33,6 +33,7 @@ _AT_ROWS = ("full", "begins", "moves")
 _COUNTERS = {
     "KVCache": ("offset",),
     "QuantizedKVCache": ("offset",),
+    "PackedKVCache": ("offset",),
     "ChunkedKVCache": ("offset",),
     "RotatingKVCache": ("_idx", "offset"),
     "BatchKVCache": ("_idx",),

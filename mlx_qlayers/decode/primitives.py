@@ -246,6 +246,7 @@ CALLS: dict[str, Entry] = {
     "GatherAxis": _along(mx.take_along_axis),
     "GatherMM": lambda node: Call(partial(mx.gather_mm, sorted_indices=any(node.arg))),
     "GatherQMM": _gather_qmm,
+    "Hadamard": Call(mx.hadamard_transform, _as_they_are),
     "LayerNorm": lambda node: Call(mx.fast.layer_norm, _as_they_are),
     "Log": _one_of(mx.log2, mx.log10, mx.log),
     "LogAddExp": Call(mx.logaddexp),

@@ -1,19 +1,56 @@
-"""Quantized caches of batches and of windows, which mlx-lm lacks.
+"""Quantized caches of batches and of windows, which mlx-lm lacks, in formats that it lacks.
 
 Each is mlx-lm's cache of the plain class, whose keys and values are ``(packed, scales, biases)`` as
 ``mx.quantize`` gives them. mlx-lm's own code runs once for each of the three arrays, so rows are
-merged, trimmed and overwritten as in plain caches, and nothing is quantized twice.
+merged, trimmed and overwritten as in plain caches, and nothing is quantized twice. Keys and values
+may have other bits, and go through a Hadamard transform of their heads before they are packed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 from mlx_lm.models import cache as stock
 
+from ..options import RotatedRows
+from ..reference.hadamard import rotated_heads
+
 _PARTS = 3
+
+
+class CacheFormat(NamedTuple):
+    """How a cache packs keys and values.
+
+    Attributes:
+        group_size: numbers that share a scale: 32, 64 or 128.
+        bits: of keys: 2, 3, 4, 5, 6 or 8.
+        v_bits: of values; None for those of keys.
+        hadamard: whether heads go through a Hadamard transform first, in blocks of the largest power
+            of two that divides their size. It spreads what few channels hold.
+    """
+
+    group_size: int = 64
+    bits: int = 8
+    v_bits: int | None = None
+    hadamard: bool = False
+
+    def packed(self, keys: mx.array, values: mx.array) -> list[Any]:
+        """Keys and values as a cache holds them."""
+        rows = map(rotated_heads, (keys, values)) if self.hadamard else (keys, values)
+        each = self.bits, self.v_bits or self.bits
+        return [mx.quantize(x, self.group_size, n) for x, n in zip(rows, each, strict=True)]
+
+
+# The attributes of a cache in turn, as in CacheFormat.
+_NAMES = CacheFormat._fields
+
+
+def format_of(c: Any) -> CacheFormat:
+    """The format of a quantized cache, mlx-lm's or one of these."""
+    own = vars(c)
+    return CacheFormat(*(own.get(n, d) for n, d in zip(_NAMES, CacheFormat(), strict=True)))
 
 
 class _Quantized:
@@ -22,20 +59,28 @@ class _Quantized:
     plain: Any
     keys: Any
     values: Any
-    group_size: int
-    bits: int
+    hadamard: bool
+
+    @property
+    def bits(self) -> int:
+        """Those of keys and values, by which mlx-lm's own attention takes them."""
+        _, bits, v_bits, hadamard = format_of(self)
+        if hadamard or v_bits not in (None, bits):
+            raise ValueError("attention of a stock model takes no such cache: convert_model first")
+        return bits
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        new = zip(
-            *(mx.quantize(x, self.group_size, self.bits) for x in (keys, values)), strict=True
-        )
-        parts = self._parts()
+        new, parts = zip(*format_of(self).packed(keys, values), strict=True), self._parts()
         found = [part.update_and_fetch(*each) for part, each in zip(parts, new, strict=True)]
         self._take(parts)
-        return tuple(zip(*found, strict=True))
+        return self._given(found)
 
     def keys_and_values(self) -> Any:
-        return tuple(zip(*(part.keys_and_values() for part in self._parts()), strict=True))
+        return self._given([part.keys_and_values() for part in self._parts()])
+
+    def _given(self, parts: Any) -> Any:
+        kind = RotatedRows if self.hadamard else tuple
+        return tuple(map(kind, zip(*parts, strict=True)))
 
     def filter(self, batch_indices: Any) -> None:
         """Keep these sequences alone."""
@@ -52,17 +97,16 @@ class _Quantized:
 
     def extract(self, idx: int) -> Any:
         """The cache of one sequence."""
-        return _joined([part.extract(idx) for part in self._parts()], self.group_size, self.bits)
+        return _joined([part.extract(idx) for part in self._parts()], format_of(self))
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> Any:
         """A batch of caches of one sequence each, packed alike."""
-        first = caches[0]
-        if any((c.group_size, c.bits) != (first.group_size, first.bits) for c in caches):
+        form = format_of(caches[0])
+        if any(format_of(c) != form for c in caches):
             raise ValueError("caches that are packed in other ways cannot be merged")
         each = [_parts_of(c, cls.plain) for c in caches]
-        parts = [cls.plain.merge([*some]) for some in zip(*each, strict=True)]
-        return _joined(parts, first.group_size, first.bits)
+        return _joined([cls.plain.merge([*some]) for some in zip(*each, strict=True)], form)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
         """The cache itself, as mlx-lm asks for it before each token."""
@@ -71,12 +115,12 @@ class _Quantized:
     @property
     def state(self) -> Any:
         """mlx-lm's of the plain class, and the format."""
-        own = self.plain.state.fget(self)
-        return *own, self.group_size, self.bits
+        return *self.plain.state.fget(self), *format_of(self)
 
     @state.setter
     def state(self, v: Any) -> None:
-        *own, self.group_size, self.bits = v
+        own, form = [*v[: -len(_NAMES)]], v[-len(_NAMES) :]
+        _set_format(self, CacheFormat(*form))
         own[:2] = [None if each is None else tuple(each) for each in own[:2]]
         self.plain.state.fset(self, own)
 
@@ -102,6 +146,10 @@ class _Quantized:
         self._take(parts)
 
 
+def _set_format(c: Any, form: CacheFormat) -> None:
+    vars(c).update(form._asdict() | {"v_bits": form.v_bits or form.bits})
+
+
 def _parts_of(c: Any, plain: Any) -> list[Any]:
     """Three plain caches, which share no array: mlx-lm's code changes some in place."""
     buffers = c.keys, c.values
@@ -115,10 +163,10 @@ def _parts_of(c: Any, plain: Any) -> list[Any]:
     return found
 
 
-def _joined(parts: list[Any], group_size: int, bits: int) -> Any:
-    kind = _KINDS[type(parts[0]).__name__]
+def _joined(parts: list[Any], form: CacheFormat) -> Any:
+    kind = _kind(type(parts[0]).__name__, form)
     c: Any = kind.__new__(kind)
-    c.group_size, c.bits = group_size, bits
+    _set_format(c, form)
     _Quantized._take(c, parts)
     return c
 
@@ -134,14 +182,24 @@ class QuantizedKVCache(stock.QuantizedKVCache):
         return int(self.offset)
 
 
+class PackedKVCache(_Quantized, stock.KVCache):
+    """A cache of one sequence in a format that mlx-lm's ``QuantizedKVCache`` does not have."""
+
+    plain = stock.KVCache
+
+    def __init__(self, form: CacheFormat = CacheFormat()) -> None:
+        super().__init__()
+        _set_format(self, form)
+
+
 class RotatingQuantizedKVCache(_Quantized, stock.RotatingKVCache):
     """A quantized window of one sequence, as mlx-lm's ``RotatingKVCache``."""
 
     plain = stock.RotatingKVCache
 
-    def __init__(self, max_size: int, keep: int = 0, group_size: int = 64, bits: int = 8) -> None:
+    def __init__(self, max_size: int, keep: int = 0, form: CacheFormat = CacheFormat()) -> None:
         super().__init__(max_size, keep)
-        self.group_size, self.bits = group_size, bits
+        _set_format(self, form)
 
 
 class BatchQuantizedKVCache(_Quantized, stock.BatchKVCache):
@@ -149,9 +207,9 @@ class BatchQuantizedKVCache(_Quantized, stock.BatchKVCache):
 
     plain = stock.BatchKVCache
 
-    def __init__(self, left_padding: list[int], group_size: int = 64, bits: int = 8) -> None:
+    def __init__(self, left_padding: list[int], form: CacheFormat = CacheFormat()) -> None:
         super().__init__(left_padding)
-        self.group_size, self.bits = group_size, bits
+        _set_format(self, form)
 
 
 class BatchRotatingQuantizedKVCache(_Quantized, stock.BatchRotatingKVCache):
@@ -160,60 +218,99 @@ class BatchRotatingQuantizedKVCache(_Quantized, stock.BatchRotatingKVCache):
     plain = stock.BatchRotatingKVCache
 
     def __init__(
-        self, max_size: int, left_padding: list[int], group_size: int = 64, bits: int = 8
+        self, max_size: int, left_padding: list[int], form: CacheFormat = CacheFormat()
     ) -> None:
         super().__init__(max_size, left_padding)
-        self.group_size, self.bits = group_size, bits
+        _set_format(self, form)
 
 
 # By the name of mlx-lm's class.
 _KINDS: dict[str, Any] = {
-    "KVCache": QuantizedKVCache,
+    "KVCache": PackedKVCache,
     "RotatingKVCache": RotatingQuantizedKVCache,
     "BatchKVCache": BatchQuantizedKVCache,
     "BatchRotatingKVCache": BatchRotatingQuantizedKVCache,
 }
 # mlx-lm reads prompt caches by the names of classes in its module.
-for _kind in _KINDS.values():
-    vars(stock).setdefault(_kind.__name__, _kind)
+for _each in (QuantizedKVCache, *_KINDS.values()):
+    vars(stock).setdefault(_each.__name__, _each)
 
 
-def quantized(c: Any, group_size: int = 64, bits: int = 8) -> Any:
+def _kind(plain: str, form: CacheFormat) -> Any:
+    """The class for a format, mlx-lm's where it has it: of 3, 5 and 6 bits its rows do not fit."""
+    own = form.v_bits in (None, form.bits) and not form.hadamard and form.bits in (2, 4, 8)
+    return QuantizedKVCache if plain == "KVCache" and own else _KINDS[plain]
+
+
+def quantized(
+    c: Any,
+    group_size: int = 64,
+    bits: int = 8,
+    v_bits: int | None = None,
+    hadamard: bool = False,
+) -> Any:
     """A cache of mlx-lm's with its keys and values packed.
 
     Args:
         c: plain, full or empty; mlx-lm's quantized one becomes one that can be merged into a
             batch, others are given back as they are.
-        group_size: 32, 64 or 128 numbers.
-        bits: 2, 3, 4, 5, 6 or 8.
+        group_size, bits, v_bits, hadamard: as in :class:`CacheFormat`.
     """
-    kind = _KINDS.get(type(c).__name__)
+    form = CacheFormat(group_size, bits, v_bits or bits, hadamard)
     if isinstance(c, stock.CacheList):
-        return stock.CacheList(*(quantized(each, group_size, bits) for each in c.caches))
+        return stock.CacheList(*(quantized(each, *form) for each in c.caches))
     if type(c) is stock.QuantizedKVCache:
         found: Any = QuantizedKVCache(c.group_size, c.bits)
         vars(found).update(vars(c))
         return found
-    if kind is None:
+    if type(c).__name__ not in _KINDS:
         return c
+    kind = _kind(type(c).__name__, form)
     found = kind.__new__(kind)
-    buffers = c.keys, c.values
-    packed = [None if x is None else tuple(mx.quantize(x, group_size, bits)) for x in buffers]
-    vars(found).update(vars(c), group_size=group_size, bits=bits, keys=packed[0], values=packed[1])
+    vars(found).update(vars(c))
+    _set_format(found, form)
+    if c.keys is not None:
+        found.keys, found.values = map(tuple, form.packed(c.keys, c.values))
     return found
 
 
+Formats = CacheFormat | Sequence[CacheFormat]
+
+
+def _in_turn(formats: Formats, count: int) -> Sequence[CacheFormat]:
+    """A format for each cache of a model."""
+    if isinstance(formats, CacheFormat):
+        return [formats] * count
+    if len(formats) != count:
+        raise ValueError(f"there are formats of {len(formats)} caches, and the model has {count}")
+    return formats
+
+
 def make_prompt_cache(
-    model: Any, max_kv_size: int | None = None, *, group_size: int = 64, bits: int = 8
+    model: Any, max_kv_size: int | None = None, *, formats: Formats = CacheFormat()
 ) -> list[Any]:
-    """``mlx_lm.models.cache.make_prompt_cache`` with quantized caches from the first token on."""
-    return [quantized(c, group_size, bits) for c in stock.make_prompt_cache(model, max_kv_size)]
+    """``mlx_lm.models.cache.make_prompt_cache`` with quantized caches from the first token on.
+
+    ``formats`` is one for all caches, or one for each of them in turn.
+    """
+    plain = stock.make_prompt_cache(model, max_kv_size)
+    each = _in_turn(formats, len(plain))
+    return [quantized(c, *form) for c, form in zip(plain, each, strict=True)]
 
 
 def maybe_quantize_kv_cache(
-    prompt_cache: list[Any], quantized_kv_start: int, kv_group_size: int, kv_bits: int | None
+    prompt_cache: list[Any],
+    quantized_kv_start: int,
+    kv_group_size: int = 64,
+    kv_bits: int | None = None,
+    formats: Formats | None = None,
 ) -> None:
-    """``mlx_lm.generate.maybe_quantize_kv_cache``, of windows too."""
-    for i, c in enumerate(prompt_cache if kv_bits is not None else ()):
+    """``mlx_lm.generate.maybe_quantize_kv_cache``, of windows too, and in any formats."""
+    if formats is None and kv_bits is not None:
+        formats = CacheFormat(kv_group_size, kv_bits)
+    if formats is None:
+        return
+    for i, form in enumerate(_in_turn(formats, len(prompt_cache))):
+        c = prompt_cache[i]
         if type(c).__name__ in _KINDS and c.offset >= quantized_kv_start:
-            prompt_cache[i] = quantized(c, kv_group_size, cast(int, kv_bits))
+            prompt_cache[i] = quantized(c, *form)

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..layers.qlinear import Counterpart
+from ..reference.hadamard import rotated_heads
 
 # From the path of an array and the array itself to what takes its place.
 Swap = Callable[[str, mx.array], mx.array]
@@ -227,9 +228,53 @@ def _otherwise(method: FunctionType) -> dict[str, Any]:
         found["mx"] = _EXPORTED
     if "sum_gradients" in method.__globals__:  # which changes gradients alone
         found["sum_gradients"] = lambda group: lambda x: x
+    if (attend := method.__globals__.get("scaled_dot_product_attention")) is not None:
+        found["scaled_dot_product_attention"] = partial(_in_formats, attend)
     if (update := method.__globals__.get("gated_delta_update")) is not None:
         found["gated_delta_update"] = partial(_by_operators, update)
     return found
+
+
+def _in_formats(
+    attend: Callable[..., mx.array],
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-lm's attention, by a cache whose keys and values are in formats that it does not take."""
+    own = {} if cache is None else vars(cache)
+    if "v_bits" not in own:
+        return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+    if sinks is not None:
+        raise ValueError("packed keys, and sinks")
+    from mlx_lm.models import base
+
+    turn: Callable[[mx.array], mx.array] = rotated_heads if own["hadamard"] else lambda x: x
+    stock = base.quantized_scaled_dot_product_attention
+    attend = FunctionType(stock.__code__, {**stock.__globals__, "mx": _PRODUCTS})
+    bits = own["bits"], own["v_bits"]
+    return turn(attend(turn(queries), keys, values, scale, mask, own["group_size"], bits))
+
+
+class _Products:
+    """MLX's functions, but for products with keys and values, each in bits of its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(mx, name)
+
+    @staticmethod
+    def quantized_matmul(
+        *arrays: mx.array, transpose: bool, group_size: int, bits: tuple[int, int]
+    ) -> mx.array:
+        product: Any = mx.quantized_matmul
+        return product(*arrays, transpose, group_size, bits[not transpose])
+
+
+_PRODUCTS = _Products()
 
 
 def _by_operators(update: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -68,7 +68,7 @@ def attention(
         k: keys (B, Hkv, S, D), floating point, where Hkv divides H and is not expanded; or what
             ``mx.quantize(k)`` gives, (packed, scales, biases), as mlx-lm's ``QuantizedKVCache``
             keeps it: group size and bits follow from the shapes.
-        v: values (B, Hkv, S, Dv), or packed with the group size and bits of ``k``.
+        v: values (B, Hkv, S, Dv), or packed with the group size of ``k``, in any number of bits.
         scale: what the products of queries and keys are multiplied by.
         mask: ``"causal"`` (the last query is aligned with the last key), booleans (true where a
             query sees a key) or numbers to add to the scores; arrays broadcast to (B, H, L, S).
@@ -167,8 +167,8 @@ def _plan_packed(call: AttentionCall, static: tuple[Any, ...]) -> Plan:
 
 def _lacks_packed(call: AttentionCall) -> str | None:
     """Why the kernel of many queries does not take these packed keys, if it does not."""
-    bits, groups = call.packing[1], min(parts[1].size for parts in (call.k, call.v))
-    if bits not in decode.BITS or groups < CONSTANT_BELOW:
+    bits, groups = call.packing[1:], min(parts[1].size for parts in (call.k, call.v))
+    if not {*bits} <= {*decode.BITS} or groups < CONSTANT_BELOW:
         return f"{bits} bits, {groups} groups"
     return why_no_kernel(call)
 
@@ -186,11 +186,11 @@ def _with_casts(static: tuple[Any, ...], common: mx.Dtype) -> Run:
 
 def _unpacked(call: AttentionCall, operation: Operation, static: tuple[Hashable, ...]) -> Run:
     """An operation on keys and values that were packed."""
-    group_size, bits = call.packing
-    dequantize: Any = partial(mx.dequantize, group_size=group_size, bits=bits)
+    size, bits, v_bits = call.packing
+    dequantize: Any = mx.dequantize
 
     def run(q: mx.array, *rest: Any) -> list[mx.array]:
-        k, v = dequantize(*rest[:3]), dequantize(*rest[3:6])
+        k, v = dequantize(*rest[:3], size, bits), dequantize(*rest[3:6], size, v_bits)
         return dispatch(operation, (q, k, v, *rest[6:]), static)
 
     return run

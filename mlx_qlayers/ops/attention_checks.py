@@ -90,14 +90,14 @@ def check_packed(
     words, groups = parts[0].shape[-1], parts[1].shape[-1]
     if width is None:
         assert wanted is not None
-        width = 32 * words // wanted[1]
+        width = groups * wanted[0]
     group_size, bits = width // max(groups, 1), 32 * words // max(width, 1)
     whole = group_size * groups == width and bits * width == 32 * words
     if not whole or bits not in _BITS or group_size not in _GROUP_SIZES:
         raise ValueError(
             f"{name} must hold rows of {width} numbers, not {words} words in {groups} groups"
         )
-    if wanted is not None and (group_size, bits) != wanted:
+    if wanted is not None and group_size != wanted[0]:
         raise ValueError(
             f"{name} must be packed like k, in groups of {wanted[0]}, not {group_size}"
         )

@@ -36,7 +36,7 @@ def takes_decode(call: AttentionCall) -> bool:
     """Whether the kernel of few queries takes these arguments; on a CPU it is that of many, too."""
     (*_, queries, width), v_width = call.q.shape, call.v_width
     widths_fit = width % 8 == v_width % 8 == 0 and 0 < max(width, v_width) <= decode.MAX_WIDTH
-    bits_fit = call.packing[1] in (0, *decode.BITS)
+    bits_fit = {*call.packing[1:]} <= {0, *decode.BITS}
     few = queries <= decode.MAX_QUERIES
     if not few and requested() == "auto" and not device_of().gpu:
         few = why_no_kernel(call) is None

@@ -12,7 +12,7 @@ from ..dispatch.choice import unmeasured
 from ..dispatch.measurements import configure, found
 from ..metal.attention import step as kernels
 from ..metal.attention.decode import BITS
-from ..options import Rotation, StepCall, row_words
+from ..options import Packing, Rotation, StepCall, row_words
 from ..reference import attention_step as reference
 from ..reference.attention_step import packed_rows, parts_of_rows
 from ..runtime import proof
@@ -68,7 +68,7 @@ def attention_step(
         k_cache: (B, Hkv, S, D); or what ``mx.quantize`` gives of it, (packed, scales, biases),
             with scales in the dtype of ``q``. Then keys and values of the token are packed like
             it, and attended to as they are then.
-        v_cache: (B, Hkv, S, Dv), or packed with the group size and bits of ``k_cache``.
+        v_cache: (B, Hkv, S, Dv), or packed with the group size of ``k_cache``.
         k_append: (B, Hkv, R, D); of packed keys what :func:`packed_rows` gives.
         v_append: (B, Hkv, R, Dv), likewise.
         positions: (8 or more,) int32: how many keys of the cache count, from 0 to S; how many of
@@ -153,7 +153,9 @@ def _sample(arrays: list[Any], *static: Any) -> list[Any]:
             for beside, n in zip(appended, (call.width, call.v_width), strict=True)
         ]
         dense = [mx.random.normal(shape).astype(call.q.dtype) for shape in shapes]
-        appended = [packed_rows(mx.quantize(each, *call.packing)) for each in dense]
+        size, *bits = call.packing
+        pairs = zip(dense, bits, strict=True)
+        appended = [packed_rows(mx.quantize(each, size, n)) for each, n in pairs]
     freqs = None if call.freqs is None else 1 + mx.abs(call.freqs)
     semaphores = None if call.semaphores is None else mx.zeros_like(call.semaphores)
     behind = call.mask, call.sinks, call.q_norm, call.k_norm, semaphores
@@ -169,7 +171,7 @@ def why_not(
     share: int,
     k_shape: tuple[int, ...],
     v_width: int,
-    packing: tuple[int, int] = (0, 0),
+    packing: Packing = Packing(),
 ) -> str | None:
     """Why the kernel should not be used for a cache (B, Hkv, S, D) of ``dtype`` here, if so."""
     if not _covers(dtype, share, k_shape, v_width, packing):
@@ -179,10 +181,10 @@ def why_not(
 
 
 def _choose(
-    dtype: mx.Dtype, share: int, k_shape: tuple[int, ...], v_width: int, packing: tuple[int, int]
+    dtype: mx.Dtype, share: int, k_shape: tuple[int, ...], v_width: int, packing: Packing
 ) -> Choice:
     """The kernel, unless the stock operators were measured to be faster."""
-    bits = packing[1]
+    bits = packing.bits
     if not _covers(dtype, share, k_shape, v_width, packing):
         return choose("attention_step", ())
     failed = proof.failed("attention_step") if device_of().needs_proof else None
@@ -199,10 +201,10 @@ def _covers(
     share: int,
     k_shape: tuple[int, ...],
     v_width: int,
-    packing: tuple[int, int] = (0, 0),
+    packing: Packing = Packing(),
 ) -> bool:
-    width, bits = k_shape[3], packing[1]
-    if bits not in (0, *BITS):
+    width, bits = k_shape[3], packing.widest
+    if not {*packing[1:]} <= {0, *BITS}:
         return False
     if width % 8 or v_width % 8 or max(width, v_width) > _MAX_WIDTH or not min(*k_shape, v_width):
         return False
@@ -244,7 +246,7 @@ def _checked(arrays: Sequence[Any]) -> StepCall:
             what = f"{call.k.shape} and {call.v.shape}"
             raise ValueError(f"k and v must be (B, 1, Hkv * D), not {what}")
         check_packed("k_cache", call.k_cache, call.width)
-        check_packed("v_cache", call.v_cache, None, call.packing)
+        check_packed("v_cache", call.v_cache, call.v_width, call.packing[:2])
         appended = (row_words(each) for each in (call.k_cache, call.v_cache))
         takes = _PACKED
         known = dict(

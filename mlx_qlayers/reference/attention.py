@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import log
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
-from ..options import AttentionCall
+from ..options import AttentionCall, Packing
 from ..runtime.devices import device_of
 from .cores import on_core, parts
 
@@ -42,7 +42,7 @@ def attention(call: AttentionCall, instead: Callable[..., mx.array] | None = Non
     options: dict[str, Any] = {"scale": scale}
     if softcap is not None or len(k) > 1 or instead:
         product, options["softcap"] = instead or _composed, softcap
-        options["group_size"], options["bits"] = call.packing
+        options["packing"] = call.packing
 
     def run(*arrays: Any) -> list[mx.array]:
         (*parts, mask, sinks), outputs = arrays, list[mx.array]()
@@ -165,17 +165,16 @@ def log_sums(q: mx.array, *caches: Any, **options: Any) -> mx.array:
 
 
 def _composed(
-    q: mx.array, *caches: Any, sinks: mx.array | None, group_size: int, bits: int, **options: Any
+    q: mx.array, *caches: Any, sinks: mx.array | None, packing: Packing, **options: Any
 ) -> mx.array:
     """The products, softcap, mask and softmax one after the other; 0 bits are no packing."""
-    packing: Any = {"group_size": group_size, "bits": bits}
     k, v = caches[: len(caches) // 2], caches[len(caches) // 2 :]
-    weights = mx.softmax(_scores(q, k, sinks=sinks, **packing, **options), axis=-1, precise=True)
+    weights = mx.softmax(_scores(q, k, sinks=sinks, packing=packing, **options), axis=-1, precise=True)
     weights = weights if sinks is None else weights[..., 1:]
     batch, heads, queries, keys = weights.shape
     weights = weights.reshape(batch, v[0].shape[1], -1, keys)
-    product: Any = partial(mx.quantized_matmul, transpose=False, **packing)
-    out = product(weights, *v) if bits else weights @ v[0]
+    product, form = cast(Any, mx.quantized_matmul), (packing.group_size, packing.v_bits)
+    out = product(weights, *v, False, *form) if packing.bits else weights @ v[0]
     return out.reshape(batch, heads, queries, -1)
 
 
@@ -187,14 +186,15 @@ def _scores(
     sinks: mx.array | None,
     scale: float,
     softcap: float | None,
-    **packing: Any,
+    packing: Packing,
 ) -> mx.array:
     """Of all keys, behind that of the sink if there is one."""
     batch, heads, queries, width = q.shape
     # The queries of all heads that share keys are rows of one product.
     rows = (q * scale).reshape(batch, k[0].shape[1], -1, width)
-    packed = packing["bits"] > 0
-    scores = mx.quantized_matmul(rows, *k, **packing) if packed else rows @ k[0].swapaxes(-1, -2)
+    product: Any = mx.quantized_matmul
+    form = True, packing.group_size, packing.bits
+    scores = product(rows, *k, *form) if packing.bits else rows @ k[0].swapaxes(-1, -2)
     scores = scores.reshape(batch, heads, queries, -1)
     if softcap is not None:
         scores = softcap * mx.tanh(scores / softcap)

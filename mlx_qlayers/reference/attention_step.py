@@ -25,7 +25,7 @@ def attention_step(
         call.width,
         call.v_width,
     )
-    (batch, _, size, _), (group_size, bits) = call.k_cache[0].shape, call.packing
+    (batch, _, size, _), (group_size, *bits) = call.k_cache[0].shape, call.packing
     leading, keys = () if mask is None else mask.shape[:3], size + rows
     queries, seen = (batch, q.shape[2] // width, 1, width), Spec((*leading, keys), mx.bool_)
     k, v = (
@@ -49,8 +49,9 @@ def attention_step(
             )
         if rotation.dims:
             q, k = turn(q, k, positions[2 : 2 + batch], freqs)
-        if bits:
-            k, v = (packed_rows(mx.quantize(a, group_size, bits)) for a in (k, v))
+        if group_size:
+            pairs = zip((k, v), bits, strict=True)
+            k, v = (packed_rows(mx.quantize(a, group_size, n)) for a, n in pairs)
         kept, here = (row < held)[:, None], (row == held)[:, None]
         k_append = mx.where(kept, k_append, mx.where(here, k, 0))
         v_append = mx.where(kept, v_append, mx.where(here, v, 0))

@@ -12,25 +12,31 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import cache as stock
 from step_models import as_graphs, pair
 
-from mlx_qlayers import attention, explain, use_backend
+from mlx_qlayers import explain, use_backend
+from mlx_qlayers.conversion.attention_patch import patched_attention
 from mlx_qlayers.decode import engine, quantized_caches
-from mlx_qlayers.decode.quantized_caches import make_prompt_cache, quantized
+from mlx_qlayers.decode.quantized_caches import CacheFormat, make_prompt_cache, quantized
 
 WIDTH, HEADS, SHARE = 64, 2, 3
+
+
+HADAMARD = np.array([[(-1.0) ** (i & j).bit_count() for i in range(64)] for j in range(64)]) / 8
 
 
 class Alone:
     """A sequence by itself: the rows that were given, packed by mx.quantize, in a list."""
 
-    def __init__(self, size: int, bits: int) -> None:
-        self.size, self.bits = size, bits
+    def __init__(self, size: int, form: CacheFormat) -> None:
+        self.size, self.form = size, form
         self.rows: list[list[np.ndarray]] = [[], []]
 
     def add(self, *new: mx.array) -> None:
         """Keys and values (1, H, L, D)."""
-        for rows, x in zip(self.rows, new, strict=True):
-            packed = mx.quantize(x, 32, self.bits)
-            numbers = np.array(mx.dequantize(*packed, 32, self.bits))[0].astype(np.float64)
+        size, *widths, turned = self.form
+        for rows, bits, x in zip(self.rows, widths, new, strict=True):
+            packed = mx.quantize(mx.hadamard_transform(x) if turned else x, size, bits)
+            numbers = np.array(mx.dequantize(*packed, size, bits))[0].astype(np.float64)
+            numbers = numbers @ HADAMARD if turned else numbers
             rows += [numbers[:, i] for i in range(numbers.shape[1])]
 
     def attended(self, q: mx.array) -> np.ndarray:
@@ -50,8 +56,8 @@ class Alone:
 class Batch:
     """A cache of several sequences, and each of them alone."""
 
-    def __init__(self, size: int, bits: int, seed: int) -> None:
-        self.size, self.bits = size, bits
+    def __init__(self, size: int, form: CacheFormat, seed: int) -> None:
+        self.size, self.form = size, form
         self.random = np.random.default_rng(seed)
         self.cache, self.alone = None, list[Alone]()
 
@@ -63,7 +69,8 @@ class Batch:
         """Tokens of each sequence, of which so many count: the others are padding behind them."""
         k, v, q = self.new(length), self.new(length), self.new(length, HEADS * SHARE)
         mask = self.cache.make_mask(length, return_array=True)
-        found = attention(q, *self.cache.update_and_fetch(k, v), scale=WIDTH**-0.5, mask=mask)
+        caches = *self.cache.update_and_fetch(k, v), self.cache
+        found = patched_attention(q, *caches, WIDTH**-0.5, mask)
         for i, each in enumerate(self.alone):
             count = length if counts is None else counts[i]
             if count:
@@ -74,9 +81,9 @@ class Batch:
     def prompts(self, counts: list[int], chunk: int) -> "Batch":
         """Prompts of several lengths in chunks, as mlx-lm's batches read them."""
         plain = stock.RotatingKVCache(self.size) if self.size else stock.KVCache()
-        empty = [quantized(plain, 32, self.bits) for _ in counts]
+        empty = [quantized(plain, *self.form) for _ in counts]
         self.cache = empty[0].merge(empty)
-        self.alone = [Alone(self.size, self.bits) for _ in counts]
+        self.alone = [Alone(self.size, self.form) for _ in counts]
         longest = max(counts)
         self.cache.prepare(lengths=counts, right_padding=[longest - n for n in counts])
         for at in range(0, longest, chunk):
@@ -94,16 +101,24 @@ class Batch:
         self.alone = [self.alone[i] for i in keep]
 
 
+FORMATS = [
+    CacheFormat(32, 8, 8),
+    CacheFormat(32, 4, 4),
+    CacheFormat(64, 8, 4),
+    CacheFormat(32, 3, 2, hadamard=True),
+]
+
+
 @pytest.mark.parametrize("backend", ["reference", "host"])
 @pytest.mark.parametrize("size", [0, 12], ids=["whole", "window"])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_sequences_of_a_batch_are_as_each_alone(bits, size, backend, tmp_path):
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_sequences_of_a_batch_are_as_each_alone(form, size, backend, tmp_path):
     """By an oracle in float64 which attends to the same packed rows."""
     with use_backend(backend):
-        batch = Batch(size, bits, bits).prompts([3, 17, 9], chunk=5)
+        batch = Batch(size, form, form.bits).prompts([3, 17, 9], chunk=5)
         for _ in range(4):
             batch.token()
-        batch.extend(Batch(size, bits, 7).prompts([6, 1], chunk=4))
+        batch.extend(Batch(size, form, 7).prompts([6, 1], chunk=4))
         for _ in range(15):  # a window goes round
             batch.token()
         batch.leave([0, 2, 4])
@@ -162,7 +177,7 @@ def test_texts_alone_and_in_a_batch_are_those_of_stock(name, window, path):
     def make() -> list[Any]:
         if window:  # mlx-lm's own makes ones that keep rows, of which a batch keeps none
             return [quantized(stock.RotatingKVCache(window), 32, 8) for _ in plain.layers]
-        return make_prompt_cache(plain, group_size=32, bits=8)
+        return make_prompt_cache(plain, formats=CacheFormat(32, 8))
 
     wanted = []
     for prompt in PROMPTS:
@@ -188,6 +203,48 @@ def test_texts_alone_and_in_a_batch_are_those_of_stock(name, window, path):
         for form in step.programs.values()
     }
     assert forms >= ({"AppendForm"} if path == "a GPU" else {"Form"})
+
+
+class Rounded(stock.KVCache):
+    """mlx-lm's plain cache with what packed rows stand for."""
+
+    def __init__(self, form: CacheFormat) -> None:
+        super().__init__()
+        self.form = form
+
+    def update_and_fetch(self, *new: mx.array) -> tuple[mx.array, mx.array]:
+        size, *widths, turned = self.form
+        rows = []
+        for x, bits in zip(new, widths, strict=True):
+            x = mx.hadamard_transform(x) if turned else x
+            x = mx.dequantize(*mx.quantize(x, size, bits), size, bits)
+            rows.append(mx.hadamard_transform(x) if turned else x)
+        return super().update_and_fetch(*rows)
+
+
+@pytest.mark.parametrize("path", ["a GPU", "a CPU"])
+@pytest.mark.parametrize("form", [CacheFormat(32, 8, 4), CacheFormat(32, 3, 3, True)], ids=str)
+def test_texts_in_formats_of_this_package(form, path):
+    """By graphs, as stock with the numbers that the caches hold; stock itself refuses them."""
+    plain, model = pair("qwen2")
+    caches = [Rounded(form) for _ in plain.layers]
+    prompt = PROMPTS[2]
+    steps = generate_step(mx.array(prompt), plain, max_tokens=14, prompt_cache=caches)
+    wanted = [int(token) for token, _ in steps]
+
+    def make() -> list[Any]:
+        return make_prompt_cache(plain, formats=form)
+
+    if path == "a GPU":
+        with as_graphs() as graphs:
+            alone, batch = greedy(model, [prompt, [1, 2], prompt], make)
+            assert len(graphs) > 40, engine.stopped(model)
+    else:
+        alone, batch = greedy(model, [prompt, [1, 2], prompt], make)
+        assert engine.stopped(model) is None
+    assert alone[::2] == batch[::2] == [wanted, wanted]
+    with pytest.raises(ValueError, match="convert_model first"):
+        plain(mx.array([prompt]), cache=make())
 
 
 def test_tokens_of_a_batch_are_read_packed_on_a_cpu():

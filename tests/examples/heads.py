@@ -23,7 +23,7 @@ WIDTHS = [64, 1, 7, 8, 32, 40, 64, 72, 128, 256]
 
 def _attention(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     dtype, (heads, kv_heads) = dtype_of(case.dtype), case.heads
-    size, bits = case.packing if case.packing and case.batch * case.queries else (1, 0)
+    size, *bits = case.packing if case.packing and case.batch * case.queries else (1, 0, 0)
     width, v_width = (-(-w // size) * size for w in (case.width, case.v_width))
     rows, keys = (case.batch, heads, case.queries), (case.batch, kv_heads, case.keys)
     # The queries of which NaN or infinities are part are not compared.
@@ -39,14 +39,14 @@ def _attention(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     given["mask"] = laid_out(None if rule else mask, case.layouts[4])
     options = {"scale": case.scale, "window": case.window, "softcap": case.softcap}
     dense = [given["k"], given["v"]]
-    if bits:
+    if bits[0]:
         packed = [
-            tuple(laid_out(a, layout) for a in mx.quantize(each, size, bits))
-            for each, layout in zip(dense, case.layouts[1:], strict=False)
+            tuple(laid_out(a, layout) for a in mx.quantize(each, size, n))
+            for each, n, layout in zip(dense, bits, case.layouts[1:], strict=False)
         ]
         dense = [
-            mx.dequantize(w, *(a.astype(mx.float32) for a in rest), size, bits)
-            for w, *rest in packed
+            mx.dequantize(w, *(a.astype(mx.float32) for a in rest), size, n)
+            for (w, *rest), n in zip(packed, bits, strict=True)
         ]
         options |= dict(zip("kv", packed, strict=True))
         del given["k"], given["v"]
@@ -67,7 +67,7 @@ def _attention(case: SimpleNamespace, rng: np.random.Generator) -> Call:
             sinks=n.get("sinks"),
             cotangent=up[0] if up else None,
             dtype=kind,
-            units=units(common, bits > 0),
+            units=units(common, bits[0] > 0),
         )
         sure = (np.isfinite(n["q"]) & (np.abs(n["q"]) < 1e3)).all(-1, keepdims=True)
         found["0"] = np.where(sure, found.pop("out"), 0)
@@ -76,13 +76,13 @@ def _attention(case: SimpleNamespace, rng: np.random.Generator) -> Call:
         return found, terms
 
     names = ["q", "k", "v", "sinks"] + ["mask"] * (not boolean and not rule)
-    if not case.gradient or case.values != "normal" or bits:
+    if not case.gradient or case.values != "normal" or bits[0]:
         names = []
     # What kernels take.
     widths = width, v_width
     small = all(w % 8 == 0 and w <= 256 for w in widths) and case.queries * case.batch > 0
-    few = small and case.queries <= 8 and (not bits or bits in BITS) and not case.gradient
-    many = small and width >= 32 and case.scale > 0 and (not bits or bits in BITS)
+    few = small and case.queries <= 8 and {*bits} <= {0, *BITS} and not case.gradient
+    many = small and width >= 32 and case.scale > 0 and {*bits} <= {0, *BITS}
     shape = *rows, v_width
     return Call(attention, given, options, shape, expected, names, few or many, [common])
 
@@ -108,7 +108,7 @@ ATTENTION = Random(
             None,
             st.none()
             | st.none()
-            | st.tuples(st.sampled_from([32, 64]), st.sampled_from([2, 4, 8])),
+            | st.tuples(st.sampled_from([32, 64]), *[st.sampled_from([2, 3, 4, 8])] * 2),
         ),
         "values": ["normal", "normal", "normal", "zeros", "tiny", "special"],
         "gradient": [False, True],
@@ -136,11 +136,12 @@ ATTENTION = Random(
         *(
             plain | {"packing": packing, "dtype": dtype} | change
             for plain, (packing, dtype), change in (
-                (_FEW, ((32, 4), "float32"), {}),
-                (_FEW, ((64, 8), "bfloat16"), {"mask": "padded", "sinks": True, "window": 7}),
-                (_LONG, ((64, 8), "float32"), {"softcap": 3.0}),
-                (_LONG, ((32, 4), "float16"), {}),
-                (_LONG, ((64, 6), "bfloat16"), {}),
+                (_FEW, ((32, 4, 4), "float32"), {}),
+                (_FEW, ((64, 3, 3), "bfloat16"), {}),
+                (_FEW, ((64, 8, 8), "bfloat16"), {"mask": "padded", "sinks": True, "window": 7}),
+                (_LONG, ((64, 8, 4), "float32"), {"softcap": 3.0}),
+                (_LONG, ((32, 2, 3), "float16"), {}),
+                (_LONG, ((64, 6, 6), "bfloat16"), {}),
             )
         ),
         {"batch": 0, "gradient": True},
@@ -159,10 +160,10 @@ def normed(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
 
 
 def _step(case: SimpleNamespace, rng: np.random.Generator) -> Call:
-    dtype, (heads, kv_heads), (group, bits) = (
+    dtype, (heads, kv_heads), (group, bits, v_bits) = (
         dtype_of(case.dtype),
         case.heads,
-        case.packing or (1, 0),
+        case.packing or (1, 0, 0),
     )
     batch, (width, v_width) = case.batch, (-(-w // group) * group for w in case.widths)
     dims = 0 if bits else min(case.dims, width)
@@ -194,7 +195,7 @@ def _step(case: SimpleNamespace, rng: np.random.Generator) -> Call:
         options["norms"] = tuple(random(rng, (width,), dtype) for _ in range(2))
     numbers = {name: given[name] for name in names[1:7]}
     if bits:
-        numbers |= _packed(given, options, (batch, kv_heads), (width, v_width), (group, bits))
+        numbers |= _packed(given, options, (batch, kv_heads), (width, v_width), (group, bits, v_bits))
 
     def expected(n: Numbers, up: list[np.ndarray], stock: bool) -> tuple[Numbers, Numbers]:
         n = n | {name: to64(a).astype(n["q"].dtype) for name, a in numbers.items()}
@@ -219,14 +220,15 @@ def _packed(
     options: dict[str, Any],
     heads: tuple[int, int],
     widths: tuple[int, int],
-    packing: tuple[int, int],
+    packing: tuple[int, int, int],
 ) -> dict[str, mx.array]:
     """Put caches and append buffers into a call packed; what they, and the token's rows, hold."""
     numbers = {}
     for i, name in enumerate(("k", "v", "k_cache", "v_cache", "k_append", "v_append")):
         dense = given[name]
-        w, *rest = mx.quantize(dense.reshape(*heads, -1, widths[i % 2]), *packing)
-        held = mx.dequantize(w, *(a.astype(mx.float32) for a in rest), *packing)
+        form = packing[0], packing[1 + i % 2]
+        w, *rest = mx.quantize(dense.reshape(*heads, -1, widths[i % 2]), *form)
+        held = mx.dequantize(w, *(a.astype(mx.float32) for a in rest), *form)
         numbers[name] = held.reshape(dense.shape)
         if "_" in name:
             del given[name]
@@ -292,7 +294,7 @@ ATTENTION_STEP = Random(
         "rope_scale": [1.0, 0.25, 4.0],
         "sinks": [False, True],
         "norms": [False, True],
-        "packing": [None, None, None, (64, 4), (32, 8), (32, 4)],
+        "packing": [None, None, None, (64, 4, 4), (32, 8, 4), (32, 4, 8), (64, 3, 3), (32, 2, 3)],
         "dtype": ("float32", DTYPES),
     },
     _step,
@@ -310,12 +312,12 @@ ATTENTION_STEP = Random(
         {"batch": 9, "heads": (5, 1), "size": 2, "rows": 1, "widths": (8, 16), "dims": 8}
         | {"base": 500.0, "dtype": "float16"},
         {"heads": (7, 1), "size": 300, "rows": 16, "filled": (0.9, 0.6), "widths": (128, 128)}
-        | {"packing": (64, 4)},
-        {"batch": 2, "heads": (4, 2), "filled": (0.4, 0), "masked": "all", "packing": (32, 8)}
+        | {"packing": (64, 4, 4)},
+        {"batch": 2, "heads": (4, 2), "filled": (0.4, 0), "masked": "all", "packing": (32, 8, 4)}
         | {"widths": (64, 32), "dtype": "bfloat16"},
-        {"heads": (4, 2), "size": 600, "rows": 16, "filled": (1, 1), "packing": (32, 4)}
+        {"heads": (4, 2), "size": 600, "rows": 16, "filled": (1, 1), "packing": (32, 3, 3)}
         | {"widths": (96, 64), "dtype": "float16"},
-        {"heads": (18, 1), "size": 520, "rows": 8, "filled": (0.02, 0.5), "packing": (128, 8)}
+        {"heads": (18, 1), "size": 520, "rows": 8, "filled": (0.02, 0.5), "packing": (128, 2, 8)}
         | {"widths": (256, 128), "dtype": "float16"},
     ],
 )

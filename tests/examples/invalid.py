@@ -38,8 +38,10 @@ def _matrix(*shape: int, mode: str = "affine", group_size: int | None = None) ->
     return dict(zip(("w", "scales", "biases"), (*parts, None), strict=False))
 
 
-def _packed(*shape: int, group_size: int = 64, dtype: mx.Dtype = mx.float32) -> Any:
-    return tuple(mx.quantize(_zeros(shape, dtype), group_size, 4))
+def _packed(
+    *shape: int, group_size: int = 64, bits: int = 4, dtype: mx.Dtype = mx.float32
+) -> Any:
+    return tuple(mx.quantize(_zeros(shape, dtype), group_size, bits))
 
 
 _M, _FP4 = _matrix(), _matrix(mode="nvfp4") | {"mode": "nvfp4"}
@@ -281,7 +283,7 @@ _ATTENTION = Calls(
         ({"q": np.zeros((2, 4, 3, 64))}, "q must be an mx.array, not ndarray of .*float64"),
         ({"v": _K.astype(mx.uint32)}, "v must be float32.*uint32"),
         ({"k": _K4}, "k and v must both be packed or not, not tuple and array"),
-        ({"k": _K4, "v": _packed(2, 2, 5, 64, group_size=32)}, "v must be packed like k"),
+        ({"k": _K4, "v": _packed(2, 2, 5, 64, group_size=32, bits=2)}, "v must hold rows of 128"),
         (
             {"q": _Q[..., :48], "k": _K4, "v": _K4},
             "k must hold rows of 48 numbers, not 8 words in 1 groups",

@@ -48,18 +48,19 @@ def test_launches(path, size, launches):
     assert len(ATTENTION_STEP.call(path, size=size).check(path)[1]) == launches
 
 
+@pytest.mark.parametrize("packing", [(64, 4, 4), (64, 3, 2)])
 @pytest.mark.parametrize("path", ["reference", "host"])
-def test_rows_of_a_packed_append_buffer(path):
+def test_rows_of_a_packed_append_buffer(path, packing):
     """The token's row is packed as by mx.quantize; nothing lies behind it."""
-    call = ATTENTION_STEP.call(path, packing=(64, 4), heads=(4, 2))
+    call = ATTENTION_STEP.call(path, packing=packing, heads=(4, 2))
     explain(reset=True)
     with use_backend(path):
         _, *made = called(call)
     (decision,) = (d for d in explain() if d.op == "attention_step")
-    assert path == "reference" or "attention_step_packed, 4 bits" in decision.reason
+    assert path == "reference" or f"attention_step_packed, {packing[1]} bits" in decision.reason
     held = call.arrays["positions"][1].item()
-    for new, name in zip(made, "kv", strict=True):
-        token = mx.quantize(call.arrays[name].reshape(1, 2, 1, 64), 64, 4)
+    for new, name, bits in zip(made, "kv", packing[1:], strict=True):
+        token = mx.quantize(call.arrays[name].reshape(1, 2, 1, 64), 64, bits)
         rows = call.options[f"{name}_append"][:, :, :held], packed_rows(token)
         assert mx.array_equal(new[:, :, : held + 1], mx.concatenate(rows, axis=2))
         assert not new[:, :, held + 1 :].any()

@@ -83,6 +83,7 @@ COUNTERS = {
 COUNTERS |= {
     f"{name.removesuffix('KVCache')}QuantizedKVCache": counts for name, counts in COUNTERS.items()
 }
+COUNTERS["PackedKVCache"] = COUNTERS["KVCache"]
 BATCHES = tuple(name for name in COUNTERS if name.startswith("Batch"))
 
 
@@ -102,7 +103,7 @@ class TracedCaches(NamedTuple):
         return next(i for i in range(number + 1) if self._alike(i) == self._alike(number))
 
     def _alike(self, number: int) -> Any:
-        (kind, case, *attributes), settings = self.keys[number], ("keep", "max_size", "bits")
+        (kind, case, *attributes), settings = self.keys[number], ("keep", "max_size", "bits", "v_bits")
         counts = [
             self.names.get(f"{number}.{name}") for name in ("_idx", "offset", "_offset", "rows")
         ]
@@ -150,7 +151,8 @@ def written(nodes: Sequence[Node | None], name: str, caches: TracedCaches) -> Wr
     rows: Node = new[0]
     if packed:
         of = rows.src[0] if rows.op == "Item" else None
-        settled = settings["group_size"], settings["bits"], 0, False
+        bits = settings.get("v_bits" if name == "values" else "bits", settings["bits"])
+        settled = settings["group_size"], bits, 0, False
         if of is None or of.op != "Quantize" or of.arg != settled or of.src[0] is None:
             return None
         if any(each.src != (of,) or each.arg != (i,) for i, each in enumerate(new)):

@@ -22,7 +22,7 @@ from .padding import Padding, from_0, is_position
 
 _RESHAPES = ("ExpandDims", "Flatten", "Reshape", "Squeeze", "Unflatten")
 # Operations whose last axis belongs to one row.
-_OF_ROWS = ("RMSNorm", "LayerNorm", "RoPE", "Quantize", "Products", "View")
+_OF_ROWS = ("RMSNorm", "LayerNorm", "RoPE", "Quantize", "Products", "View", "Hadamard")
 _KEPT = (
     *(*ELEMENTWISE, *_RESHAPES, *_OF_ROWS, "Transpose", "Abs", "AsType", "Broadcast", "Copy"),
     *("Concatenate", "Cos", "Depends", "Exp", "Floor", "FloorDivide", "Full", "GatherAxis", "Log"),

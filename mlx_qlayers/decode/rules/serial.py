@@ -62,13 +62,13 @@ def _by_rows(root: Node, counts: dict[Any, Node]) -> Node | None:
 
 def _packed(root: Node) -> Node | None:
     """Attention to the rows of a quantized cache, which are read packed."""
-    found, (size, bits, mode, _) = of_packed(root), root.arg
+    found, (size, _, mode, _) = of_packed(root), root.arg
     if found is None or mode != 0:
         return None
     k = [each for each in found.keys if each is not None]
     (batch, heads, length, width), mask = found.q.shape, found.mask
-    # Keys have the same format.
-    if [32 * k[0].shape[3] // bits, size * k[1].shape[3]] != [width] * 2 or length > MAX_QUERIES:
+    # Keys have groups of the same size.
+    if size * k[1].shape[3] != width or length > MAX_QUERIES:
         return None
     whole = None if mask is None else of_heads(mask)
     while mask is not None and mask.op in ("Broadcast", "ExpandDims", "Unflatten"):

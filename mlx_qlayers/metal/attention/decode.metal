@@ -34,6 +34,7 @@ template <
     int Dv,
     int group,
     int bits,
+    int bits_v,
     int seen,
     bool windowed,
     bool capped,
@@ -75,11 +76,10 @@ template <
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   // A lane reads `run` of every 4 * run elements of a key, and run_v of every 8 * run_v of a value.
-  const int width = bits == 0 ? 8 * sizeof(T) : bits;
-  const int words = run * width / 32, steps = (D + 4 * run - 1) / (4 * run);
+  const int words = run * held_bits<T, bits>() / 32, steps = (D + 4 * run - 1) / (4 * run);
   const int widest = bits == 0 ? 16 / sizeof(T) : 8;
   const int run_v = slice / 8 < widest ? slice / 8 : widest;
-  const int words_v = run_v * width / 32, steps_v = slice / (8 * run_v);
+  const int words_v = run_v * held_bits<T, bits_v>() / 32, steps_v = slice / (8 * run_v);
   const int limit = D % (4 * run) == 0 ? 0 : D, limit_v = Dv == slice * simds ? 0 : Dv;
   const int tile = 16 * blocks * simds, parts = steps * run / 4;
   // Rows of 16 * odd bytes keep matrix loads free of bank conflicts.
@@ -109,7 +109,7 @@ template <
   cache_rows<K, S> key_rows = rows_of_head<bits>(
       k, k_strides, k_scales, k_scales_strides, k_biases, k_biases_strides, batch, head,
       words * 4 / int(sizeof(K)));
-  cache_rows<K, S> value_rows = rows_of_head<bits>(
+  cache_rows<K, S> value_rows = rows_of_head<bits_v>(
       v, v_strides, v_scales, v_scales_strides, v_biases, v_biases_strides, batch, head,
       words_v * 4 / int(sizeof(K)));
 
@@ -153,7 +153,7 @@ template <
   int64_t mask_from = (start + own) * mask_step, mask_end = last * mask_step;
   for (int base = start; base < stop; base += tile) {
     cache_run<S, words_v> value_runs[simds * blocks * 4 * steps_v];
-    read_tile<bits, group, simds * blocks, 4, steps_v, 8 * run_v, limit_v>(
+    read_tile<bits_v, group, simds * blocks, 4, steps_v, 8 * run_v, limit_v>(
         value_runs, value_rows, base + 2 * quarter, last, int(simd) * slice + run_v * near);
 
     sum_fragment s[blocks][columns];
@@ -173,7 +173,7 @@ template <
         state, s, &reduced[0][0][0], p_tile + (own - near) * p_step, p_step, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
-    multiply_values<T, bits, run_v, steps_v, simds * blocks, columns>(
+    multiply_values<T, bits_v, run_v, steps_v, simds * blocks, columns>(
         state.o, value_runs, p_tile, p_step, lane);
   }
 
@@ -211,8 +211,8 @@ template <
     for (int n = 0; n < slice / 16; n++) {
       int f = n % (run_v / 2), d = int(simd) * slice + n / (run_v / 2) * 8 * run_v + run_v * near;
       if (limit_v == 0 || d < Dv) {
-        to[d + pair_element<bits>(f, 0)] = P(state.o[n][t].part[0][c] * factor);
-        to[d + pair_element<bits>(f, 1)] = P(state.o[n][t].part[1][c] * factor);
+        to[d + pair_element<bits_v>(f, 0)] = P(state.o[n][t].part[0][c] * factor);
+        to[d + pair_element<bits_v>(f, 1)] = P(state.o[n][t].part[1][c] * factor);
       }
     }
     if (split && simd == 0 && near == 0) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from math import e, log2
 from struct import pack, unpack
@@ -23,8 +23,10 @@ from ..record import rounded
 MAX_QUERIES = 8
 _FIXED = 256  # keys of a split, where that depends on nothing
 MAX_WIDTH = 256
-BITS = (4, 8)
+BITS = (2, 3, 4, 8)
 
+# The width of a slice of which a lane holds whole words of codes, however few bits these have.
+_PACKED_SLICE = 64
 _LAYOUT = ("columns", "simds", "blocks", "slice", "run")
 
 
@@ -139,16 +141,16 @@ class Serial:
 
 
 def question(call: AttentionCall) -> tuple[mx.Dtype, int, int, int, int, int, int, int]:
-    """The key of a call: dtype, rows of a key head, D, Dv, bits, Hkv, keys, B."""
+    """The key of a call: dtype, rows of a key head, D, Dv, most bits, Hkv, keys, B."""
     _, heads, queries, width = call.q.shape
     batch, kv_heads, keys, _ = call.k[0].shape
     rows, widths = heads // kv_heads * queries, (width, call.v_width)
-    return call.q.dtype, rows, *widths, call.packing[1], kv_heads, rounded(keys), batch
+    return call.q.dtype, rows, *widths, call.packing.widest, kv_heads, rounded(keys), batch
 
 
 def unsplit(device: str, dtype: mx.Dtype, rows: int, width: int, v_width: int, bits: int) -> Decode:
     """The configuration where a threadgroup takes all keys of a head."""
-    slice = 64 if bits else 32 if v_width >= 96 else 16
+    slice = _PACKED_SLICE if bits else 32 if v_width >= 96 else 16
     simds, run = -(-v_width // slice), 16 if bits else 16 // dtype.size
 
     def spread(columns: int, blocks: int = 1) -> Decode:
@@ -241,7 +243,8 @@ def _launches(
     """The launch of attention and, if there is more than one split, the one that adds them up."""
     q, k, v, scores, mask, sinks = call
     (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k[0].shape
-    (group, bits), v_width, rows = call.packing, call.v_width, heads // kv_heads * queries
+    (group, bits, v_bits), v_width = call.packing, call.v_width
+    rows = heads // kv_heads * queries
     seen = _CAUSAL if scores.causal and queries > 1 else _ALL
     if mask is not None:
         seen = _BOOLEAN if mask.dtype == mx.bool_ else _ADDITIVE
@@ -249,7 +252,8 @@ def _launches(
     of_sinks = of_mask if sinks is None else sinks.dtype
     template: dict[str, TemplateValue] = {"T": q.dtype, "K": k[0].dtype, "S": k[-1].dtype}
     template |= {"M": of_mask, "N": of_sinks, "D": width, "Dv": v_width}
-    template |= {"group": group, "bits": bits, "seen": seen, "sinking": sinks is not None}
+    template |= {"group": group, "bits": bits, "bits_v": v_bits}
+    template |= {"seen": seen, "sinking": sinks is not None}
     template |= {"windowed": scores.window is not None, "capped": scores.softcap is not None}
     there = bits > 0, mask is not None, sinks is not None, counted
     kernel = _kernel(isinstance(config, Serial), *there)
@@ -262,6 +266,9 @@ def _launches(
         # Where no array hides keys too, what lies outside the window is not visited.
         if scores.window is not None and mask is None:
             keys = min(keys, scores.window + queries - 1)
+        if config.slice < _PACKED_SLICE and 0 < v_bits < 8:  # measured with values of 8 bits
+            simds = -(-v_width // _PACKED_SLICE)
+            config = replace(config, slice=_PACKED_SLICE, simds=simds)
         splits, threads = config.splits(keys), 32 * config.simds
         grid = splits * threads, kv_heads * -(-rows // (8 * config.columns)), batch
         template |= {name: getattr(config, name) for name in _LAYOUT}

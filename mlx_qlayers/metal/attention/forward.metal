@@ -12,7 +12,7 @@
 //   threadgroup   keys, values TILE rows each, T; one buffer for both if ALTERNATE
 //                 exchange     partial scores, float, if SLICES > 1
 //   device        q, k, v and mask may have any strides; each key and value is read once by each
-//                 threadgroup, plain or quantized (BITS > 0)
+//                 threadgroup, plain or quantized (BITS, BITS_V > 0)
 //
 //   for each tile of keys that a query attends to:
 //     start loading the tile's values
@@ -42,6 +42,7 @@ template <
     int D,
     int DV,
     int BITS,
+    int BITS_V,
     int GROUP,
     int MASK,
     bool SOFTCAP,
@@ -113,12 +114,12 @@ template <
   metal::conditional_t<
       BITS == 0,
       tile_reader<T, TILE, DV, WIDTH_V, THREADS, WARPGROUP, DIRECT>,
-      packed_reader<T, BITS, GROUP, TILE, DV, WIDTH_V, THREADS, WARPGROUP>> value_reader;
+      packed_reader<T, BITS_V, GROUP, TILE, DV, WIDTH_V, THREADS, WARPGROUP>> value_reader;
   // Keys behind the last one that a query of the tile attends to are not read.
   key_reader.rows = cache_rows_of<BITS>(
       k, k_strides, k_scales, k_scales_strides, k_biases, k_biases_strides, batch,
       head / sizes[GQA_FACTOR], last);
-  value_reader.rows = cache_rows_of<BITS>(
+  value_reader.rows = cache_rows_of<BITS_V>(
       v, v_strides, v_scales, v_scales_strides, v_biases, v_biases_strides, batch,
       head / sizes[GQA_FACTOR], last);
   key_reader.skip(first);

@@ -143,7 +143,7 @@ class Launcher:
         """The key of the forward kernel: shape, dtype, whether it is causal, bits."""
         lengths = rounded(self.queries), rounded(self.keys)
         shape = (self.batch, self.heads, self.kv_heads, *lengths, self.width, self.v_width)
-        return shape, self.q.dtype, self.causal, self.packing[1]
+        return shape, self.q.dtype, self.causal, self.packing.widest
 
 
 def attention_forward(at: Launcher, chosen: Layout | None = None) -> Callable[..., list[mx.array]]:
@@ -153,9 +153,10 @@ def attention_forward(at: Launcher, chosen: Layout | None = None) -> Callable[..
     which is (B, L, H, Dv) in memory, and the norms (B, H, L, 2) float32: the largest score of each
     query in units of log2, and the sum of 2 to the scores less that.
     """
-    group_size, bits = at.packing
+    group_size, bits, v_bits = at.packing
     chosen = chosen or at.layout("packed" if bits else "forward")
-    values = {"K": mx.uint32 if bits else at.q.dtype, "BITS": bits, "GROUP": group_size}
+    values = {"K": mx.uint32 if bits else at.q.dtype, "BITS": bits, "BITS_V": v_bits}
+    values["GROUP"] = group_size
     grid = chosen.threads * -(-at.queries // chosen.rows), at.heads, at.batch
     kernel, threads = _PACKED if bits else _FORWARD, (chosen.threads, 1, 1)
     return at.forward(kernel, grid, threads, **chosen.template() | values)
@@ -168,7 +169,7 @@ def forward_inputs(at: Launcher, q: Any, *others: Any) -> list[mx.array]:
     # They take the strides of the others; sinks and mean have to be dense.
     seen = blank if mask is None else mx.broadcast_to(mask, at.mask_shape)
     sunk = blank if sinks is None else mx.contiguous(sinks)
-    mean, (group_size, bits), dequantize = blank, at.packing, cast(Any, mx.dequantize)
+    mean, (group_size, _, bits), dequantize = blank, at.packing, cast(Any, mx.dequantize)
     if at.average:
         values = dequantize(*v, group_size, bits) if bits else v[0]
         mean = mx.contiguous(values.astype(mx.float32).mean(axis=2))

@@ -1,8 +1,8 @@
 // Keys and values as attention reads them: runs of contiguous elements, plain or quantized.
 //
 // A run stays packed in registers until it is used: whole words and, for quantized elements (affine,
-// `bits` > 0), the scale and bias of their group. Rows may have any strides (a cache is a slice of a
-// larger buffer); if they are aligned, a run is read by one vector load.
+// `bits` > 0), the scale and bias of their group. Codes of 2 and 3 bits are held as those of 4. Rows may have
+// any strides (a cache is a slice of a larger buffer); if they are aligned, a run is read by one vector load.
 
 #include "common/fragment.metal"
 #include "quantized_matmul/packed.metal"
@@ -55,6 +55,17 @@ METAL_FUNC cache_rows<K, S> rows_of_head(
   return rows;
 }
 
+// The bits that an element takes in a run.
+template <typename T, int bits>
+constexpr int held_bits() {
+  return bits == 0 ? 8 * int(sizeof(T)) : bits < 4 ? 4 : bits;
+}
+// The codes in half a word of a run.
+template <int bits>
+constexpr int half_codes() {
+  return bits == 0 ? 1 : bits < 4 ? 4 : 16 / bits;
+}
+
 template <int words, typename K>
 METAL_FUNC void gather_words(thread uint* to, const device K* from, int span) {
   const int each = 4 / sizeof(K);
@@ -94,7 +105,12 @@ METAL_FUNC void read_runs(
       int d = at + apart * j;
       if (limit == 0 || d < limit) {
         int64_t first = int64_t(key) * rows.step, along = d * width / int(8 * sizeof(K));
-        if (aligned) {
+        if (bits == 2 || bits == 3) {
+#pragma unroll
+          for (int k = 0; k < words; k++) {
+            run.word[k] = spread_codes<bits == 3 ? 3 : 2>(rows.elements + first, d + 8 * k, rows.span);
+          }
+        } else if (aligned) {
           const device K* from = rows.elements + (first + along);
           load_packs<words>(run.word, reinterpret_cast<const device uint*>(from), false);
         } else {
@@ -139,7 +155,7 @@ METAL_FUNC void read_tile(
 // Words are decoded in pairs: of neighbours, or of codes half a word apart. The index of element i of pair j.
 template <int bits>
 METAL_FUNC int pair_element(int j, int i) {
-  const int half_word = bits == 0 ? 1 : 16 / bits;
+  const int half_word = half_codes<bits>();
   return j / half_word * 2 * half_word + j % half_word + i * half_word;
 }
 
@@ -178,7 +194,7 @@ METAL_FUNC float2 code_pair(uint codes, float) {
 // The elements of a run, in pairs.
 template <typename T, int bits, int count, typename S, int words>
 METAL_FUNC void unpack(thread metal::vec<T, 2>* to, const thread cache_run<S, words>& run) {
-  const int width = bits == 0 ? 16 : bits, each = 16 / width;
+  const int width = bits == 0 ? 16 : bits, each = half_codes<bits>();
 #pragma unroll
   for (int j = 0; j < count / 2; j++) {
     if (bits == 0) {

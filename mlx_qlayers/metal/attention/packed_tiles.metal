@@ -65,7 +65,7 @@ template <
     int THREADS,
     bool WARPGROUP>
 struct packed_reader {
-  enum { EACH = ROWS * PADDED % (16 * THREADS) == 0 ? 16 : 8, WORDS = EACH * BITS / 32 };
+  enum { EACH = ROWS * PADDED % (16 * THREADS) == 0 ? 16 : 8, WORDS = EACH * (BITS < 4 ? 4 : BITS) / 32 };
   enum { VECTORS = (ROWS * PADDED / EACH + THREADS - 1) / THREADS, V = 16 / sizeof(T) };
   enum { EVEN = ROWS * PADDED / EACH % THREADS == 0 };
 
@@ -86,8 +86,15 @@ struct packed_reader {
       }
       scales[i] = biases[i] = T(0.0f);
       if (inside) {
-        int at = row * int(rows.words.row) + column * BITS / 32, group = column / GROUP;
-        load_packs<WORDS>(held[i], rows.words.at + at, false);
+        int from = row * int(rows.words.row), group = column / GROUP;
+        if (BITS < 4) {
+#pragma unroll
+          for (int j = 0; j < WORDS; j++) {
+            held[i][j] = spread_codes<BITS == 3 ? 3 : 2>(rows.words.at + from, column + 8 * j, 1);
+          }
+        } else {
+          load_packs<WORDS>(held[i], rows.words.at + from + column * BITS / 32, false);
+        }
         scales[i] = rows.scales.at[row * int(rows.scales.row) + group];
         biases[i] = rows.biases.at[row * int(rows.biases.row) + group];
       }
@@ -101,9 +108,15 @@ struct packed_reader {
       for (int i = 0; i < VECTORS; i++) {
         if (EVEN || vector_place<PADDED, EACH, THREADS>(i, thread_index).x < ROWS) {
           float values[EACH], scale = float(scales[i]) * code_factor<T, AFFINE, BITS>();
-          decode_codes<T, AFFINE, BITS, EACH>(values, held[i]);
+          if (BITS >= 4) {
+            decode_codes<T, AFFINE, BITS < 4 ? 4 : BITS, EACH>(values, held[i]);
+          }
 #pragma unroll
           for (int j = 0; j < EACH; j++) {
+            if (BITS < 4) {
+              uint code = held[i][j / 8] >> (j % 8 / 4 * 16 + j % 4 * BITS) & ((1u << BITS) - 1);
+              values[j] = float_from_integer(code);
+            }
             values[j] = fma(scale, values[j], float(biases[i]));
           }
 #pragma unroll
@@ -131,7 +144,11 @@ struct packed_reader {
       return T(0.0f);
     }
     uint first = column * BITS, group = column / GROUP;
-    uint code = rows.words.at[row * rows.words.row + first / 32 * rows.words.column] >> first % 32;
+    int64_t at = row * rows.words.row + first / 32 * rows.words.column;
+    uint code = rows.words.at[at] >> first % 32;
+    if (32 % BITS != 0 && first % 32 + BITS > 32) {
+      code |= rows.words.at[at + rows.words.column] << (32 - first % 32);
+    }
     float scale = float(rows.scales.at[row * rows.scales.row + group * rows.scales.column]);
     float bias = float(rows.biases.at[row * rows.biases.row + group * rows.biases.column]);
     return T(fma(scale, float_from_integer(code & ((1u << BITS) - 1)), bias));

@@ -94,6 +94,7 @@ template <
     int Dv,
     int group,
     int bits,
+    int bits_v,
     int seen,
     bool windowed,
     bool capped,
@@ -132,7 +133,7 @@ template <
   int window = options[2];
   cache_rows<K, S> key_rows = rows_of_head<bits>(
       k, k_strides, k_scales, k_scales_strides, k_biases, k_biases_strides, batch, head, 1);
-  cache_rows<K, S> value_rows = rows_of_head<bits>(
+  cache_rows<K, S> value_rows = rows_of_head<bits_v>(
       v, v_strides, v_scales, v_scales_strides, v_biases, v_biases_strides, batch, head, 1);
 
   alignas(64) float queries[max_rows * D], o[max_rows * Dv], weights[block], tile[block * (D > Dv ? D : Dv)];
@@ -173,7 +174,7 @@ template <
       }
     }
     for (int i = 0; i < count; i++) {
-      row_as_floats<bits, group, Dv>(tile + i * Dv, value_rows, base + i);
+      row_as_floats<bits_v, group, Dv>(tile + i * Dv, value_rows, base + i);
     }
     for (int row = 0; row < rows; row++) {
       float before = top[row], total = 0.0f;

@@ -2,7 +2,7 @@
 // q and k, and every head attends to the keys of a cache, to those of its append buffer (the tokens since
 // the cache was written) and to the token's own key. The cache is only read; k and v become a row of a new
 // append buffer. The number of keys is an input, so that one launch serves until the cache grows. Keys and
-// values may be packed as by mx.quantize (`bits` > 0): then k and v are packed too before any query attends
+// values may be packed as by mx.quantize (`bits`, of values `bits_v` > 0): then k and v are packed too before any query attends
 // to them, and a row of the append buffer holds words, scales, biases and padding.
 // With `sinking`, sinks (H,) are scores of keys without a value. With `normed`, each head of q and k
 // goes through an RMS norm first, with the weights q_norm and k_norm (D,).
@@ -35,6 +35,7 @@ template <
     int Dv,
     int group_size,
     int bits,
+    int bits_v,
     bool masked,
     int dims,
     bool traditional,
@@ -81,16 +82,16 @@ template <
     uint lane [[thread_index_in_simdgroup]]) {
   // A lane reads `run` of every 4 * run elements of a key, and run_v of every 8 * run_v of a value.
   const int run = bits > 0 ? 16 : 16 / sizeof(T), steps = (D + 4 * run - 1) / (4 * run);
-  const int padded = 4 * run * steps, widest = bits > 0 ? 8 : run, width = bits > 0 ? bits : 8 * sizeof(T);
-  const int run_v = slice / 8 < widest ? slice / 8 : widest, words = run * width / 32;
-  const int words_v = run_v * width / 32, steps_v = slice / (8 * run_v);
+  const int padded = 4 * run * steps, widest = bits > 0 ? 8 : run;
+  const int run_v = slice / 8 < widest ? slice / 8 : widest, words = run * held_bits<T, bits>() / 32;
+  const int words_v = run_v * held_bits<T, bits_v>() / 32, steps_v = slice / (8 * run_v);
   const int limit = D == padded ? 0 : D, limit_v = Dv == slice * simds ? 0 : Dv;
   const int own_tile = 16 * blocks * simds, tile = own_tile * teams, all = simds * teams;
   const int count = 8 * columns, depths = padded / 16, sums = slice / 4 * columns;
   // Rows of 16 * odd bytes keep matrix loads free of bank conflicts.
   const int q_step = padded + 16 / sizeof(T), p_step = count + (columns % 2 == 0 ? 8 : 0);
   // Elements of a row in the cache, and in the append buffer, where rows are whole vectors of eight elements.
-  const int count_k = bits > 0 ? D * bits / 32 : D, count_v = bits > 0 ? Dv * bits / 32 : Dv;
+  const int count_k = bits > 0 ? D * bits / 32 : D, count_v = bits > 0 ? Dv * bits_v / 32 : Dv;
   const int groups_k = D / group_size, groups_v = Dv / group_size, half_size = sizeof(T) / 2;
   const int whole_k = bits > 0 ? (count_k + groups_k * half_size + 7) / 8 * 8 : D;
   const int whole_v = bits > 0 ? (count_v + groups_v * half_size + 7) / 8 * 8 : Dv;
@@ -159,7 +160,7 @@ template <
     float least = as_type<float>(options[LEAST_OF_GROUP]);
     pack_row<D, group_size, bits, whole_k, run, true, all>(
         k_out + int64_t(held) * whole_k, q_tile + count * q_step, first_row == 0, least, simd, lane);
-    pack_row<Dv, group_size, bits, whole_v, run, false, all>(
+    pack_row<Dv, group_size, bits_v, whole_v, run, false, all>(
         v_out + int64_t(held) * whole_v, own_value, first_row == 0, least, simd, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
@@ -210,7 +211,7 @@ template <
         if (limit_v == 0 || d < Dv) {
 #pragma unroll
           for (int part = 0; part < 2; part++) {
-            int at = d + pair_element<bits>(f, part);
+            int at = d + pair_element<bits_v>(f, part);
             float value = float(bits > 0 ? own_value[bits > 0 ? at : 0] : v[at]);
             state.o[n][t].part[part][c] = sinking ? own_weight * value : value;
           }
@@ -256,7 +257,7 @@ template <
     for (int whole = start; whole < stop; whole += tile) {
       int base = whole + team * own_tile;
       cache_run<T, words_v> value_runs[simds * blocks * 4 * steps_v];
-      read_tile<bits, group_size, simds * blocks, 4, steps_v, 8 * run_v, limit_v>(
+      read_tile<bits_v, group_size, simds * blocks, 4, steps_v, 8 * run_v, limit_v>(
           value_runs, value_rows, base + 2 * quarter, last, member * slice + run_v * near);
 
       sum_fragment s[blocks][columns];
@@ -275,7 +276,7 @@ template <
           state, s, &reduced[team * simds][0][0], p_tile + (own - near) * p_step, p_step, lane);
       threadgroup_barrier(mem_flags::mem_threadgroup);
 
-      multiply_values<T, bits, run_v, steps_v, simds * blocks, columns>(
+      multiply_values<T, bits_v, run_v, steps_v, simds * blocks, columns>(
           state.o, value_runs, p_tile, p_step, lane);
     }
   }
@@ -325,7 +326,7 @@ template <
 #pragma unroll
     for (int n = 0; n < slice / 16; n++) {
       int f = n % (run_v / 2), d = member * slice + n / (run_v / 2) * 8 * run_v + run_v * near;
-      int low = d + pair_element<bits>(f, 0), high = d + pair_element<bits>(f, 1);
+      int low = d + pair_element<bits_v>(f, 0), high = d + pair_element<bits_v>(f, 1);
       float pair[2];
 #pragma unroll
       for (int part = 0; part < 2; part++) {

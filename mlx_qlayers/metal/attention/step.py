@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from math import e, log2
 from struct import pack, unpack
@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...options import Rotation, StepCall
+from ...options import Packing, Rotation, StepCall
 from ...runtime.devices import device_of
 from ...runtime.devices.record import MAX_THREADGROUP_MEMORY, most_threads
 from ...runtime.kernel import Kernel
@@ -127,7 +127,7 @@ class Step:
 def unsplit(device: str, dtype: mx.Dtype, share: int, width: int, v_width: int, bits: int) -> Step:
     """The configuration where a threadgroup takes all keys of a head."""
     slice = 16 if v_width < 96 or (v_width <= 128 and not device_of(device).spills) else 32
-    slice = 64 if bits else slice
+    slice = decode._PACKED_SLICE if bits else slice
     most = max(1, min(-(-share // 8), 8))
     spread = [Step(columns, -(-v_width // slice), 1, slice) for columns in range(most, 0, -1)]
     fitting = (c for c in spread if _fits(device, c, dtype, width, v_width, bits))
@@ -162,12 +162,12 @@ def _words(config: Step, dtype: mx.Dtype, width: int, bits: int) -> int:
 
 
 def question(
-    q: Spec, k_cache: Spec, v_width: int, packing: tuple[int, int] = (0, 0)
+    q: Spec, k_cache: Spec, v_width: int, packing: Packing = Packing()
 ) -> tuple[Any, ...]:
-    """The key of a call: dtype, B, H, Hkv, S, D, Dv, and the format of packed keys."""
+    """The key of a call: dtype, B, H, Hkv, S, D, Dv, and group size and most bits of packed ones."""
     batch, kv_heads, size, width = k_cache.shape
     shape = batch, q.shape[2] // width, kv_heads, rounded(size), width, v_width
-    return q.dtype, *shape, *(packing if packing[1] else ())
+    return q.dtype, *shape, *((packing.group_size, packing.widest) if packing.bits else ())
 
 
 def _least_of_group() -> float:
@@ -193,10 +193,11 @@ def _values(
     call: StepCall, rotation: Rotation, config: Step, split: bool, joined: bool
 ) -> dict[str, TemplateValue]:
     """Those of the template's parameters."""
-    dtype, (group_size, bits) = call.q.dtype, call.packing
+    dtype, (group_size, bits, v_bits) = call.q.dtype, call.packing
     values = {name: getattr(config, name) for name in _LAYOUT}
     values |= {"T": dtype, "K": call.k_append.dtype, "D": call.width, "Dv": call.v_width}
-    values |= {"group_size": group_size or 1, "bits": bits, "masked": call.mask is not None}
+    values |= {"group_size": group_size or 1, "bits": bits, "bits_v": v_bits}
+    values |= {"masked": call.mask is not None}
     values |= {"dims": rotation.dims, "traditional": rotation.traditional}
     values |= {"listed": call.freqs is not None, "sinking": call.sinks is not None}
     values |= {"normed": call.q_norm is not None, "split": split, "joined": joined}
@@ -222,6 +223,9 @@ def attention_step(
     call = StepCall.of(arrays)
     (q, appended, packed), v_width = (call.q, call.k_append, call.packing[1] > 0), call.v_width
     count = 8 + 4 * packed  # arrays that there always are
+    if config.slice < decode._PACKED_SLICE and 0 < call.packing.v_bits < 8:
+        slice = decode._PACKED_SLICE
+        config = replace(config, slice=slice, simds=-(-v_width // slice))
     batch, kv_heads, size, _ = call.k_cache[0].shape
     heads = q.shape[2] // call.width
     share, split = heads // kv_heads, config.splits > 0

@@ -18,7 +18,7 @@ enum step_option {
 // The position of element d of a row in the order in which lanes read a key's runs.
 template <int run, int bits>
 METAL_FUNC int staged_at(int d) {
-  const int half_word = bits == 0 ? 1 : 16 / bits;
+  const int half_word = half_codes<bits>();
   int rest = d % (4 * run), element = rest % run;
   int pair = element / (2 * half_word) * half_word + element % half_word;
   return (d / (4 * run) * (run / 4) + pair / 2) * 16 + pair % 2 * 8 + rest / run * 2 + element / half_word % 2;
@@ -38,6 +38,23 @@ METAL_FUNC void set_groups(
 // Rounds half to even, as MLX does on a CPU, or half away from zero, as it does on GPUs.
 METAL_FUNC float nearest(float x, bool even) {
   return even ? rint(x) : round(x);
+}
+
+// Writes `count` words that hold so many bits of each lane in turn.
+template <int count>
+METAL_FUNC void join_codes(device uint* to, uint codes, bool writes, uint lane) {
+#pragma unroll
+  for (int i = 0; i < count; i++) {
+    int shift = int(lane) * count - 32 * i;
+    uint word = shift >= 0 ? (shift < 32 ? codes << (shift & 31) : 0) : shift > -count ? codes >> (-shift & 31) : 0;
+#pragma unroll
+    for (int j = 1; j < 32; j *= 2) {
+      word |= simd_shuffle_xor(word, ushort(j));
+    }
+    if (writes && lane == 0) {
+      to[i] = word;
+    }
+  }
 }
 
 // Quantizes a row as mx.quantize does, and replaces it by its dequantized elements. A SIMD group
@@ -74,17 +91,21 @@ METAL_FUNC void pack_row(
     for (int i = 0; i < each; i++) {
       int d = g * group_size + int(lane) * each + i;
       float code = clamp(nearest((x[i] - bias) / scale, even), 0.0f, levels);
-      word |= uint(code) << (bits * (d % (32 / max(bits, 1))));
+      word |= uint(code) << bits * (bits == 3 ? i : d % (32 / max(bits, 1)));
       T number = fused_pair(
           metal::vec<T, 2>(T(code), T(0)), metal::vec<T, 2>(T(scale), T(0)), metal::vec<T, 2>(T(bias), T(0))).x;
       row[staged ? staged_at<run, bits>(d) : d] = number;
     }
+    if (bits == 3) {
+      join_codes<3 * each>(to + g * 3 * each, word, writes, lane);
+    } else {
 #pragma unroll
-    for (int i = 1; i < sharing; i *= 2) {
-      word |= simd_shuffle_xor(word, ushort(i));
-    }
-    if (writes && int(lane) % sharing == 0) {
-      to[(g * group_size + int(lane) * each) * bits / 32] = word;
+      for (int i = 1; i < sharing; i *= 2) {
+        word |= simd_shuffle_xor(word, ushort(i));
+      }
+      if (writes && int(lane) % sharing == 0) {
+        to[(g * group_size + int(lane) * each) * bits / 32] = word;
+      }
     }
     if (writes && lane == 0) {
       scales[g] = T(scale);

@@ -25,6 +25,18 @@ METAL_FUNC uint packed_code(const thread uint* words, int i) {
   return code & ((1u << bits) - 1);
 }
 
+// Eight codes of 2 or 3 bits from element d of a row on, four in each half of a word, as those of 4 bits lie.
+template <int bits, typename K>
+METAL_FUNC uint spread_codes(const device K* row, int d, int span) {
+  const uint half_word = (1u << 4 * bits) - 1;
+  int word = d * bits / 32, shift = d * bits % 32;
+  uint codes = uint(row[int64_t(word) * span]) >> shift;
+  if (shift + 8 * bits > 32) {
+    codes |= uint(row[int64_t(word + 1) * span]) << (32 - shift);
+  }
+  return (codes & half_word) | (codes >> 4 * bits & half_word) << 16;
+}
+
 // E4M3 and E2M1 are halves with fewer exponent bits: shifted into place, they are off by a power of two.
 METAL_FUNC float float_from_e4m3(uint code) {
   uint magnitude = code & 0x7f;
