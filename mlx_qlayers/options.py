@@ -172,6 +172,9 @@ class Packing(NamedTuple):
         return self.bits and max(*self[1:], 4)
 
 
+UNPACKED = Packing()
+
+
 class RotatedRows(tuple[mx.array, ...]):
     """Packed keys or values of heads that went through :func:`.reference.hadamard.rotated_heads`.
 
@@ -202,7 +205,7 @@ class AttentionCall(NamedTuple):
     def packing(self) -> Packing:
         """How keys and values are packed; zeros where they are not."""
         if len(self.k) == 1:
-            return Packing()
+            return UNPACKED
         size, bits = packing(self.k, self.q.shape[3])
         return Packing(size, bits, packing(self.v, self.v_width)[1])
 
@@ -266,7 +269,7 @@ class StepCall(NamedTuple):
     def packing(self) -> Packing:
         """How keys and values are packed; zeros where they are not."""
         if len(self.k_cache) == 1:
-            return Packing()
+            return UNPACKED
         size, bits = packing(self.k_cache, self.width)
         return Packing(size, bits, packing(self.v_cache, self.v_width)[1])
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from ..metal.quantized_matmul.qmv_config import MOST_ROUNDED
+
+Model = Callable[..., mx.array]
 
 
 class Perplexity(NamedTuple):
@@ -33,12 +34,12 @@ class Perplexity(NamedTuple):
 
 
 def perplexities(
-    models: Sequence[nn.Module], tokens: mx.array, reference: nn.Module | None = None
+    models: Sequence[Model], tokens: mx.array, reference: Model | None = None
 ) -> list[Perplexity]:
     """The perplexity of each model, on the same sequences one after the other.
 
     Args:
-        models: of one vocabulary.
+        models: of one vocabulary; functions from tokens (1, length) to logits.
         tokens: (count, length); all but the first of each sequence are predicted.
         reference: the model that the others were made from.
 
@@ -91,11 +92,11 @@ def _number(x: mx.array) -> float:
     return float(cast(float, x.item()))
 
 
-def _log_probabilities(model: nn.Module, row: mx.array) -> mx.array:
+def _log_probabilities(model: Model, row: mx.array) -> mx.array:
     if getattr(model, "_integers", False):  # of a CPU, which rounds what it writes, not prompts
         from mlx_lm.models.cache import make_prompt_cache
 
-        cache = make_prompt_cache(model)
+        cache = make_prompt_cache(cast(Any, model))
         parts = mx.split(row[:, :-1], [*range(MOST_ROUNDED, row.shape[1] - 1, MOST_ROUNDED)], 1)
         logits = mx.concatenate([model(part, cache=cache) for part in parts], 1).astype(mx.float32)
     else:

@@ -55,6 +55,7 @@ RANGES = {
     "group_size": _whole(1, 2**10),
     "iters": COUNT,
     "kv_bits": _one_of(2, 3, 4, 5, 6, 8),
+    "kv_bits_per_value": _real(2, 16),
     "kv_group_size": _one_of(32, 64, 128),
     "layer": _whole(0),
     "learning_rate": _real(1e-30, 100),

@@ -240,23 +240,33 @@ def mixture(
     ``losses`` has those of each layer by bits; layers without losses keep their formats.
     """
     sizes, used, total = _least(model, losses.keys(), formats, target)
+    chosen = allocated(losses, sizes, target * total - used)
+    return {p: Format(formats[p].group_size, bits) for p, bits in chosen.items()}
+
+
+def allocated(
+    losses: Mapping[str, Mapping[str, float]], sizes: Mapping[str, float], room: float
+) -> dict[str, int]:
+    """The bits of each path: the largest gain for its size first, up to ``room`` bits in all.
+
+    ``losses`` has those of each by bits, the fewest of which it gets at least.
+    """
+    widths = [*map(int, next(iter(losses.values()), ()))]
     chosen = dict.fromkeys(losses, 0)
     while True:
         best = max(
             (
-                ((losses[p][str(_WIDTHS[i])] - losses[p][str(_WIDTHS[i + 1])]) / cost, p, cost)
+                ((losses[p][str(widths[i])] - losses[p][str(widths[i + 1])]) / cost, p, cost)
                 for p, i in chosen.items()
-                if i + 1 < len(_WIDTHS)
-                and used + (cost := sizes[p] * (_WIDTHS[i + 1] - _WIDTHS[i])) <= target * total
+                if i + 1 < len(widths) and (cost := sizes[p] * (widths[i + 1] - widths[i])) <= room
             ),
             default=None,
         )
         if best is None:
-            break
+            return {p: widths[i] for p, i in chosen.items()}
         _, path, cost = best
         chosen[path] += 1
-        used += cost
-    return {p: Format(formats[p].group_size, _WIDTHS[i]) for p, i in chosen.items()}
+        room -= cost
 
 
 def _least(

@@ -64,6 +64,54 @@ def stages(model: nn.Module, batches: Sequence[mx.array]) -> Iterator[Stage]:
         yield Stage(len(layers), head, partial(_hessians, head, behind, states))
 
 
+class CachedLayer(NamedTuple):
+    """A decoder layer with the cache that it has filled.
+
+    Attributes:
+        output: what it gives for all tokens.
+        cache: its own, with all tokens; None if it has none.
+        run: the same with another cache in the place of that one.
+        new_cache: makes an empty one of its own kind.
+    """
+
+    output: mx.array
+    cache: Any
+    run: Callable[[Any], mx.array]
+    new_cache: Callable[[], Any]
+
+
+def cached_layers(model: nn.Module, tokens: mx.array) -> Iterator[CachedLayer]:
+    """The decoder layers of a model in order, with what tokens (B, L) leave in their caches."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    layers, state = layers_of(model), None
+    for number, layer in enumerate(layers):
+        own = make_prompt_cache(model)
+        call = _call_of(model, layers, number, tokens, cache=own)
+        state = call.args[0] if state is None else state
+        given = [*call.args[1:], *call.options.values()]
+        at = next((i for i, c in enumerate(own) if any(c is each for each in given)), None)
+        cache = None if at is None else own[at]
+        run = partial(_with_cache, layer, call, state, cache)
+        state = run(cache)
+        mx.eval(state)
+        yield CachedLayer(state, cache, run, partial(_new_cache, model, at))
+
+
+def _new_cache(model: nn.Module, at: int | None) -> Any:
+    from mlx_lm.models.cache import make_prompt_cache
+
+    return None if at is None else make_prompt_cache(model)[at]
+
+
+def _with_cache(layer: Any, call: _Call, state: mx.array, own: Any, other: Any) -> mx.array:
+    """What a layer gives with another cache in the place of its own."""
+    args = [other if each is own else each for each in call.args[1:]]
+    options = {name: other if each is own else each for name, each in call.options.items()}
+    found: mx.array = layer(state, *args, **options)
+    return found
+
+
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """The list in which a model holds its layers; ``model.layers`` may be a copy of it."""
     shown = getattr(model, "layers", None)
@@ -105,14 +153,16 @@ def _replaced(layers: list[Any], calls: Mapping[int, Callable[..., Any]]) -> Ite
         layers[:] = stock
 
 
-def _call_of(model: nn.Module, layers: list[Any], number: int, batch: mx.array) -> _Call:
+def _call_of(
+    model: nn.Module, layers: list[Any], number: int, batch: mx.array, **options: Any
+) -> _Call:
     def stop(*args: Any, **options: Any) -> None:
         raise _Call(args, options)
 
     passed = dict.fromkeys(range(number), lambda x, *_, **__: x)
     with _replaced(layers, {**passed, number: stop}):
         try:
-            model(batch)
+            model(batch, **options)
         except _Call as call:
             return call
     raise ValueError(f"{type(model).__name__} does not call its layers one by one")

@@ -74,7 +74,9 @@ def rewound(model: Any, caches: Sequence[Any], count: int) -> bool:
     last = steps.progress.get(own[0]) if steps else None
     if not steps or last is None or not last.holds(own):
         return False
-    if any(kind_of(c).__name__ not in ("KVCache", "QuantizedKVCache", "PackedKVCache") for c in own):
+    if any(
+        kind_of(c).__name__ not in ("KVCache", "QuantizedKVCache", "PackedKVCache") for c in own
+    ):
         return False
     if (state := last.step.before(last.state, count)) is None:
         return False

@@ -9,7 +9,7 @@ may have other bits, and go through a Hadamard transform of their heads before t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models import cache as stock
@@ -27,8 +27,8 @@ class CacheFormat(NamedTuple):
         group_size: numbers that share a scale: 32, 64 or 128.
         bits: of keys: 2, 3, 4, 5, 6 or 8.
         v_bits: of values; None for those of keys.
-        hadamard: whether heads go through a Hadamard transform first, in blocks of the largest power
-            of two that divides their size. It spreads what few channels hold.
+        hadamard: whether heads go through a Hadamard transform first, in blocks of the largest
+            power of two that divides their size. It spreads what few channels hold.
     """
 
     group_size: int = 64
@@ -38,11 +38,16 @@ class CacheFormat(NamedTuple):
 
     def packed(self, keys: mx.array, values: mx.array) -> list[Any]:
         """Keys and values as a cache holds them."""
+        for each in (keys, values):
+            if each.shape[-1] % self.group_size:
+                text = f"groups of {self.group_size} numbers for heads of {each.shape[-1]}"
+                raise ValueError(f"a cache cannot have {text}")
         rows = map(rotated_heads, (keys, values)) if self.hadamard else (keys, values)
         each = self.bits, self.v_bits or self.bits
         return [mx.quantize(x, self.group_size, n) for x, n in zip(rows, each, strict=True)]
 
 
+EIGHT_BITS = CacheFormat()
 # The attributes of a cache in turn, as in CacheFormat.
 _NAMES = CacheFormat._fields
 
@@ -50,7 +55,7 @@ _NAMES = CacheFormat._fields
 def format_of(c: Any) -> CacheFormat:
     """The format of a quantized cache, mlx-lm's or one of these."""
     own = vars(c)
-    return CacheFormat(*(own.get(n, d) for n, d in zip(_NAMES, CacheFormat(), strict=True)))
+    return CacheFormat(*(own.get(n, d) for n, d in zip(_NAMES, EIGHT_BITS, strict=True)))
 
 
 class _Quantized:
@@ -187,7 +192,7 @@ class PackedKVCache(_Quantized, stock.KVCache):
 
     plain = stock.KVCache
 
-    def __init__(self, form: CacheFormat = CacheFormat()) -> None:
+    def __init__(self, form: CacheFormat = EIGHT_BITS) -> None:
         super().__init__()
         _set_format(self, form)
 
@@ -197,7 +202,7 @@ class RotatingQuantizedKVCache(_Quantized, stock.RotatingKVCache):
 
     plain = stock.RotatingKVCache
 
-    def __init__(self, max_size: int, keep: int = 0, form: CacheFormat = CacheFormat()) -> None:
+    def __init__(self, max_size: int, keep: int = 0, form: CacheFormat = EIGHT_BITS) -> None:
         super().__init__(max_size, keep)
         _set_format(self, form)
 
@@ -207,7 +212,7 @@ class BatchQuantizedKVCache(_Quantized, stock.BatchKVCache):
 
     plain = stock.BatchKVCache
 
-    def __init__(self, left_padding: list[int], form: CacheFormat = CacheFormat()) -> None:
+    def __init__(self, left_padding: list[int], form: CacheFormat = EIGHT_BITS) -> None:
         super().__init__(left_padding)
         _set_format(self, form)
 
@@ -218,7 +223,7 @@ class BatchRotatingQuantizedKVCache(_Quantized, stock.BatchRotatingKVCache):
     plain = stock.BatchRotatingKVCache
 
     def __init__(
-        self, max_size: int, left_padding: list[int], form: CacheFormat = CacheFormat()
+        self, max_size: int, left_padding: list[int], form: CacheFormat = EIGHT_BITS
     ) -> None:
         super().__init__(max_size, left_padding)
         _set_format(self, form)
@@ -287,7 +292,7 @@ def _in_turn(formats: Formats, count: int) -> Sequence[CacheFormat]:
 
 
 def make_prompt_cache(
-    model: Any, max_kv_size: int | None = None, *, formats: Formats = CacheFormat()
+    model: Any, max_kv_size: int | None = None, *, formats: Formats = EIGHT_BITS
 ) -> list[Any]:
     """``mlx_lm.models.cache.make_prompt_cache`` with quantized caches from the first token on.
 

@@ -12,7 +12,7 @@ from ..dispatch.choice import unmeasured
 from ..dispatch.measurements import configure, found
 from ..metal.attention import step as kernels
 from ..metal.attention.decode import BITS
-from ..options import Packing, Rotation, StepCall, row_words
+from ..options import UNPACKED, Packing, Rotation, StepCall, row_words
 from ..reference import attention_step as reference
 from ..reference.attention_step import packed_rows, parts_of_rows
 from ..runtime import proof
@@ -171,7 +171,7 @@ def why_not(
     share: int,
     k_shape: tuple[int, ...],
     v_width: int,
-    packing: Packing = Packing(),
+    packing: Packing = UNPACKED,
 ) -> str | None:
     """Why the kernel should not be used for a cache (B, Hkv, S, D) of ``dtype`` here, if so."""
     if not _covers(dtype, share, k_shape, v_width, packing):
@@ -201,7 +201,7 @@ def _covers(
     share: int,
     k_shape: tuple[int, ...],
     v_width: int,
-    packing: Packing = Packing(),
+    packing: Packing = UNPACKED,
 ) -> bool:
     width, bits = k_shape[3], packing.widest
     if not {*packing[1:]} <= {0, *BITS}:

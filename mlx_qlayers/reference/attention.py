@@ -169,7 +169,9 @@ def _composed(
 ) -> mx.array:
     """The products, softcap, mask and softmax one after the other; 0 bits are no packing."""
     k, v = caches[: len(caches) // 2], caches[len(caches) // 2 :]
-    weights = mx.softmax(_scores(q, k, sinks=sinks, packing=packing, **options), axis=-1, precise=True)
+    weights = mx.softmax(
+        _scores(q, k, sinks=sinks, packing=packing, **options), axis=-1, precise=True
+    )
     weights = weights if sinks is None else weights[..., 1:]
     batch, heads, queries, keys = weights.shape
     weights = weights.reshape(batch, v[0].shape[1], -1, keys)

@@ -22,7 +22,7 @@ from mlx_qlayers import explain
 from mlx_qlayers.cli import main
 from mlx_qlayers.commands import borrowed
 from mlx_qlayers.commands.demo import shipped_model
-from mlx_qlayers.decode.quantized_caches import RotatingQuantizedKVCache
+from mlx_qlayers.decode.quantized_caches import CacheFormat, RotatingQuantizedKVCache
 from mlx_qlayers.runtime.backend import backend, requested
 from tests.numerics import assert_same_losses, assert_same_model
 
@@ -106,7 +106,7 @@ def test_chat_with_quantized_windows(talker, capsys, monkeypatch):
     model, tokenizer = mlx_lm.load(str(talker))
     messages = [{"role": "user", "content": PROMPT}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    cache = [RotatingQuantizedKVCache(16, 4, 32, 8) for _ in model.layers]
+    cache = [RotatingQuantizedKVCache(16, 4, CacheFormat(32, 8)) for _ in model.layers]
     wanted = mlx_lm.generate(model, tokenizer, prompt, max_tokens=30, prompt_cache=cache)
     assert wanted in capsys.readouterr().out
 

@@ -12,12 +12,13 @@ import mlx_lm
 import pytest
 from command_line import PROMPT
 from head_checkpoints import head_of
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 from tiny_model import save_tiny_model
 
-from mlx_qlayers import explain
+from mlx_qlayers import convert_model, explain
 from mlx_qlayers.cli import main
-from mlx_qlayers.decode.quantized_caches import quantized
+from mlx_qlayers.decode import quantized_caches
+from mlx_qlayers.decode.quantized_caches import CacheFormat, quantized
 
 
 @pytest.mark.parametrize("stock", [[], ["--no-fuse"], ["--batch-invariant"], ["--stock"]], ids=str)
@@ -158,8 +159,63 @@ def test_a_window_is_quantized(exact_model, capsys):
     prompt = f"--prompt={PROMPT}", "--max-tokens=60"
     assert generated(capsys, exact_model, *prompt, *arguments) == wanted
     assert generated(capsys, exact_model, *prompt, *arguments, "--prompt-lookup") == wanted
+    rotated = [*arguments[:1], "--kv-bits=8,4", "--kv-rotate", *arguments[2:]]
+    convert_model(model)
+    cache = make_prompt_cache(model, 40)
+    model(mx.array([tokens[:-1]]), cache=cache)
+    cache = [quantized(c, 32, 8, 4, hadamard=True) for c in cache]
+    text = mlx_lm.generate(model, tokenizer, tokens[-1:], max_tokens=60, prompt_cache=cache)
+    assert generated(capsys, exact_model, *prompt, *rotated) == text
+    assert generated(capsys, exact_model, *prompt, *rotated, "--prompt-lookup") == text
     with pytest.raises(NotImplementedError):
         cache = make_prompt_cache(model, 40)
         mlx_lm.generate(
             model, tokenizer, PROMPT, prompt_cache=cache, kv_bits=8, quantized_kv_start=9
         )
+
+
+def test_a_prompt_cache_is_in_the_format_asked_for(exact_model, tmp_path, capsys):
+    """It goes on where it was stored; another format, and options that contradict, are refused."""
+    model, tokenizer = mlx_lm.load(str(exact_model))
+    convert_model(model)
+    tokens, form = tokenizer.encode(PROMPT), CacheFormat(32, 4, 3, hadamard=True)
+    cache = quantized_caches.make_prompt_cache(model, formats=form)
+    model(mx.array([tokens]), cache=cache)
+    path = tmp_path / "cache.safetensors"
+    facts = {"model": str(exact_model), "tokenizer_config": "{}"}
+    save_prompt_cache(str(path), cache, facts)
+    text = mlx_lm.generate(model, tokenizer, tokens, max_tokens=12, prompt_cache=cache)
+    arguments = [f"--prompt={PROMPT}", "--ignore-chat-template", "--max-tokens=12"]
+    given = [f"--prompt-cache-file={path}", "--kv-group-size=32"]
+    assert generated(capsys, exact_model, *arguments, *given) == text
+    asked = [*given, "--kv-bits=4,3", "--kv-rotate"]
+    assert generated(capsys, exact_model, *arguments, *asked) == text
+    command = ["generate", f"--model={exact_model}", *arguments]
+    for options, message in (
+        ([*given, "--kv-bits=4,3"], "packed in another way than asked for"),
+        (["--kv-bits=4", "--kv-bits-per-value=4"], "two ways to say the same"),
+        (["--kv-rotate"], "--kv-rotate needs --kv-bits or --kv-bits-per-value"),
+        (["--kv-bits=4,7"], "or two with a comma between"),
+        (["--kv-bits=4,4,4"], "must be one number, or two"),
+    ):
+        assert main([*command, *options]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_bits_of_caches_by_what_they_cost(exact_model, tmp_path, capsys):
+    options = ["--kv-bits-per-value=5", "--kv-rotate", "--quantized-kv-start=0", "--max-tokens=9"]
+    arguments = [f"--model={exact_model}", f"--prompt={PROMPT}", "--kv-group-size=32", *options]
+    assert main(["generate", *arguments]) == 0
+    assert re.search("caches: keys . bits in . layers.*; values", capsys.readouterr().err)
+    text = tmp_path / "text.txt"
+    text.write_text(PROMPT * 20)
+    sizes = [f"--text={text}", "--samples=1", "--sequence-length=32", "--kv-group-size=32"]
+    for options, names in (
+        (["--kv-bits=8,3", "--kv-rotate"], ["8 and 3 bits in caches", "rotated"]),
+        (["--kv-bits-per-value=5"], ["5 bits a value in caches"]),
+    ):
+        assert main(["perplexity", f"--model={exact_model}", *sizes, *options]) == 0
+        out = capsys.readouterr().out
+        assert all(name in out for name in names)
+        rises = [line.split()[-1] for line in out.splitlines()[2:]]
+        assert float(rises[1]) == 0.0 and all(0 < float(rise) < 1 for rise in rises[2:])

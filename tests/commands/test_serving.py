@@ -21,9 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import QuantizedKVCache
 
+from mlx_qlayers import convert_model
 from mlx_qlayers.cli import main
 from mlx_qlayers.commands.ranges import RANGES
 from mlx_qlayers.commands.requests import NUMBERS
+from mlx_qlayers.decode.quantized_caches import CacheFormat, PackedKVCache
 
 COMMAND = [sys.executable, "-m", "mlx_qlayers", "server"]
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -251,16 +253,28 @@ def test_a_seed_waits_for_nobody(address):
     assert beside == alone != other
 
 
-def test_quantized_caches_are_batched(exact_model):
-    """Beside a long text; each text is that of the stock model alone with mlx-lm's such cache."""
+ROTATED = CacheFormat(32, 8, 4, hadamard=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        (["--kv-bits=8"], lambda: QuantizedKVCache(32, 8)),
+        (["--kv-bits=8,4", "--kv-rotate"], lambda: PackedKVCache(ROTATED)),
+    ],
+)
+def test_quantized_caches_are_batched(options, kind, exact_model):
+    """Beside a long text; each text is that of the model alone with such a cache."""
     prompts = ["Once upon a time", "One day", "Perhaps some accident has befallen him, said the"]
     model, tokenizer = mlx_lm.load(str(exact_model))
+    if "--kv-rotate" in options:  # which stock attention does not take
+        convert_model(model)
     wanted = []
     for prompt in prompts:
-        cache = [QuantizedKVCache(32, 8) for _ in model.layers]
+        cache = [kind() for _ in model.layers]
         text = mlx_lm.generate(model, tokenizer, prompt, max_tokens=30, prompt_cache=cache)
         wanted.append(text)
-    with serving(exact_model, "--kv-bits=8", "--kv-group-size=32") as (address, _):
+    with serving(exact_model, *options, "--kv-group-size=32") as (address, _):
         with start(address, "b") as client, ThreadPoolExecutor(3) as pool:
             assert client.recv(10)
             bodies = [{"prompt": prompt, "max_tokens": 30} for prompt in prompts]

@@ -122,6 +122,7 @@ def test_sequences_of_a_batch_are_as_each_alone(form, size, backend, tmp_path):
         for _ in range(15):  # a window goes round
             batch.token()
         batch.leave([0, 2, 4])
+        batch.cache = type(batch.cache).from_state(batch.cache.state)
         batch.token()
         # Each sequence leaves by itself, is stored and read, and joins again in another place.
         singles = [batch.cache.extract(i) for i in (2, 0, 1)]
@@ -262,10 +263,29 @@ def test_tokens_of_a_batch_are_read_packed_on_a_cpu():
         assert {d.path for d in packed} == {"host"}
 
 
+def test_a_window_that_is_not_full_is_trimmed():
+    form = FORMATS[3]
+    batch = Batch(20, form, 5).prompts([7, 3], chunk=4)
+    assert batch.cache.is_trimmable() and batch.cache.trim(2) == 2
+    for each in batch.alone:
+        each.rows = [rows[:-2] for rows in each.rows]
+    batch.token()
+    single = batch.cache.extract(0)
+    assert single.is_trimmable() and single.trim(3) == 3 and single.size() == 3
+
+
+def test_a_head_that_has_no_whole_groups_is_named():
+    with pytest.raises(ValueError, match=r"groups of 64 .* heads of 96"):
+        quantized(stock.KVCache(), 64, 4, hadamard=True).update_and_fetch(
+            *[mx.ones((1, 2, 5, 96))] * 2
+        )
+
+
 def test_caches_that_are_packed_otherwise_do_not_meet():
-    one, other = (quantized(stock.KVCache(), 32, bits) for bits in (8, 4))
-    with pytest.raises(ValueError, match="packed in other ways"):
-        one.merge([one, other])
+    one, *others = (quantized(stock.KVCache(), *form) for form in FORMATS)
+    for other in others:
+        with pytest.raises(ValueError, match="packed in other ways"):
+            one.merge([one, other])
 
 
 def test_a_full_cache_is_packed_once(monkeypatch):

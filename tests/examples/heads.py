@@ -195,7 +195,9 @@ def _step(case: SimpleNamespace, rng: np.random.Generator) -> Call:
         options["norms"] = tuple(random(rng, (width,), dtype) for _ in range(2))
     numbers = {name: given[name] for name in names[1:7]}
     if bits:
-        numbers |= _packed(given, options, (batch, kv_heads), (width, v_width), (group, bits, v_bits))
+        numbers |= _packed(
+            given, options, (batch, kv_heads), (width, v_width), (group, bits, v_bits)
+        )
 
     def expected(n: Numbers, up: list[np.ndarray], stock: bool) -> tuple[Numbers, Numbers]:
         n = n | {name: to64(a).astype(n["q"].dtype) for name, a in numbers.items()}

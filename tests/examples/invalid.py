@@ -38,9 +38,7 @@ def _matrix(*shape: int, mode: str = "affine", group_size: int | None = None) ->
     return dict(zip(("w", "scales", "biases"), (*parts, None), strict=False))
 
 
-def _packed(
-    *shape: int, group_size: int = 64, bits: int = 4, dtype: mx.Dtype = mx.float32
-) -> Any:
+def _packed(*shape: int, group_size: int = 64, bits: int = 4, dtype: mx.Dtype = mx.float32) -> Any:
     return tuple(mx.quantize(_zeros(shape, dtype), group_size, bits))
 
 

@@ -103,7 +103,10 @@ class TracedCaches(NamedTuple):
         return next(i for i in range(number + 1) if self._alike(i) == self._alike(number))
 
     def _alike(self, number: int) -> Any:
-        (kind, case, *attributes), settings = self.keys[number], ("keep", "max_size", "bits", "v_bits")
+        (kind, case, *attributes), settings = (
+            self.keys[number],
+            ("keep", "max_size", "bits", "v_bits"),
+        )
         counts = [
             self.names.get(f"{number}.{name}") for name in ("_idx", "offset", "_offset", "rows")
         ]

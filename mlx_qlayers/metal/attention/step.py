@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...options import Packing, Rotation, StepCall
+from ...options import UNPACKED, Packing, Rotation, StepCall
 from ...runtime.devices import device_of
 from ...runtime.devices.record import MAX_THREADGROUP_MEMORY, most_threads
 from ...runtime.kernel import Kernel
@@ -161,10 +161,8 @@ def _words(config: Step, dtype: mx.Dtype, width: int, bits: int) -> int:
     return _registers(T=dtype, D=width, bits=bits, masked=True, **asdict(config))
 
 
-def question(
-    q: Spec, k_cache: Spec, v_width: int, packing: Packing = Packing()
-) -> tuple[Any, ...]:
-    """The key of a call: dtype, B, H, Hkv, S, D, Dv, and group size and most bits of packed ones."""
+def question(q: Spec, k_cache: Spec, v_width: int, packing: Packing = UNPACKED) -> tuple[Any, ...]:
+    """The key of a call: dtype, B, H, Hkv, S, D, Dv; of packed ones group size and most bits."""
     batch, kv_heads, size, width = k_cache.shape
     shape = batch, q.shape[2] // width, kv_heads, rounded(size), width, v_width
     return q.dtype, *shape, *((packing.group_size, packing.widest) if packing.bits else ())

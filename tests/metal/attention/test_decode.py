@@ -83,20 +83,24 @@ def test_many_rows(rows):
 @pytest.mark.parametrize(
     "bits, group_size, dtype, widths",
     [
-        (8, 64, mx.bfloat16, (128, 128)),
-        (4, 64, mx.bfloat16, (128, 128)),
-        (8, 32, mx.float32, (64, 96)),
-        (4, 32, mx.float16, (96, 64)),
-        (8, 128, mx.float16, (128, 256)),
+        ((8, 8), 64, mx.bfloat16, (128, 128)),
+        ((4, 4), 64, mx.bfloat16, (128, 128)),
+        ((8, 4), 32, mx.float32, (64, 96)),
+        ((4, 8), 32, mx.float16, (96, 64)),
+        ((8, 8), 128, mx.float16, (128, 256)),
+        ((3, 3), 64, mx.bfloat16, (64, 128)),
+        ((2, 3), 32, mx.float32, (96, 64)),
+        ((3, 2), 128, mx.float16, (128, 128)),
     ],
 )
 def test_packed_keys_and_values(bits, group_size, dtype, widths):
     cases = [((1, 7, 1, 1, 257), "none"), ((2, 4, 4, 7, 9), "causal")]
-    devices = ("cuda", "host") if bits == 8 else ("host", "cuda")
+    devices = ("cuda", "host") if bits[0] in (8, 3) else ("host", "cuda")
     for number, ((shape, kind), device) in enumerate(zip(cases, devices, strict=True)):
         (q, *dense), options = make(number, shape, widths, dtype, kind)
-        packed = [tuple(mx.quantize(a, group_size, bits)) for a in dense]
-        exact = [(dequantize64(*a, Format(group_size, bits)),) for a in packed]
+        formats = [Format(group_size, n) for n in bits]
+        packed = [tuple(mx.quantize(a, *f[:2])) for a, f in zip(dense, formats, strict=True)]
+        exact = [(dequantize64(*a, f),) for a, f in zip(packed, formats, strict=True)]
         check(by_kernel((q, *packed), options, device), (q, *exact), options, device)
 
 
@@ -119,12 +123,16 @@ def test_every_head_size_on_gpus(gpu, widths, dtype, length):
 
 
 @on_gpus
-@pytest.mark.parametrize("bits, dtype", [(4, mx.bfloat16), (8, mx.bfloat16), (8, mx.float16)])
+@pytest.mark.parametrize(
+    "bits, dtype",
+    [((4, 4), mx.bfloat16), ((8, 8), mx.bfloat16), ((8, 3), mx.float16), ((2, 4), mx.bfloat16)],
+)
 def test_packed_on_gpus(gpu, bits, dtype):
     for queries, keys in ((2, 1), (2, 1030), (1, 1030)):
         (q, *dense), options = make(keys, (2, 14, 2, queries, keys), (128, 64), dtype, "causal")
-        packed = [tuple(mx.quantize(a, 64, bits)) for a in dense]
-        exact = [(dequantize64(*a, Format(64, bits)),) for a in packed]
+        packed = [tuple(mx.quantize(a, 64, n)) for a, n in zip(dense, bits, strict=True)]
+        pairs = zip(packed, bits, strict=True)
+        exact = [(dequantize64(*a, Format(64, n)),) for a, n in pairs]
         with use_backend(gpu):
             check(attention(q, *packed, **options), (q, *exact), options)
 

@@ -27,12 +27,13 @@ SHAPES = [
 ]
 # Bits, group size, dtype, head sizes.
 FORMATS = [
-    (8, 64, mx.bfloat16, (128, 128)),
-    (4, 32, mx.float16, (96, 64)),
-    (8, 32, mx.float32, (64, 160)),
-    (4, 64, mx.bfloat16, (64, 64)),
-    (8, 128, mx.float16, (128, 256)),
-    (4, 64, mx.float32, (192, 128)),
+    ((8, 8), 64, mx.bfloat16, (128, 128)),
+    ((4, 4), 32, mx.float16, (96, 64)),
+    ((8, 3), 32, mx.float32, (64, 160)),
+    ((4, 4), 64, mx.bfloat16, (64, 64)),
+    ((8, 8), 128, mx.float16, (128, 256)),
+    ((4, 2), 64, mx.float32, (192, 128)),
+    ((3, 8), 32, mx.bfloat16, (64, 96)),
 ]
 CASES = in_turn(pairwise(SHAPES, FORMATS), MASKS, EXTRAS)
 
@@ -48,8 +49,8 @@ def packed_case(shape, kind, fmt, extra):
     """q, packed k and v, the same with what these stand for, and options."""
     bits, group, dtype, widths = fmt
     rng, (q, *dense), options = make(0, (*shape, *widths), dtype, kind, extra)
-    packed = [mx.quantize(a, group, bits) for a in dense]
-    exact = [(dequantize64(*a, Format(group, bits)),) for a in packed]
+    packed = [mx.quantize(a, group, n) for a, n in zip(dense, bits, strict=True)]
+    exact = [(dequantize64(*a, Format(group, n)),) for a, n in zip(packed, bits, strict=True)]
     given = [tuple(in_a_cache(a, rng) for a in parts) for parts in packed]
     return (q, *given), (q, *exact), dict.fromkeys(("window", "softcap", "sinks")) | options
 
@@ -87,7 +88,7 @@ def test_layouts_give_the_same(changes):
 
 def test_the_gradient_of_queries_is_that_with_dense_keys():
     (q, k, v), _, options = packed_case(SHAPES[1], "causal", FORMATS[2], {})
-    dense = [mx.dequantize(*parts, 32, 8) for parts in (k, v)]
+    dense = [mx.dequantize(*parts, 32, bits) for parts, bits in ((k, 8), (v, 3))]
 
     def loss(q, k, v):
         return (attention(q, k, v, **options) ** 2).sum()

