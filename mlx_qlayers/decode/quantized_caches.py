@@ -65,6 +65,7 @@ class _Quantized:
     keys: Any
     values: Any
     hadamard: bool
+    unsaved = ""  # an attribute that mlx-lm's states lack, and so its caches that are made of them
 
     @property
     def bits(self) -> int:
@@ -128,6 +129,8 @@ class _Quantized:
         _set_format(self, CacheFormat(*form))
         own[:2] = [None if each is None else tuple(each) for each in own[:2]]
         self.plain.state.fset(self, own)
+        if self.unsaved:
+            setattr(self, self.unsaved, None)
 
     @property
     def nbytes(self) -> int:
@@ -211,6 +214,7 @@ class BatchQuantizedKVCache(_Quantized, stock.BatchKVCache):
     """A quantized cache of several lengths, as mlx-lm's ``BatchKVCache``."""
 
     plain = stock.BatchKVCache
+    unsaved = "_right_padding"
 
     def __init__(self, left_padding: list[int], form: CacheFormat = EIGHT_BITS) -> None:
         super().__init__(left_padding)
@@ -221,6 +225,7 @@ class BatchRotatingQuantizedKVCache(_Quantized, stock.BatchRotatingKVCache):
     """Quantized windows of several lengths, as mlx-lm's ``BatchRotatingKVCache``."""
 
     plain = stock.BatchRotatingKVCache
+    unsaved = "_lengths"
 
     def __init__(
         self, max_size: int, left_padding: list[int], form: CacheFormat = EIGHT_BITS
