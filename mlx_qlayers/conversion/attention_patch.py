@@ -40,16 +40,17 @@ def patched_attention(
 ) -> mx.array:
     """Stands in for ``mlx_lm.models.base.scaled_dot_product_attention``."""
     wait(queries)
+    if isinstance(keys, RotatedRows):
+        packed = tuple(keys), tuple(values)
+        out = patched_attention(rotated_heads(queries), *packed, cache, scale, mask, sinks)
+        return rotated_heads(out)
     if current.get().invariant:
         if device_of().gpu:
             starts = starts_of(cache, queries.shape[0])
             given = starts, queries, keys, values
             return attention_from(*given, scale=scale, mask=mask, sinks=sinks)
         keys, values, mask = in_time(cache, keys, values, mask)
-    turned = isinstance(keys, RotatedRows)
-    q = rotated_heads(queries) if turned else queries
-    out = attention(q, keys, values, scale=scale, mask=mask, sinks=sinks)
-    return rotated_heads(out) if turned else out
+    return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
 def patched_gated_delta(

@@ -38,13 +38,14 @@ class CacheFormat(NamedTuple):
 
     def packed(self, keys: mx.array, values: mx.array) -> list[Any]:
         """Keys and values as a cache holds them."""
-        for each in (keys, values):
-            if each.shape[-1] % self.group_size:
-                text = f"groups of {self.group_size} numbers for heads of {each.shape[-1]}"
+        found = []
+        for x, bits in ((keys, self.bits), (values, self.v_bits or self.bits)):
+            if x.shape[-1] % self.group_size:
+                text = f"groups of {self.group_size} numbers for heads of {x.shape[-1]}"
                 raise ValueError(f"a cache cannot have {text}")
-        rows = map(rotated_heads, (keys, values)) if self.hadamard else (keys, values)
-        each = self.bits, self.v_bits or self.bits
-        return [mx.quantize(x, self.group_size, n) for x, n in zip(rows, each, strict=True)]
+            rows = rotated_heads(x) if self.hadamard else x
+            found.append(mx.quantize(rows, self.group_size, bits))
+        return found
 
 
 EIGHT_BITS = CacheFormat()

@@ -19,9 +19,10 @@ from ..metal.attention.forward import Launcher, attention_forward
 from ..metal.attention.hopper import cut, forward_ahead
 from ..metal.attention.layout import WIDEST, WIDEST_FORWARD
 from ..metal.attention.tensor import attention_tensor, why_no_tensors
-from ..options import AttentionCall, Scores
+from ..options import AttentionCall, RotatedRows, Scores
 from ..reference import attention as reference
 from ..reference.attention import Run
+from ..reference.hadamard import rotated_heads
 from ..runtime.backend import current, requested
 from ..runtime.devices import device_of
 from ..runtime.program import CONSTANT_BELOW
@@ -101,6 +102,10 @@ def attention(
     if type(k) is type(v) is mx.array:
         static = (0, 0), scale, rule, window, softcap, deterministic
         return dispatch(ATTENTION, (q, k, v, seen, sinks), static)[0]
+    if isinstance(k, RotatedRows):
+        given: Any = (rotated_heads(q), tuple(k), tuple(v))
+        options: Any = {"scale": scale, "mask": mask, "window": window, "softcap": softcap}
+        return rotated_heads(attention(*given, **options, sinks=sinks))
     many = tuple, list
     of_k: Any = k if isinstance(k, many) and k else (k,)
     of_v: Any = v if isinstance(v, many) and v else (v,)
