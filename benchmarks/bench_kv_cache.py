@@ -38,7 +38,7 @@ def formats(model: Any, tokenizer: Any, args: Any) -> dict[str, Formats]:
     for target in args.bits_per_value:
         form = CacheFormat(args.group_size, hadamard=True)
         # On other text than what is predicted.
-        options = {"form": form, "text": shipped_text("train"), "samples": 2}
+        options = {"form": form, "text": shipped_text("train")}
         found[f"{target:g} bits a value, rotated"] = value_mixture(
             model, tokenizer, target, **options
         )

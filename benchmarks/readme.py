@@ -24,6 +24,7 @@ README = ROOT / "README.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 TESTING = ROOT / "docs" / "testing-without-a-mac.md"
 MODELS = ROOT / "docs" / "models.md"
+SERVING = ROOT / "docs" / "serving.md"
 
 
 @dataclass(frozen=True)
@@ -286,16 +287,16 @@ def checked() -> str:
 CHECKED = {"runs": "tests_cuda", "log": "sanitize_cuda"}
 
 
-def quantization() -> str:
-    """The cost of quantization for each model, as the benchmark printed it, under its command."""
+def whole(page: Path, *stems: str) -> str:
+    """Results as their benchmark printed them, each under its command."""
     parts = []
-    for stem in ("quantization", "quantization_smollm2", "quantization_time"):
+    for stem in stems:
         if results := read(stem):
             heads = list(results.rows[0])
             rows = ([_shown(row[head]) for head in heads] for row in results.rows)
-            where = f"{_link('file', _path(stem), MODELS)}, {results.device}, {_commit(results)}"
-            command = f"`{results.facts['command']}`"
-            parts.append(f"{command}, {results.facts['note']} ({where}):\n\n{_table(heads, rows)}")
+            where = f"{_link('file', _path(stem), page)}, {results.device}, {_commit(results)}"
+            said = filter(None, (f"`{results.facts['command']}`", results.facts.get("note")))
+            parts.append(f"{', '.join(said)} ({where}):\n\n{_table(heads, rows)}")
     return "\n\n".join(parts)
 
 
@@ -305,6 +306,7 @@ def _shown(cell: object) -> str:
     return f"{cell:g}" if cell.is_integer() else significant(cell)
 
 
+QUANTIZATION = "quantization", "quantization_smollm2", "quantization_time"
 # The results that no table of this page shows, or only in part.
 OTHER = {
     "architectures_cuda": "Eight architectures: one sequence, eight, and a prompt",
@@ -357,7 +359,8 @@ def pages() -> dict[Path, dict[str, str]]:
         README: {"summary": summary()},
         BENCHMARKS: {"plots": plots(), "others": others(), **parts},
         TESTING: {"checked": checked()},
-        MODELS: {"quantization": quantization()},
+        MODELS: {"quantization": whole(MODELS, *QUANTIZATION)},
+        SERVING: {"caches": whole(SERVING, "kv_cache", "kv_cache_smollm2")},
     }
 
 

@@ -26,7 +26,7 @@ def value_mixture(
     *,
     form: CacheFormat = EIGHT_BITS,
     text: str | None = None,
-    samples: int = 4,
+    samples: int = 2,
     length: int = 256,
 ) -> list[CacheFormat]:
     """A format for each cache of a model, which has so many bits a number in all.
