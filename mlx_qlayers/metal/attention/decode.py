@@ -51,13 +51,15 @@ def _registers(
     blocks: int,
     slice: int,
     run: int,
+    bits_v: int = 0,
     **_: object,
 ) -> int:
     """Words of the arrays of a thread: keys and values on their way, queries, sums and scores."""
-    width, packed = bits or 8 * T.size, bits > 0
+    packed = bits > 0  # codes of fewer bits than 4 are held as those of 4
+    width, width_v = ((max(n, 4) if packed else 8 * T.size) for n in (bits, bits_v or bits))
     steps, run_v = -(-D // (4 * run)), min(slice // 8, 8 if packed else 16 // T.size)
     keys = 2 * blocks * steps * (run * width // 32 + packed)
-    values = simds * blocks * slice // (2 * run_v) * (run_v * width // 32 + packed)
+    values = simds * blocks * slice // (2 * run_v) * (run_v * width_v // 32 + packed)
     queries = columns * steps * run // 4
     kept = queries * T.size if queries <= 16 else T.size
     # Of each row the largest score, its sum, its position and where its mask is; of all, scores.
