@@ -297,7 +297,7 @@ def whole(page: Path, *stems: str) -> str:
             where = f"{_link('file', _path(stem), page)}, {results.device}, {_commit(results)}"
             said = filter(None, (f"`{results.facts['command']}`", results.facts.get("note")))
             parts.append(f"{', '.join(said)} ({where}):\n\n{_table(heads, rows)}")
-    return "\n\n".join(parts)
+    return "\n\n".join(parts) or "Not measured yet."
 
 
 def _shown(cell: object) -> str:

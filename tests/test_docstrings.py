@@ -32,6 +32,7 @@ NAMES = {"mx": mx, "nn": nn} | {name: getattr(mlx_qlayers, name) for name in mlx
 BLOCK = re.compile(r"^ *```(python|sh)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 PRINTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
 SAYS = {"README.md": "49 swapped", "CONTRIBUTING.md": "60 bytes read", "models.md": "sons"}
+SAYS["serving.md"] = "4 bits in caches, rotated"
 PAGES = [
     pytest.param(page, marks=pytest.mark.slow if page.name == "models.md" else ())
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))
