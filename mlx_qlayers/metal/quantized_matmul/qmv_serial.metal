@@ -131,7 +131,8 @@ template <
     int count = min(rows, M - begin);
     if (integers) {
       alignas(64) char codes[4][LENGTH];
-      alignas(64) float steps[4][LENGTH / BLOCK], totals[4][LENGTH / BLOCK];
+      // Those of blocks that a row lacks are multiplied by 0.
+      alignas(64) float steps[4][LENGTH / BLOCK] = {}, totals[4][LENGTH / BLOCK] = {};
 #pragma unroll(1)
       for (int from = 0; from < K; from += LENGTH) {
         int depth = min(LENGTH, K - from);
