@@ -196,11 +196,6 @@ TABLES = [
 # The one table of README.md: a label with its unit, and the row of a table above.
 SUMMARY = {
     "shipped 11M model, decode, tokens/s": ("generate", "48 tokens of text"),
-    "SmolLM2-135M in Q4_1, text, tokens/s; in place of stock, llama.cpp":
-        ("llama_cpp", "64 tokens of text"),
-    "the same, activations in 8 bits":
-        ("llama_cpp", "64 tokens of text, activations in 8 bits"),
-    "the same, prompt of 256 tokens": ("llama_cpp", "a prompt of 256 tokens"),
     "7B, decode, batch 1, tokens/s": ("decode_contexts_cuda", "decode, context 16"),
     "7B, decode, batch 8, tokens/s": ("decode_cuda", "decode, batch 8"),
     "7B, prompt of 512 tokens, tokens/s": ("decode_cuda", "prefill 512"),
