@@ -36,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--stock-loss", action="store_true", help=text)
         text = "train nothing: print what memory it would take"
         parser.add_argument("--plan", action="store_true", help=text)
+        text = "bits of each of the two numbers that Adam and AdamW keep for a parameter"
+        parser.add_argument("--optimizer-bits", type=int, choices=[8, 32], default=32, help=text)
         text = "for --plan, instead of this device's"
         parser.add_argument("--memory", type=positive, metavar="GB", help=text)
     if parser.prog.endswith(" server"):
@@ -173,6 +175,7 @@ def _lora(module: Any, asked: Any) -> Iterator[None]:
     from ..runtime.backend import backend
     from ..runtime.transformed import uncompiled
     from ..training.fused_loss import fused_loss
+    from ..training.optimizers import in_8_bits
     from ..training.plan import in_least_memory
     from ..training.recompute import recompute_activations
     from .lora_arguments import check_lora, plan_of, read_yaml
@@ -181,6 +184,8 @@ def _lora(module: Any, asked: Any) -> Iterator[None]:
 
     def run(args: Any) -> None:
         check_lora(module, args)
+        if asked.optimizer_bits == 8 and args.optimizer.lower() not in ("adam", "adamw"):
+            raise ValueError(f"--optimizer-bits 8: for adam or adamw, not {args.optimizer}")
         if not asked.plan:
             theirs(args)
         else:
@@ -191,6 +196,7 @@ def _lora(module: Any, asked: Any) -> Iterator[None]:
         if not asked.stock:
             recompute_activations(model, layers=args.grad_checkpoint)
             args.grad_checkpoint = False
+        optimizer = in_8_bits(optimizer) if asked.optimizer_bits == 8 else optimizer
         given = losses(model)
         if asked.plan:
             print(plan_of(model, optimizer, train_dataset, args, asked.memory, **given))

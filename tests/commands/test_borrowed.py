@@ -189,6 +189,14 @@ def test_a_plan_of_lora_trains_nothing(talker, tmp_path, capsys):
     assert [line[:7] for line in lines[:4]] == ["weights", "adapter", "optimiz", "activat"]
     assert lines[5].startswith("2 x 32 tokens") and lines[6].endswith("tokens fit in 1 GB")
     assert not (tmp_path / "adapters").exists()
+    arguments += ["--optimizer-bits", "8"]
+    assert main(["lora", *arguments, "--adapter-path", str(tmp_path / "adapters")]) == 0
+    whole, eighths = (
+        float(line.split()[1]) for line in (lines[2], capsys.readouterr().out.splitlines()[-5])
+    )
+    assert eighths < whole
+    assert main(["lora", *arguments, "--optimizer", "sgd"]) == 2
+    assert "--optimizer-bits 8: for adam or adamw, not sgd" in capsys.readouterr().err
 
 
 def test_lora_names_data_that_is_not_there(tiny_model, capsys, monkeypatch):
