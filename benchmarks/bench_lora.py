@@ -22,6 +22,7 @@ mlx-lm's learning rate: in float32 how far ours are from stock's, in bfloat16 th
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -185,6 +186,7 @@ def above(run: Run) -> float:
 
     gc.collect()
     mx.clear_cache()
+    ctypes.CDLL(None).malloc_trim(0)  # else what was freed before is taken again, and not seen
     status.with_name("clear_refs").write_text("5")  # the maximum begins anew
     before = read("VmRSS")
     mx.eval(run())
@@ -228,6 +230,8 @@ def bench_step(part: str, table: Table, only: list[str], repeats: int) -> None:
                 stock = stock or (found if name == "stock" else None)
                 row |= {"loss": found["loss"].item(), "error": difference(found, stock)}
                 if recomputes:  # as mlx-qlayers lora does
+                    if not GPU:
+                        mx.set_cache_limit(0)
                     mx.set_memory_limit(round(SHARE * least_memory(training.run)))
                 training.run()
                 most = above(training.run) + training.bytes / 1e6

@@ -170,6 +170,7 @@ def _generate(module: Any, args: Any) -> AbstractContextManager[None]:
 
 @contextmanager
 def _lora(module: Any, asked: Any) -> Iterator[None]:
+    import mlx.core as mx
     from mlx_lm.tuner.trainer import iterate_batches
 
     from ..runtime.backend import backend
@@ -221,9 +222,16 @@ def _lora(module: Any, asked: Any) -> Iterator[None]:
     begin, measure = module.train, module.evaluate
     replaced: dict[str, Any] = {"run": run, "train": train, "evaluate": evaluate}
     replaced["yaml"] = SimpleNamespace(load=read_yaml)
-    # A compiled step traces its operations, and traced ones run no kernels on a CPU.
-    with _holding(module, **replaced), uncompiled(backend() == "host"):
-        yield
+    # A compiled step traces its operations, and traced ones run no kernels on a CPU. What is freed
+    # there is as soon allocated again.
+    on_cpu = backend() == "host"
+    before = mx.set_cache_limit(0) if on_cpu else None
+    try:
+        with _holding(module, **replaced), uncompiled(on_cpu):
+            yield
+    finally:
+        if before is not None:
+            mx.set_cache_limit(before)
 
 
 def _server(module: Any, args: Any) -> AbstractContextManager[None]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, NoReturn, cast
 
 import mlx.core as mx
 
-from ..runtime.backend import Mode, backend, mode
+from ..runtime.backend import Mode, backend, mode, within
 from ..runtime.transformed import no_derivative, without_derivative
 
 # The arrays of a call; None where an optional one is left out.
@@ -112,6 +113,23 @@ def _lazy(
     return lambda given: cast(Outputs, node(*given))
 
 
+# What clears the arrays of gradients that were computed, in a block of :func:`forgetting`.
+_clear: ContextVar[list[Callable[[], None]] | None] = ContextVar("clear", default=None)
+
+
+@contextmanager
+def forgetting() -> Iterator[None]:
+    """Free what gradients in a ``with`` block are computed from, once their values are there.
+
+    MLX frees it where it evaluates them, which it does not inside of another gradient.
+    """
+    calls = list[Callable[[], None]]()
+    with within(_clear, calls):
+        yield
+    for call in calls:
+        call()
+
+
 def _at_once(
     forward: Callable[[Sequence[mx.array]], Outputs], gradients: list[tuple[list[int], Compute]]
 ) -> Callable[[list[mx.array]], Outputs]:
@@ -119,7 +137,9 @@ def _at_once(
 
     def run(arrays: list[mx.array]) -> Outputs:
         # What the whole function's vjp is given; the identities' own come after it.
-        given: list[list[mx.array]] = []
+        given, made = list[list[mx.array]](), dict[Compute, Sequence[mx.array]]()
+        if (calls := _clear.get()) is not None:
+            calls += [given.clear, made.clear]
         node: Any = mx.custom_function(lambda *held: forward(held))
         node.jvp(no_derivative)  # else that of constants, which is zero
 
@@ -129,26 +149,21 @@ def _at_once(
             given[:] = [held, listed(cotangents), listed(outputs)]
             return [mx.broadcast_to(mx.array(0, a.dtype), a.shape) for a in held]
 
+        def gradient(compute: Compute, nth: int) -> mx.array:
+            if compute not in made:
+                arrays = [a for some in given for a in some]
+                made[compute] = without_derivative(lambda: list(compute(*given)), arrays)
+            return made[compute][nth]
+
         held = list(arrays)
         for positions, compute in gradients:
-            together = _computed_once(compute, given)
             for nth, i in enumerate(positions):
                 identity: Any = mx.custom_function(lambda a: a)
-                identity.vjp(lambda *_, all=together, nth=nth: all()[nth])
+                identity.vjp(lambda *_, of=compute, nth=nth: gradient(of, nth))
                 held[i] = identity(arrays[i])
         return cast(Outputs, node(*held))
 
     return run
-
-
-def _computed_once(
-    compute: Compute, given: list[list[mx.array]]
-) -> Callable[[], Sequence[mx.array]]:
-    def once() -> Sequence[mx.array]:
-        arrays = [a for some in given for a in some]
-        return without_derivative(lambda: list(compute(*given)), arrays)
-
-    return cache(once)
 
 
 def frozen_arrays(op: str, arrays: list[mx.array]) -> list[mx.array]:

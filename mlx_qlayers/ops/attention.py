@@ -23,7 +23,7 @@ from ..options import AttentionCall, RotatedRows, Scores
 from ..reference import attention as reference
 from ..reference.attention import Run
 from ..reference.hadamard import rotated_heads
-from ..runtime.backend import current, requested
+from ..runtime.backend import backend, current, requested
 from ..runtime.devices import device_of
 from ..runtime.program import CONSTANT_BELOW
 from ..runtime.proof import first_proven
@@ -282,6 +282,8 @@ def _by_kernels(call: AttentionCall) -> Run:
 
 def _choose_forward(call: AttentionCall) -> Choice:
     lacking, best = why_no_kernel(call), dict[str, Any]()
+    if current.get().sparing and not lacking and backend() == "host":
+        return Choice("attention", "host", "the gradients of MLX's operators keep all scores")
     if not (device_of().measured or lacking):
         question = Launcher(call).question()
         best = measured_beside(found("attention_forward", *question), _MANY)

@@ -58,13 +58,15 @@ class Context(NamedTuple):
     """The state of a thread or task: the requested backend, and what becomes of the graph.
 
     ``invariant`` says that no choice may depend on how many rows or sequences a call has;
-    ``integers`` that products on a CPU may round their rows to 8 bits.
+    ``integers`` that products on a CPU may round their rows to 8 bits; ``sparing`` that memory
+    counts more than time.
     """
 
     requested: str | None = None
     mode: Mode = Mode.EAGER
     invariant: bool = False
     integers: bool = False
+    sparing: bool = False
 
 
 @contextmanager

@@ -35,6 +35,18 @@ def has_values(arrays: Sequence[mx.array]) -> bool:
     return True
 
 
+def without_graph(array: mx.array) -> mx.array:
+    """The same numbers, by way of the host's memory.
+
+    Inside of ``mx.grad`` an array holds all that it was computed from, even with a value.
+    """
+    import numpy as np  # which the import of this package does not wait for
+
+    if array.dtype == mx.bfloat16:  # of which NumPy knows nothing
+        return without_graph(array.view(mx.uint16)).view(mx.bfloat16)
+    return mx.array(np.asarray(array))
+
+
 @contextmanager
 def uncompiled(when: bool = True) -> Iterator[None]:
     """Have ``mx.compile`` run functions as they are in a ``with`` block, in all threads."""

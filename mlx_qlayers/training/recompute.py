@@ -6,15 +6,17 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from ..dispatch.gradients import listed
+from ..dispatch.gradients import forgetting, listed
 from ..layers.qlinear import QLinear
-from ..runtime.backend import backend
+from ..ops.quantized_matmul import quantized_matmul
+from ..runtime.backend import backend, current, within
+from ..runtime.transformed import has_values, without_graph
 
 
 def recompute_activations(model: nn.Module, layers: bool = False) -> int:
@@ -22,8 +24,9 @@ def recompute_activations(model: nn.Module, layers: bool = False) -> int:
 
     Adapters keep their input as it is, not in their own precision, and those of DoRA no dense
     matrix, with which they do not multiply; gated feed-forward layers keep the gate and the other
-    factor, and neither the activation nor its product, but where kernels run on a CPU. The
-    gradients compute these anew, which takes no product with a large matrix; results stay the same.
+    factor, and neither the activation nor its product. The gradients compute these anew, which
+    takes no product with a large matrix; results stay the same. Where kernels run on a CPU all that
+    they are given would stay in memory, so there layers keep their input alone, as with ``layers``.
 
     Modules of mlx-lm's ``LoRALinear``, its ``DoRALinear`` around a ``QLinear``, and those with
     ``gate_proj``, ``up_proj`` and ``down_proj`` of any class whose code lets it, get another class
@@ -57,12 +60,19 @@ def recompute_activations(model: nn.Module, layers: bool = False) -> int:
             found.append((module, _dora_class(cls)))
         elif _is_gated(module):
             found.append((module, _gated_class(cls)))
-    for layer in filter(None, model.layers if layers else ()):
-        whole: Any = type(layer)
-        found.append((layer, _layer_class(whole)))
+        elif backend() == "host" and isinstance(module, nn.RMSNorm | nn.RoPE):
+            found.append((module, _layer_class(cls)))  # on a CPU many operations, all kept
     for module, cls in found:
         module.__class__ = cls
-    return len(found)
+    on_cpu = backend() == "host"
+    whole = [*filter(None, model.layers if layers or on_cpu else ())]
+    for layer in whole if on_cpu else ():  # where a part's own arrays would all be kept for another
+        parts = layer.children().values()
+        whole = whole + [m for m in parts if isinstance(m, nn.Module) and m.trainable_parameters()]
+    for module in whole:
+        own: Any = type(module)
+        module.__class__ = _layer_class(own)
+    return len({id(module) for module in (*(module for module, _ in found), *whole)})
 
 
 def checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,20 +85,30 @@ def checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **options: Any) -> Any:
-        given, made, before = (args, options), list[Any](), _key()
-        key = mx.array(before)
+        given, made, before = _holes((args, options)), list[Any](), _key()
+        key, arrays = mx.array(before), _arrays((args, options))
+        # What kernels on a CPU are given has values, and keeps what these were computed from.
+        at_once = backend() == "host" and has_values(arrays)
+
+        def cut(arrays: Any) -> list[mx.array]:
+            return [without_graph(a) for a in listed(arrays)] if at_once else listed(arrays)
+
+        def result(*held: mx.array) -> Any:
+            some, named = _holding(given, held)
+            with within(current, current.get()._replace(sparing=True)):
+                return function(*some, **named)
 
         def flat(*held: mx.array) -> list[mx.array]:
-            some, named = _holding(given, held)
-            made[:] = [function(*some, **named)]
-            return _arrays(made)
+            y = result(*cut(held))
+            made[:] = [_holes(y)]
+            return cut(_arrays(y))
 
         def again(*held: mx.array) -> list[mx.array]:
             now = mx.array(_key())
             if is_drawn:
                 _key()[:] = key
             try:
-                return flat(*held)
+                return _arrays(result(*held))
             finally:
                 if is_drawn:
                     _key()[:] = now
@@ -97,15 +117,22 @@ def checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
 
         @node.vjp
         def _(primals: Any, cotangents: Any, _: Any) -> list[mx.array]:
+            if at_once:
+                with forgetting():
+                    return cut(mx.vjp(again, cut(primals), cut(cotangents))[1])
             dy = listed(cotangents)
             gradients = mx.vjp(again, mx.depends(listed(primals), dy), dy)[1]
             return mx.depends(gradients, gradients)
 
-        outputs = listed(node(*_arrays(given)))
+        outputs = listed(node(*arrays))
         is_drawn = _key() is not before  # each number replaces the key
         return _holding(made, outputs)[0]
 
     return call
+
+
+class _Hole:
+    """The place of an array in a tree."""
 
 
 def _key() -> mx.array:
@@ -120,10 +147,14 @@ def _arrays(tree: Any) -> list[mx.array]:
     return found
 
 
+def _holes(tree: Any) -> Any:
+    return tree_map(lambda a: _Hole() if isinstance(a, mx.array) else a, tree)
+
+
 def _holding(tree: Any, arrays: Any) -> Any:
-    """The same tree with other arrays."""
+    """The same tree with arrays in its holes."""
     left = iter(arrays)
-    return tree_map(lambda a: next(left) if isinstance(a, mx.array) else a, tree)
+    return tree_map(lambda a: next(left) if isinstance(a, _Hole) else a, tree)
 
 
 @contextmanager
@@ -152,11 +183,50 @@ def _lora_class(cls: Any) -> Any:
         def added(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
             return (self.scale * ((x @ a) @ b)).astype(x.dtype)
 
-        given = self.dropout(x), self["lora_a"], self["lora_b"]
-        y: mx.array = self.linear(x) + checkpoint(added)(*given)
+        z, *given = self.dropout(x), self["lora_a"], self["lora_b"]
+        frozen = not self.linear.trainable_parameters()
+        if backend() == "host" and frozen and has_values([x, z, *given]):
+            dropped = [] if z is x else [z]
+            return _joined(self.linear, self.scale, added)(x, *given, *dropped)
+        y: mx.array = self.linear(x) + checkpoint(added)(z, *given)
         return y
 
     return _made(cls, call)
+
+
+def _joined(linear: Any, scale: float, added: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """A frozen layer and its adapter where kernels run at once: nothing but the inputs is kept."""
+
+    def copies(x: mx.array, z: mx.array, *others: mx.array) -> list[mx.array]:
+        mine = without_graph(x)
+        return [mine, mine if z is x else without_graph(z), *map(without_graph, others)]
+
+    def forward(x: mx.array, a: mx.array, b: mx.array, *dropped: mx.array) -> mx.array:
+        x, z, a, b = copies(x, *(dropped or [x]), a, b)
+        return without_graph(linear(x) + added(z, a, b))
+
+    product: Any = mx.custom_function(forward)
+
+    @product.vjp
+    def _(primals: Any, cotangent: mx.array, _: mx.array) -> list[mx.array]:
+        x, a, b, *dropped = primals
+        x, z, a, b = copies(x, *(dropped or [x]), a, b)
+        dy = without_graph(cotangent)
+        if isinstance(linear, QLinear):
+            arrays = dy, linear["weight"], linear["scales"], linear.get("biases")
+            fmt = linear.group_size, linear.bits, linear.mode
+            dx = quantized_matmul(*arrays, False, *fmt)
+        else:
+            with forgetting():
+                dx = without_graph(mx.vjp(lambda x: [linear(x)], [x], [dy])[1][0])
+        dy, rows = dy.astype(mx.result_type(z, b)), [*range(z.ndim - 1)]
+        back, low = scale * (dy @ b.T), scale * (z @ a)
+        da, db = (mx.tensordot(u, v, [rows, rows]) for u, v in ((z, back), (low, dy)))
+        dz = (back @ a.T).astype(x.dtype)
+        found = [dx, da, db, dz] if dropped else [dx + dz, da, db]
+        return [without_graph(d.astype(p.dtype)) for d, p in zip(found, primals, strict=True)]
+
+    return cast(Callable[..., mx.array], product)
 
 
 @cache
@@ -209,9 +279,6 @@ def _gated_class(cls: Any) -> Any:
     stock = cls.__call__
 
     def call(self: Any, x: mx.array) -> Any:
-        if backend() == "host":  # where the product behind it would run at once, too
-            return stock(self, x)
-
         def rest(some: dict[str, Any], gate: mx.array, up: mx.array) -> Any:
             with _parameters(self, some):
                 return stock(_Given(self, gate, up), None)

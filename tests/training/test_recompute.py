@@ -2,14 +2,15 @@
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from architecture_table import ARCHITECTURES
 from architectures import build
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.tuner.trainer import default_loss
 from training.test_fused_loss import adapted, assert_same, small, step
 
-from mlx_qlayers import convert_model, recompute_activations, use_backend
+from mlx_qlayers import convert_model, fused_loss, recompute_activations, use_backend
 from mlx_qlayers.runtime import trace
 
 
@@ -36,8 +37,11 @@ def test_dora_multiplies_with_packed_matrices(backend, dtype):
     model.update(weights)
     with use_backend("reference"):
         stock = step(model, default_loss)
-    assert recompute_activations(model) == 2 * (7 + 1)
     with use_backend(backend), trace() as launches:
+        # Beside adapters and gated layers on a CPU norms, rotations, layers and their two parts.
+        assert recompute_activations(model) == 2 * (7 + 1) + (5 + 2 + 1 + 2 + 1) * (
+            backend == "host"
+        )
         found = step(model, default_loss)
     assert (backend == "host") == any(launch.kernel.startswith("q") for launch in launches)
     if dtype == mx.float32:
@@ -99,6 +103,37 @@ def kept(layers: int, recompute: bool, whole: bool) -> float:
         mx.eval(traced())
         peaks.append(mx.get_peak_memory() - before)
     return min(peaks)
+
+
+def test_kernels_on_a_cpu_keep_the_inputs_of_layers_alone():
+    """They run at once, with all that they were given in memory, until the gradients are there."""
+    found, peaks = [], []
+    for recompute in (False, True):
+        mx.random.seed(2)
+        model = small(words=200, layers=4)
+        nn.quantize(model)
+        adapted(model).train()
+        convert_model(model, calibrate=False)
+        if recompute:
+            recompute_activations(model)
+        batch, lengths = mx.zeros((4, 65), mx.int32), mx.array([[0, 65]] * 4)
+        loss, left = fused_loss(model), list[int]()
+        with use_backend("auto"):
+            for _ in range(2):
+                mx.eval(model.parameters())
+                before = mx.get_active_memory()
+                mx.reset_peak_memory()
+                (value, _), gradients = nn.value_and_grad(model, loss)(model, batch, lengths)
+                mx.eval(value, gradients)
+                peak = mx.get_peak_memory() - before
+                result = [value, mx.array(1), *(g for _, g in tree_flatten(gradients))]
+                result = [mx.array(np.array(a)) for a in result]
+                del value, gradients
+                left.append(mx.get_active_memory())
+        found.append(result)
+        peaks.append(peak)
+    assert_same(*reversed(found))
+    assert peaks[1] < 0.3 * peaks[0] and left[1] <= left[0] + 10_000  # and nothing stays after it
 
 
 def test_what_a_layer_keeps():

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ...dispatch import dispatch
 from ...runtime.backend import backend
-from ...runtime.transformed import is_transformed
+from ...runtime.transformed import is_transformed, without_graph
 from ..matmul import matmul
 from ..quantized_matmul import QUANTIZED_MATMUL
 from ..quantized_route import by_reference
@@ -118,15 +118,6 @@ def on_cpu() -> bool:
 def product(a: mx.array, b: mx.array) -> mx.array:
     """A B, in float32 never rounded to TF32."""
     return a @ b if on_cpu() else matmul(a, b)
-
-
-def without_graph(array: mx.array) -> mx.array:
-    """The same numbers, which remember nothing: by way of the host's memory."""
-    import numpy as np  # which the import of this package does not wait for
-
-    if array.dtype == mx.bfloat16:  # of which NumPy knows nothing
-        return without_graph(array.view(mx.uint16)).view(mx.bfloat16)
-    return mx.array(np.array(array))
 
 
 def _blocks(length: int, most: int) -> list[slice]:
