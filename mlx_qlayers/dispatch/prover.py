@@ -73,8 +73,9 @@ def proven(
                 raise
             tried.add(found.key)
             measured = entries.adopted, entries.unsaved
-            _, how, invariant, _ = current.get()
-            _prove(_Job(operation, static, specs, how, invariant, gradient, measured), found)
+            now = current.get()
+            job = _Job(operation, static, specs, now.mode, now.invariant, gradient, measured)
+            _prove(job, found)
 
 
 def plan_of(operation: Any, static: tuple[Any, ...], specs: Sequence[Any]) -> Any:
