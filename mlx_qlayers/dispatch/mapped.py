@@ -23,6 +23,11 @@ Axes = Sequence[int | None]
 Batched = Callable[[Sequence[Any], Axes], bool]
 
 
+def always(*_: Any) -> bool:
+    """For an operation one call of which does for all, whatever the axes."""
+    return True
+
+
 class _Trace:
     """The nodes of a function that ``mx.vmap`` traces, by their number.
 

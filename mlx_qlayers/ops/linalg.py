@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import Gradient, Operation, Plan, choose, dispatch
+from ..dispatch.mapped import always
 from ..measurements.thresholds import gain, threshold
 from ..metal.linalg import launch
 from ..metal.linalg import qr as blocked
@@ -332,9 +333,9 @@ _DIFFERENCE = Signature("""
     a: float32 (..., N, K)
     x: float32 (..., K, M)
 """)
-_CHOLESKY = Operation("cholesky", _plan_cholesky, sample=_sample, batched=lambda *_: True)
+_CHOLESKY = Operation("cholesky", _plan_cholesky, sample=_sample, batched=always)
 _SOLVE = Operation("solve_triangular", _plan_solve, sample=_sample)
-_QR = Operation("qr", _plan_qr, batched=lambda *_: True)
+_QR = Operation("qr", _plan_qr, batched=always)
 _SUBTRACT = Operation("subtract_product", _plan_subtract)
 
 
