@@ -328,6 +328,7 @@ OTHER = {
     "peers_cuda": "Attention, small products and grid sampling beside PyTorch",
     "runtime": "Python time of a launch",
     "server_cuda": "Requests that arrive one after the other, with all percentiles of the gaps",
+    "speculation_text": "Text by verified look-ups of SmolLM2-135M on a CPU, and what rounds cost",
     "startup_cuda": "Start-up with empty caches, in a later process, and calibration",
     "tensor_cuda": "Metal 4 tensor kernels beside the others",
 }

@@ -53,6 +53,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "quantized": ("quantized_matmul/*",),
     "quantized_few": PRODUCTS,
     "runtime": (),
+    "speculation": (*STEP, *TILES[:1], "quantized_matmul/*"),
     "tensor": ("attention/tensor*", "quantized_matmul/qmm*", *TILES),
 }
 
