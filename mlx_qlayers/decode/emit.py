@@ -65,6 +65,10 @@ class Program:
         calls = [self._folded(node, self._call(node, weights)) for node in graph.nodes()]
         self.outputs = {name: self._of[node] for name, node in graph.outputs.items()}
         self.calls = self._scheduled([call for call in calls if call is not None])
+        if binds and backend() == "host":
+            from .listed import as_listed  # of the host backend, which others do not load
+
+            self.calls = [as_listed(call) for call in self.calls]
         shapes = [each.shape for node in graph.nodes() for each in node.outputs] if binds else []
         self._rows = itemgetter(*filter(_is_rows, names_in((*shapes,))), "batch")
         self._bound: dict[Any, BoundCalls] = {}
@@ -180,7 +184,7 @@ class Program:
         found = self._bound.get(rows) or self._calls(rows)
         count(tuple(found.rows))
         if goes_on and self.binds and backend() == "host":
-            from .listed import run_listed  # of the host backend, which others do not load
+            from .listed import run_listed
 
             run_listed(found, registers, self.start, self.outputs, self._advancing)
         else:
