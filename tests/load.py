@@ -39,6 +39,7 @@ LONGEST, CONTEXT, MOST = 4096, 4400, 64  # tokens: of a prompt, of all, of an an
 AT_ONCE = 32
 # Between the two likeliest tokens of a text that is compared: what float32 cannot exchange.
 _MARGIN = 1e-3
+_PATIENCE = 1800  # seconds without a byte: long prompts of 32 clients on a busy machine
 _STOCK = 200  # tokens of a prompt that MLX's operators read in a second
 _GROWTH = 1.1, 48  # of the server's memory from the first third on: a factor, and MB
 
@@ -229,6 +230,17 @@ def memory(pid: int) -> float:
     return int(subprocess.check_output(["ps", "-o", "rss=", "-p", str(pid)])) / 1024
 
 
+async def settled(pid: int, limit: float = 120) -> float:
+    """MB once they stay: who left has been noticed, and what was freed given back."""
+    found, begin = [memory(pid)], time.monotonic()
+    while time.monotonic() - begin < limit:
+        await asyncio.sleep(0.5)
+        found.append(memory(pid))
+        if len(found) > 4 and max(found[-4:]) - min(found[-4:]) < 1:
+            break
+    return found[-1]
+
+
 async def load(
     address: str,
     pid: int,
@@ -236,23 +248,22 @@ async def load(
     count: int,
     *,
     seconds: float = 0,
-    rounds: int = 3,
+    rounds: int = 6,
     at_once: int = AT_ONCE,
 ) -> Report:
     """Requests in rounds, between which the server is idle; more rounds until time is over."""
-    limits, patience = httpx2.Limits(max_connections=None), httpx2.Timeout(600)
+    limits, patience = httpx2.Limits(max_connections=None), httpx2.Timeout(_PATIENCE)
     async with httpx2.AsyncClient(base_url=address, limits=limits, timeout=patience) as client:
         clients, begin = Clients(client, asked, count), time.monotonic()
         report, watch = clients.report, asyncio.create_task(clients.watch())
         while len(report.memory) < rounds or time.monotonic() - begin < seconds:
             await clients.round(-(-count // rounds), at_once)
-            await asyncio.sleep(1.5)  # who left has been noticed, and memory given back
-            report.memory.append(memory(pid))
+            report.memory.append(await settled(pid))
             told = f"{time.monotonic() - begin:.0f} s, {dict(report.answers)}"
             print(told, f"{report.memory[-1]:.0f} MB", report.wrong[-1:], flush=True)
         watch.cancel()
     factor, more = _GROWTH
-    before, *_, after = report.memory
+    before, after = report.memory[len(report.memory) // 3], report.memory[-1]
     report.check(after <= factor * before + more, f"memory: {report.memory} MB")
     return report
 

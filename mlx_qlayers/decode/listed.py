@@ -135,6 +135,7 @@ def _joined(
             found = LaunchList(len(pending), arrays, fixed, exported)
             for kind, call in pending:
                 _add(found, kind, call, arrays)
+            found.close()
             return [found]
         except Unlisted:
             pass

@@ -7,7 +7,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from queue import Queue
 from typing import Any
+from weakref import WeakSet
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,6 +19,7 @@ from mlx_lm.generate import BatchGenerator as Stock
 from small_qwen import qwen
 from tiny_model import save_tiny_model
 
+from mlx_qlayers.commands import serving as serving_module
 from mlx_qlayers.commands.prompt_parts import BatchGenerator
 
 # A model that fails on some prompts, as mlx-lm loads its class from a file of the model.
@@ -87,6 +90,23 @@ def test_clients_that_leave_make_room(failing_model):
         queued.close()
         first.close()
         check_health(address)
+
+
+def test_memory_goes_back_where_nobody_asks(monkeypatch):
+    """Half a second after the last text, once; and never between tokens."""
+    returned: list[int] = []
+    monkeypatch.setattr(serving_module, "_return_memory", lambda: returned.append(len(asked)))
+    generator = object.__new__(serving_module.ResponseGenerator)
+    generator._is_distributed, generator._serving = False, WeakSet()
+    generator.requests = Queue()
+    asked: list[Any] = []
+    for timeout in (None, *[0.0] * 4, None, *[0.0] * 9):
+        asked.append(generator._next_request(timeout))
+    assert returned == [10]
+    generator.requests.put((serving_module.Answers(), None, None))
+    for _ in range(6):
+        asked.append(generator._next_request(0.0))
+    assert returned == [10, 20]
 
 
 class Slow(nn.Module):

@@ -12,6 +12,6 @@ def test_every_text_is_that_alone():
     with model_in(mx.float32) as model:
         asked = texts(model, 8, 120, 16)
         with server(model) as (address, process):
-            report = asyncio.run(load(address, process.pid, asked, 36, rounds=2, at_once=12))
+            report = asyncio.run(load(address, process.pid, asked, 36, rounds=3, at_once=12))
     assert not report.wrong
     assert report.tokens > 100 and len(report.health) > 5

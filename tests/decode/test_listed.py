@@ -1,5 +1,7 @@
 """Steps on a CPU as lists of launches: the numbers, the caches, and what others hold of these."""
 
+import gc
+
 import mlx.core as mx
 import pytest
 from architecture_table import ARCHITECTURES
@@ -77,3 +79,19 @@ def test_the_same_text_has_the_same_bits_before_and_after_its_steps_are_listed()
             found.append(stepped(model, cache, tokens, True))
     assert lists(model)
     assert all(mx.array_equal(each, found[0]) for each in found)
+
+
+def test_lists_hold_no_arrays_of_the_step_that_made_them():
+    """A server has lists for many batch sizes, each made with caches of many texts."""
+    model = build("qwen2", ARCHITECTURES["qwen2"])
+    cache = make_prompt_cache(model)
+    with use_backend("host"):
+        before = mx.get_active_memory()
+        mx.eval(model(mx.zeros((8, 500), mx.int32), cache=cache))
+        stepped(model, cache, [mx.array([[7]] * 8)] * 3, True)
+    size = sum(c.nbytes for c in cache)
+    engine._steps[id(model)].progress.clear()
+    del cache
+    gc.collect()
+    assert lists(model)
+    assert mx.get_active_memory() - before < size / 2

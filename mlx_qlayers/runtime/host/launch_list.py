@@ -57,7 +57,7 @@ class LaunchList:
         # The words that hold addresses of what a run is given, and of what it gives.
         self._taken: dict[int, list[tuple[Any, int]]] = {}
         self._made: dict[int, tuple[list[tuple[Any, int]], SmallOutput | bytes]] = {}
-        self._shown: list[tuple[int, int]] = []
+        self._shown: list[tuple[int, int, tuple[int, ...]]] = []
         # Of a copy the word with its target, the buffer, the register of its index, bytes of a row.
         self._copies: list[tuple[int, int, int, int]] = []
 
@@ -104,7 +104,7 @@ class LaunchList:
         root = self._roots.get(x, x)
         self._roots[target] = root
         if target in self._exported:
-            self._shown.append((target, root))
+            self._shown.append((target, root, self._arrays[target].shape))
         if root in self._places:
             self._users[root] += 1
 
@@ -116,6 +116,10 @@ class LaunchList:
             if not self._users[root]:
                 address, size = self._places[root]
                 self._free[size].append(address)
+
+    def close(self) -> None:
+        """Add nothing more: the arrays of the step are let go, whole caches among them."""
+        self._arrays = ()
 
     def run(self, registers: list[Any]) -> None:
         """Run the list.
@@ -149,8 +153,8 @@ class LaunchList:
             assert isinstance(kind, SmallOutput)
             registers[register] = mx.array(capsule(kind.tensor_address, b"dltensor", None))
             kind.free.append(block)
-        for register, root in self._shown:
-            registers[register] = registers[root].reshape(self._arrays[register].shape)
+        for register, root, shape in self._shown:
+            registers[register] = registers[root].reshape(shape)
 
     def _item(self) -> Any:
         self._length += 1
