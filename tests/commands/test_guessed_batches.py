@@ -13,7 +13,7 @@ from mlx_lm.sample_utils import greedy_sampler, make_logits_processors
 from mlx_qlayers import convert_model
 from mlx_qlayers.commands.prompt_parts import BatchGenerator
 from mlx_qlayers.commands.serving import make_sampler
-from mlx_qlayers.decode.quantized_caches import make_prompt_cache
+from mlx_qlayers.decode.quantized_caches import CacheFormat, make_prompt_cache
 from mlx_qlayers.speculation.loop import Speculation
 from mlx_qlayers.speculation.rounds import SpeculationReport
 
@@ -135,7 +135,7 @@ def test_quantized_caches():
     report = check(
         "qwen2",
         Speculation(prompt_lookup=True, measured=False),
-        lambda model: make_prompt_cache(model, group_size=32, bits=8),
+        lambda model: make_prompt_cache(model, formats=CacheFormat(32)),
     )
     assert report.guesses
 
