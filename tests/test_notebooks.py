@@ -35,6 +35,10 @@ SMALLER = {
         "width=2": "width=1",
         "budget_s=20": "budget_s=2",
     },
+    "09_fine_tuning": {
+        "SECONDS = 40": "SECONDS = 0.5",
+        "BATCH, LENGTH = 4, 64": "BATCH, LENGTH = 1, 16",
+    },
     "10_warp_and_match": {"(20, 50,": "(20, 5,", "(8, 40,": "(8, 4,", "(3, 30,": "(3, 3,"},
 }
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -53,7 +57,7 @@ def texts(output: nbformat.NotebookNode) -> list[str]:
 
 def test_notebooks_are_numbered():
     numbers = [int(path.name.split("_")[0]) for path in NOTEBOOKS]
-    assert numbers == sorted(set(numbers)) and len(numbers) == 10
+    assert numbers == sorted(set(numbers)) and len(numbers) == 11
 
 
 @every_notebook
