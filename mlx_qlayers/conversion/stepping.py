@@ -44,10 +44,13 @@ def step_class(cls: type[nn.Module], invariant: bool = False) -> type[nn.Module]
         plain = len(args) + len(options) == 2 and len(args) > 0
         # The graph of a subclass whose method calls this has more in it than this gives.
         plain = plain and type(self).__call__ is call and not invariant
-        integers = getattr(self, "_integers", False) and not self.training
+        integers = "_integers" in vars(self) and not self.training
+        if integers and not current.get().integers:
+            with within(current, current.get()._replace(integers=True)):
+                return call(self, *args, **options)
+        if plain and caches and (logits := step(self, args[0], caches)) is not None:
+            return logits
         with within(current, current.get()._replace(invariant=invariant, integers=integers)):
-            if plain and caches and (logits := step(self, args[0], caches)) is not None:
-                return logits
             return in_turn(function, self, *args, **options)
 
     body = {"__call__": call, "_fuses": cls, "_invariant": invariant}
