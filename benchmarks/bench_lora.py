@@ -22,7 +22,6 @@ mlx-lm's learning rate: in float32 how far ours are from stock's, in bfloat16 th
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,6 +44,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_qlayers import convert_model, fused_loss, linear_cross_entropy, recompute_activations
 from mlx_qlayers.commands.demo import shipped_model
 from mlx_qlayers.runtime.backend import backend
+from mlx_qlayers.runtime.memory import return_memory
 from mlx_qlayers.training.plan import SHARE, least_memory
 
 # Rows, columns and words of the output layer.
@@ -184,9 +184,7 @@ def above(run: Run) -> float:
     def read(name: str) -> float:
         return int(status.read_text().split(f"{name}:")[1].split()[0]) / 1e3
 
-    gc.collect()
-    mx.clear_cache()
-    ctypes.CDLL(None).malloc_trim(0)  # else what was freed before is taken again, and not seen
+    return_memory()  # else what was freed before is taken again, and not seen
     status.with_name("clear_refs").write_text("5")  # the maximum begins anew
     before = read("VmRSS")
     mx.eval(run())

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         text = "train nothing: print what memory it would take"
         parser.add_argument("--plan", action="store_true", help=text)
         text = "bits of each of the two numbers that Adam and AdamW keep for a parameter"
-        parser.add_argument("--optimizer-bits", type=int, choices=[8, 32], default=32, help=text)
+        parser.add_argument("--optimizer-bits", type=int, default=32, help=text)
         text = "for --plan, instead of this device's"
         parser.add_argument("--memory", type=positive, metavar="GB", help=text)
     if parser.prog.endswith(" server"):

@@ -67,6 +67,7 @@ RANGES = {
     "min_tokens_to_keep": COUNT,
     "num_draft_tokens": _whole(0, 2**10),
     "num_layers": _whole(0, _MOST, -1),
+    "optimizer_bits": _one_of(8, 32),
     "port": _whole(0, 2**16 - 1),
     "prefill_step_size": COUNT,
     "presence_context_size": _whole(0),

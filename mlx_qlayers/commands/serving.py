@@ -8,8 +8,6 @@ begins anew, and after several errors in a row the process ends.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import io
 import json
 import logging
@@ -36,6 +34,7 @@ from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prom
 
 from ..conversion.checkpoint import check_adapter
 from ..conversion.loading import check_model
+from ..runtime.memory import return_memory
 from .requests import BadRequest, check_body
 
 _LARGEST_BODY = 256 << 20  # bytes; images come inside
@@ -152,7 +151,7 @@ class ResponseGenerator(server.ResponseGenerator):
         self._serving.clear()
         if not self._stop:
             self.prompt_cache = PromptCache(self._cache_size)
-        _return_memory()  # of the caches of the batch
+        return_memory()  # of the caches of the batch
 
     def generation_available(self) -> bool:
         return self._generation_thread.is_alive() and self.failure is None
@@ -186,7 +185,7 @@ class ResponseGenerator(server.ResponseGenerator):
         request = super()._next_request(timeout)
         self._idle = self._idle + 1 if request is None and timeout is not None else 0
         if self._idle == _RESTS:  # what generation has freed goes back to the system
-            _return_memory()
+            return_memory()
         if request is None or (request[0].left and not self._is_distributed):
             return None
         self._serving.add(request[0])
@@ -250,14 +249,6 @@ class ResponseGenerator(server.ResponseGenerator):
             sizes = model(mx.array([[0]])).shape[-1], min(limits, default=None)
             self._measured = provider.model_key, sizes
         return self._measured[1]
-
-
-def _return_memory() -> None:
-    """Give the system back what nothing refers to any more."""
-    gc.collect()
-    mx.clear_cache()
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps it for itself
-        trim(0)
 
 
 def _positions(model: nn.Module) -> int | None:
