@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
+from ..runtime.memory import return_memory
 from ..tuning.calibrate import same_random_state
 
 # The share of what a step needs from which on MLX waits for what it has handed over.
@@ -96,6 +97,7 @@ def plan(model: Any, optimizer: Any, loss: Callable[..., Any], batch: int, lengt
         all_of, some, moments = map(
             _bytes, (model.parameters(), model.trainable_parameters(), optimizer.state)
         )
+        return_memory()  # else what nobody needs any more goes while steps are measured
         outside, points = mx.get_active_memory() - all_of - moments, dict[int, int]()
         for n in (length // 4, length // 2, length):
             if n == length and 2 * points[length // 2] + outside > 0.7 * memory():

@@ -31,7 +31,10 @@ def test_many_queries_of_packed_keys_are_of_dense_ones_on_a_gpu(device, most, on
 @pytest.mark.parametrize(
     "keys, heads, bits, kernel",
     [
-        *((1 << 19, 1, bits, kernel) for bits, kernel in ((8, True), (4, True), (2, False))),
+        *(
+            (1 << 19, 1, bits, kernel)
+            for bits, kernel in ((8, True), (4, True), (2, True), (6, False))
+        ),
         (1 << 18, 2, 8, False),
         (1 << 10, 1, 8, False),
     ],

@@ -8,6 +8,7 @@ from mlx_lm.tuner.trainer import TrainingArgs, iterate_batches, train
 from training.test_fused_loss import adapted, small
 
 from mlx_qlayers import fused_loss, recompute_activations, use_backend
+from mlx_qlayers.runtime.memory import return_memory
 from mlx_qlayers.training.plan import Plan, in_least_memory, plan
 
 BATCH, LENGTH = 4, 127
@@ -26,6 +27,7 @@ def test_a_plan_is_within_a_tenth_of_what_is_measured(layers, tmp_path):
         assert all(map(mx.array_equal, before, after))
         del before, after
         mx.eval(model.parameters())
+        return_memory()
         others = mx.get_active_memory() - found.weights - found.adapters
         file = str(tmp_path / "adapters.safetensors")
         args = TrainingArgs(BATCH, 2, max_seq_length=LENGTH + 1, adapter_file=file)
