@@ -143,11 +143,12 @@ TABLES = [
     Table("generate", "generate.py --tokens 48", TOKENS,
         {"a prompt of 256 tokens": "prefill tok/s", "{tokens:.0f} tokens of text": "decode tok/s"},
         sides=("stock mlx-lm", "converted (auto)"), by="layers"),
-    Table("llama_cpp", "llama_cpp.py --threads 1 --tokens 32", PEER,
+    Table("llama_cpp", "llama_cpp.py", PEER,
         {"a prompt of 256 tokens": "prompt tok/s", "text": "text tok/s"},
         sides=("llama.cpp", "mlx-qlayers"), by="SmolLM2-135M"),
-    Table("llama_cpp", "llama_cpp.py --threads 1 --tokens 32", PEER,
-        {"text, activations in 8 bits": "text tok/s"},
+    Table("llama_cpp", "llama_cpp.py", PEER,
+        {"a prompt of 256 tokens, activations in 8 bits": "prompt tok/s",
+         "text, activations in 8 bits": "text tok/s"},
         sides=("llama.cpp", "mlx-qlayers, int8"), by="SmolLM2-135M"),
     Table("quantized_matmul", "quantized_matmul.py", MS,
         {"{shape}, {dtype}, M = {rows:.0f}": ""}, "3584 x 3584, .* M = (1|8|64)"),
@@ -196,7 +197,7 @@ TABLES = [
 # The one table of README.md: a label with its unit, and the row of a table above.
 SUMMARY = {
     "shipped 11M model, decode, tokens/s": ("generate", "48 tokens of text"),
-    "SmolLM2-135M in Q4_1, one thread of a CPU, text, tokens/s; llama.cpp in place of stock":
+    "SmolLM2-135M in Q4_1 on a CPU, text, tokens/s; llama.cpp in place of stock":
         ("llama_cpp", "text"),
     "the same, activations in 8 bits": ("llama_cpp", "text, activations in 8 bits"),
     "the same, prompt of 256 tokens": ("llama_cpp", "a prompt of 256 tokens"),
