@@ -61,8 +61,7 @@ def linear_cross_entropy(
 
     Returns:
         float32: (...) or, reduced, (). The mean of no rows is NaN. It can be differentiated once,
-        by ``x``, ``weight``, ``scales``, ``biases``, ``bias`` and ``mask``. Of more than one block
-        ``mx.jvp`` raises.
+        by ``x``, ``weight``, ``scales``, ``biases``, ``bias`` and ``mask``. ``mx.jvp`` raises.
 
     Raises:
         ValueError: an argument has a shape, dtype or value that does not fit; it is named.
@@ -179,8 +178,15 @@ def _plan_rows(arrays: Arrays, fmt: Format | None, smoothing: float, softcap: fl
         return Blocks(x.astype(dtype), targets, made, smoothing)
 
     def run(*given: Any) -> list[mx.array]:
-        with mode(Mode.GRADIENT):
-            return blocks(*given).losses()
+        made = blocks(*given)
+
+        def losses() -> list[mx.array]:
+            with mode(Mode.GRADIENT):
+                return made.losses()
+
+        # Blocks that are computed at once remember nothing: mx.jvp would see constants.
+        there = [a for a in given if a is not None]
+        return without_derivative(losses, there) if made.head.at_once else losses()
 
     def once(compute: Callable[..., list[mx.array]]) -> Callable[..., list[mx.array]]:
         """What is no loss has a cotangent that goes nowhere: no second derivative."""
