@@ -4,6 +4,7 @@
     python benchmarks/bench_decode.py --tiny
     python benchmarks/bench_decode.py --contexts 16 4096 16384 32768
     python benchmarks/bench_decode.py --kv-bits 8 4 --prefill 16384 32768
+    python benchmarks/bench_decode.py --kv-bits 8 4 --batches 32 --contexts 8192
 
 The weights are random and need no download. Stock mlx-lm and the converted model, with and without
 fused launches, share them and run in mlx-lm's own loops: ``generate_step`` for one sequence,
@@ -17,6 +18,8 @@ profiler times the kernels one by one.
 
 With ``--kv-bits`` one sequence is read and decoded with quantized caches, and with one in bfloat16:
 the converted model alone, as stock has no product with packed keys of most lengths on CUDA.
+With ``--contexts`` too, sequences are decoded together behind so many random keys and values in
+caches of either kind; ``error`` is how far logits are from those over bfloat16, by norms.
 
 With ``--contexts`` only one sequence is decoded, behind so many random keys and values: as many
 tokens as a cache grows by, so that what happens once in so many is part of the time. Kernel times
@@ -28,7 +31,9 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import itertools
 import time
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -36,12 +41,13 @@ from common import Sample, Table, arguments, output, positive
 from decoding_model import QWEN2_7B, TINY, build, decode, prefill
 from harness import in_turns
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 from quantized_products import Case, compile_stock
 from token_breakdown import breakdown, can_run, kernels
 from verified_model import filled, verify
 
 from mlx_qlayers import convert_model, explain
+from mlx_qlayers.decode.quantized_caches import quantized
 from mlx_qlayers.formats import Format
 
 BATCHES = (1, 4, 8)
@@ -143,6 +149,61 @@ def _behind_prompt(
     return (first - start) * 1e3, peak / 1e6, sum(c.nbytes for c in cache) / 1e6, speed
 
 
+def batched_caches(model: nn.Module, args: argparse.Namespace) -> None:
+    """Times of a step of several sequences, and memory beside the weights, by the caches' bits."""
+    names = ("ms", "tokens/s", "cache MB", "peak MB", "error")
+    table = Table({"batch": 6, "context": 8, "bits": 5, **dict.fromkeys(names, 14)})
+    for batch, length in itertools.product(args.batches, args.contexts):
+        right: list[mx.array] = []
+        run = lambda bits: _step_of_batch(model, (batch, length), bits, args, right)  # noqa: B023,E731
+        kinds = {str(bits or 16): bits for bits in (None, *args.kv_bits)}
+        for bits, figures in in_turns(kinds, args.repeats, run).items():
+            times, *others = zip(*figures, strict=True)
+            row = dict(zip(names[2:], map(max, others), strict=True))
+            ms = Sample.of(times)
+            row |= {"ms": ms, "tokens/s": ms.per(batch * 1e3)}
+            table.add(batch=batch, context=length, bits=bits, **row)
+
+
+def _step_of_batch(
+    model: nn.Module,
+    shape: tuple[int, int],
+    bits: int | None,
+    args: argparse.Namespace,
+    right: list[mx.array],
+) -> tuple[float, ...]:
+    """Milliseconds of a step, megabytes of the caches and at most beside weights, the error."""
+    gc.collect()
+    mx.synchronize()
+    mx.clear_cache()
+    before, cache = mx.get_active_memory(), []
+    batch, length = shape
+    for i, one in enumerate(filled(model, length)):
+        each: Any = BatchKVCache([0] * batch)
+        sizes = (1 + mx.arange(batch)[:, None, None, None] / 64).astype(one.keys.dtype)
+        each.update_and_fetch(one.keys * sizes, one.values * sizes)
+        cache.append(quantized(each, args.group_size, bits) if bits else each)
+        mx.eval(cache[i].state)
+    del one, each
+    held = sum(c.nbytes for c in cache)
+    tokens = mx.arange(batch)[:, None]
+    logits = model(tokens, cache=cache).astype(mx.float32)
+    right[:] = right or [logits]
+    error = (mx.linalg.norm(logits - right[0]) / mx.linalg.norm(right[0])).item()
+    del logits
+    for _ in range(3):  # the last one without what only the first have to do
+        tokens = model(tokens, cache=cache)[:, -1:].argmax(-1)
+        mx.eval(tokens)
+    mx.reset_peak_memory()
+    start = time.perf_counter()
+    for _ in range(args.tokens):
+        tokens = model(tokens, cache=cache)[:, -1:].argmax(-1)
+        mx.async_eval(tokens)
+    mx.eval(tokens)
+    taken = (time.perf_counter() - start) * 1e3 / args.tokens
+    return taken, held / 1e6, (mx.get_peak_memory() - before) / 1e6, error
+
+
 def _add(table: Table, what: str, done: dict[str, list[float]], tokens: int, steps: int) -> None:
     """Add rows; those of stock, which come last, show how many times as long it takes."""
     for name, seconds in done.items():
@@ -172,7 +233,9 @@ def main() -> None:
     parser.add_argument("--prefill", type=positive, nargs="*", default=PREFILLS)
     args = parser.parse_args()
 
-    modes = {"contexts": args.contexts, "caches": args.kv_bits, "batches": args.no_stock}
+    both = args.contexts and args.kv_bits
+    modes = {"batched_caches": both, "contexts": args.contexts, "caches": args.kv_bits}
+    modes |= {"batches": args.no_stock}
     with output(args, "_".join(["decode", *[mode for mode, asked in modes.items() if asked][:1]])):
         measure(args)
     print("paths taken:", *explain(), sep="\n  ")
@@ -192,7 +255,9 @@ def measure(args: argparse.Namespace) -> None:
         report = convert_model(models[name], fuse=fuse, verify=False)  # that is done below
     print(report.summary(), end="\n\n", flush=True)
     explain(reset=True)
-    if args.kv_bits:
+    if args.kv_bits and args.contexts:
+        batched_caches(models["converted"], args)
+    elif args.kv_bits:
         quantized_caches(models["converted"], args)
     elif args.contexts:
         contexts(models, args)

@@ -173,7 +173,8 @@ def _plan_rows(arrays: Arrays, fmt: Format | None, smoothing: float, softcap: fl
 
     def blocks(x: mx.array, targets: mx.array, *head: Any) -> Blocks:
         weight, scales, biases, bias = head
-        at_once = has_values([a for a in (x, targets, *head) if a is not None])
+        # On a GPU MLX frees a block's arrays in turn only where nothing has values yet.
+        at_once = on_cpu() and has_values([a for a in (x, targets, *head) if a is not None])
         made = Head(weight, scales, biases, bias, fmt, softcap, dtype, at_once)
         return Blocks(x.astype(dtype), targets, made, smoothing)
 
@@ -216,7 +217,6 @@ def _plan_rows(arrays: Arrays, fmt: Format | None, smoothing: float, softcap: fl
 def _of_x(blocks: Blocks, dy: mx.array, outputs: Arrays, given: Arrays) -> list[mx.array]:
     loss, lse, shares = outputs
     counted = blocks.counted(dy, loss, shares, given[0].dtype)
-    blocks, lse = blocks.apart(lse)
     found, state = [], list[mx.array]()
     for rows in blocks.rows:
         dx = mx.zeros((rows.stop - rows.start, blocks.x.shape[1]))
@@ -230,7 +230,7 @@ def _of_x(blocks: Blocks, dy: mx.array, outputs: Arrays, given: Arrays) -> list[
                 dx = in_one_pass(added)(dx, part)
             else:
                 dx = dx.at[some - rows.start].add(part.astype(mx.float32))
-            (dx,) = state = blocks.in_turn([dx], state)
+            (dx,) = state = blocks.there([dx])
         # Times what may be tiny behind the product: half precision holds more of it.
         found.append((dx * dy[rows]).astype(given[0].dtype))
     return [mx.concatenate(found)]
@@ -246,7 +246,6 @@ def _of_words(
     """The gradients of what belongs to words."""
     loss, lse, shares = outputs
     counted = blocks.counted(dy, loss, shares, given[0].dtype)
-    blocks = blocks if on_cpu() else blocks.later()
     found, state = [], list[mx.array]()
     for words in blocks.words:
         sums = [mx.zeros((1,) * given[i].ndim) for i in of]

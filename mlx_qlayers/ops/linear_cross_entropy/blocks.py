@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ...dispatch import dispatch
 from ...runtime.backend import backend
-from ...runtime.transformed import is_transformed, without_graph
+from ...runtime.transformed import without_graph
 from ..matmul import matmul
 from ..quantized_matmul import QUANTIZED_MATMUL
 from ..quantized_route import by_reference
@@ -172,26 +172,6 @@ class Blocks(NamedTuple):
             return sums
         mx.eval(sums)
         return [without_graph(each) for each in sums]
-
-    def in_turn(self, sums: list[mx.array], before: list[mx.array]) -> list[mx.array]:
-        """The same for larger arrays: a GPU goes on with them, and no further than to these."""
-        if not self.head.at_once or on_cpu():
-            return self.there(sums)
-        mx.async_eval(sums)
-        mx.eval(before)
-        return sums
-
-    def apart(self, lse: mx.array) -> tuple[Blocks, mx.array]:
-        """The same, and rows' numbers, such that ``in_turn`` can have them computed on a GPU.
-
-        MLX evaluates nothing ahead that a transformation follows.
-        """
-        if on_cpu() or not self.head.at_once:
-            return self, lse
-        if is_transformed([a for a in self.head[:4] if a is not None]):
-            return self.later(), lse
-        x, targets, lse = map(without_graph, (self.x, self.targets, lse))
-        return self._replace(x=x, targets=targets), lse
 
     def later(self) -> Blocks:
         """The same to be computed whenever MLX does."""
