@@ -137,7 +137,7 @@ class AppendForm(Form):
     def before(self, state: AppendState, count: int) -> None:
         """A step has one token, of which none is dropped."""
 
-    def begun(self, own: Sequence[Any], at: dict[str, int]) -> AppendState:
+    def begun(self, own: Sequence[Any], at: dict[str, int], goes_on: bool = False) -> AppendState:
         beside = [append_buffer_of([own[i] for i in numbers]) for numbers in self.groups]
         pairs = zip(beside, self.groups, strict=True)
         positions = [positions_of(each, own[numbers[0]]) for each, numbers in pairs]

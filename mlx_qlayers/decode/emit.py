@@ -160,15 +160,16 @@ class Program:
         ]
 
     def run(
-        self, arrays: Mapping[str, Any], positions: Mapping[str, int], goes_on: bool = False
+        self, arrays: Mapping[str, Any], positions: Mapping[str, int], goes_on: bool | None = None
     ) -> dict[str, mx.array]:
         """Compute a step.
 
         Args:
             arrays: ``tokens``, and those of the caches by their names.
             positions: what the counters of the caches are, and how many rows they have.
-            goes_on: whether the step before wrote the rows before into the same arrays: then
-                nobody else holds their memory where it is written to.
+            goes_on: whether the step before was this one, or another, and wrote the rows before
+                into the same arrays: then nobody else holds their memory where it is written to,
+                and launches go by lists, which steps behind their own kind make. Else None.
 
         Returns:
             The outputs by their names.
@@ -183,7 +184,7 @@ class Program:
         rows = self._rows(values)
         found = self._bound.get(rows) or self._calls(rows)
         count(tuple(found.rows))
-        if goes_on and self.binds and backend() == "host":
+        if (goes_on or (found.listed and goes_on is not None)) and backend() == "host":
             from .listed import run_listed
 
             run_listed(found, registers, self.start, self.outputs, self._advancing)

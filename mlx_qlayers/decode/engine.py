@@ -185,7 +185,8 @@ class Steps:
             if key not in self.stopped or not self._is_behind(key, len(tokens), at):
                 if is_transformed([*arrays_of(own).values()]):
                     raise Unsupported("a gradient of a cache's arrays is taken")
-                return self._first(key, tokens, caches, some)
+                goes_on = last is not None and type(last.step) is Form and last.held.same(own)
+                return self._first(key, tokens, caches, some, goes_on)
         except Exception as error:
             # A call of the model writes what it would have written, whatever has been by now.
             self.progress.pop(own[0], None)
@@ -213,9 +214,14 @@ class Steps:
         return not (ahead or known)
 
     def _first(
-        self, key: Any, tokens: mx.array, caches: Sequence[Any], some: list[Facts]
+        self,
+        key: Any,
+        tokens: mx.array,
+        caches: Sequence[Any],
+        some: list[Facts],
+        goes_on: bool,
     ) -> mx.array:
-        """A step that goes on from no other."""
+        """A step that goes on from no other, or from another one."""
         (batch, length), at = tokens.shape, _positions(some)
         found = next((s for s in self.steps.get(key, ()) if s.holds(batch, at)), None)
         if found is None:
@@ -224,7 +230,7 @@ class Steps:
         own = leaves(caches)
         for step in self._forms(found, batch, some):
             try:
-                state = step.begun(own, at)
+                state = step.begun(own, at, goes_on)
             except Unsupported:  # as long as these caches hold what they do
                 continue
             logits, now = step.run(tokens, own, state)

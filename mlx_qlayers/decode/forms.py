@@ -65,19 +65,24 @@ class Form:
         self.counters = [path.removeprefix("cache.") for path in captured.counts]
         self.counted = resolver(tuple(captured.counts.values()))
 
-    def begun(self, own: Sequence[Any], at: dict[str, int]) -> Any:
+    def begun(self, own: Sequence[Any], at: dict[str, int], goes_on: bool = False) -> Any:
         """The state of the first step with some caches.
+
+        Args:
+            own: the caches.
+            at: their positions.
+            goes_on: whether another step left them as they are.
 
         Raises:
             Unsupported: they hold tokens in another way than those of the capture.
         """
-        return at, None
+        return at, False if goes_on else None
 
     def before(self, state: Any, count: int) -> Any:
         """The state so many tokens before; None if it cannot be told."""
-        at, _ = state  # somebody may hold the memory of what is written anew
+        at, array = state
         names = {*self.counters}
-        return {name: v - count * (name in names) for name, v in at.items()}, None
+        return {name: v - count * (name in names) for name, v in at.items()}, array
 
     def run(self, tokens: mx.array, own: Sequence[Any], state: Any) -> tuple[mx.array, Progress]:
         """The logits, and what the next step with the same caches goes on with."""
@@ -97,7 +102,7 @@ class Form:
 
     def computed(self, arrays: dict[str, mx.array], at: dict[str, int], array: Any) -> Any:
         """The outputs by their names, and what the next step goes on with besides positions."""
-        return self.program.run(arrays, at, bool(array)), True
+        return self.program.run(arrays, at, array), True
 
     def put_back(
         self, own: Sequence[Any], items: list[dict[str, Any]], states: Iterable[mx.array]
@@ -162,7 +167,7 @@ class PaddedForm(Form):
         return at, None if array is None else array - count * self.moving
 
     def computed(self, arrays: dict[str, mx.array], at: dict[str, int], array: Any) -> Any:
-        if array is None:
+        if array is None or array is False:
             array = mx.array([at[name] for name in self.positions], mx.int32)
         later, *made = self.compiled(array, [*arrays.values()])
         return dict(zip(("logits", *self.states), made, strict=True)), later

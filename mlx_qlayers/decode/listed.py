@@ -70,16 +70,34 @@ def _listed(
     steps: list[Called | LaunchList] = []
     pending: list[tuple[str, Called]] = []
     touched: set[int] = set()
+    swapped: set[int] = set()
+    users: dict[int, list[Called]] = {i: [] for i in outputs.values()}
+    for call in calls:
+        for i in call.given:
+            users.setdefault(i, []).append(call)
+
+    def kind_of(call: Called) -> str | None:
+        """How a call is added: swapped axes are for copies and for those that swap them back."""
+        kind, target = _kind(call, arrays, advancing), made_by(call.target)[0]
+        if not (kind == "swap" or getattr(call.function, "swaps", False)):
+            return kind
+        if kind == "swap" and call.given[0] in swapped:
+            return kind
+        of = [_kind(each, arrays, advancing) for each in users.get(target, ())]
+        if target in outputs.values() or not {*of} <= {"copy", "swap"}:
+            return None
+        swapped.add(target)
+        return kind
 
     def flush() -> None:
         own = {id(call) for _, call in pending}
         others = {i for call in calls if id(call) not in own for i in call.given}
-        steps.extend(_joined(pending, arrays, fixed, others | {*outputs.values()}))
+        steps.extend(_joined(pending, arrays, fixed, others | {*outputs.values()}, swapped))
         pending.clear()
         touched.clear()
 
     for call in calls:
-        if (kind := _kind(call, arrays, advancing)) is not None:
+        if (kind := kind_of(call)) is not None:
             pending.append((kind, call))
             touched.update(made_by(call.target), call.given[:1] if kind == "copy" else ())
         else:
@@ -105,6 +123,8 @@ def _kind(call: Called, arrays: Sequence[Any], advancing: Set[int]) -> str | Non
     given = [arrays[i] for i in call.given]
     if call.function in _VIEWS:
         return "view"
+    if call.function is mx.transpose:
+        return "swap" if [*given[1:][0]] == [0, 2, 1, 3] else None
     if call.function is rms_norm:
         x, weight, _ = given
         normed = weight is not None and x.dtype == weight.dtype and x.dtype in _NORMED
@@ -126,13 +146,18 @@ def _joined(
     arrays: Sequence[Any],
     fixed: Set[int],
     exported: set[int],
+    swapped: Set[int],
 ) -> list[Called | LaunchList]:
+    here = {i for _, call in pending for i in (*made_by(call.target), *call.given)}
+    outside = not exported.isdisjoint(here & swapped)
     for kind, call in reversed(pending):
-        if kind == "view" and call.target in exported:
+        if kind in ("view", "swap") and call.target in exported:
             exported.add(call.given[0])
-    if sum(kind == "launch" for kind, _ in pending) > 1:
+    if sum(kind == "launch" for kind, _ in pending) > 1 and not outside:
+        copies = (arrays[c.given[2]].shape for kind, c in pending if kind == "copy")
+        length = len(pending) + sum(batch * rows for batch, _, rows, _ in copies)
         try:
-            found = LaunchList(len(pending), arrays, fixed, exported)
+            found = LaunchList(length, arrays, fixed, exported)
             for kind, call in pending:
                 _add(found, kind, call, arrays)
             found.close()
@@ -146,13 +171,14 @@ def _add(found: LaunchList, kind: str, call: Called, arrays: Sequence[Any]) -> N
     x, *others = call.given
     if kind == "launch":
         first, *_ = made_by(call.target)
-        found.add_launch(call.function.launch, call.given, call.more or (), first)  # type: ignore[attr-defined]
+        swaps = getattr(call.function, "swaps", False)
+        found.add_launch(call.function.launch, call.given, call.more or (), first, swaps)  # type: ignore[attr-defined]
     elif kind == "norm":
         assert isinstance(call.target, int)
         found.add_norm(x, others[0], arrays[others[1]], call.target)
     elif kind == "copy":
         found.add_copy(x, *others)
     elif isinstance(call.target, int):
-        found.add_view(x, call.target)
+        (found.add_swap if kind == "swap" else found.add_view)(x, call.target)
     for register in call.free:
         found.release(register)

@@ -12,9 +12,15 @@ LENGTHS = (2, 3, 5, 9, 16)
 # how many trials that counts.
 _PRIOR, _WEIGHT = (0.6, 0.8), 2.0
 _MEMORY = 0.9  # of trials, a round
-_COSTS = 0.7  # of costs
+# How far costs follow those that are lower, and higher: a step may wait for something, once.
+_FALLS, _RISES = 0.5, 0.1
 _DRIFT = 0.99  # of trials and costs, a token without guesses
-_CAPTURE = "capture"  # the key of what the first step of all took
+# The keys of what first steps took at most, of how often lengths were run, and of the seconds
+# that guesses have saved, or would have, since there was a new length.
+_CAPTURE, _RUNS, _SAVED = "capture", "runs", "saved"
+# So many plain steps the capture of one takes at least, and where none was seen.
+_CAPTURES = 10, 45
+_COLD = 2  # the first step of a length is captured and compiled, and on a CPU the next one listed
 # The share of the time that rounds may lose against steps without guesses.
 _LOSS = 0.01
 
@@ -44,14 +50,22 @@ class Depths:
         self.most, self.measured = most, measured
         if id(model) not in _costs:
             weakref.finalize(model, _costs.pop, id(model), None).atexit = False
-        # Seconds by the number of texts and the source of guesses, or None, and by length.
+        # Seconds by the number of texts and the source of guesses, or None, and by length; and
+        # what other keys say.
         self.costs = _costs.setdefault(id(model), {})
         # Right guesses and all, by their source and whether the one before was right.
         self.trials: dict[tuple[Hashable, bool], tuple[float, float]] = {}
         self.was_right: dict[tuple[Hashable, int], bool] = {}
         self.seconds = self.lost = 0.0
-        # Seconds that guesses have saved, or would have, since there was a new length.
-        self.saved = 0.0
+
+    @property
+    def saved(self) -> float:
+        """Seconds that guesses have saved, or would have, since there was a new length."""
+        return self.costs.get(_SAVED, {}).get(1, 0.0)
+
+    @saved.setter
+    def saved(self, seconds: float) -> None:
+        self.costs[_SAVED] = {1: max(seconds, 0.0)}
 
     def plain(self, texts: int) -> float | None:
         """The seconds of a step of one token of each text, without guesses."""
@@ -68,7 +82,7 @@ class Depths:
         self._count(source, self.was_right.get((source, text), False), is_right, 1)
         self.was_right[source, text] = is_right
         worth = (self.plain(texts) or 0.0) / texts / 2  # a round costs something, too
-        self.saved = max(self.saved + (worth if is_right else -worth), 0.0)
+        self.saved += worth if is_right else -worth
 
     def acceptance(self, source: Hashable, was_right: bool) -> float:
         """The probability that a guess is right, behind one that was or was not."""
@@ -100,8 +114,11 @@ class Depths:
         cost = _cost({1: plain} | {n: c for n, c in known.items() if c})
         nearest = next((n for n in LENGTHS if n > max([*known, pending])), LENGTHS[-1])
         depths = {min(n - pending, most) for n in LENGTHS if pending < n <= nearest}
-        if waits and self.saved < self.costs.get(_CAPTURE, {}).get(1, 0.0):
-            there = {length for each in self.costs.values() for length in each}
+        capture = self.costs.get(_CAPTURE, {}).get(1, 0.0)
+        if capture < _CAPTURES[0] * plain:  # another text had captured all of them
+            capture = _CAPTURES[1] * plain
+        if waits and self.saved < capture:
+            there = {n for key, each in self.costs.items() if key[0] == len(sources) for n in each}
             depths = {d for d in depths if pending + d in there}
         gains = {d: sum(b * sum(a**i for i in range(d)) for b, a in pairs) for d in depths}
         rates = {d: (1 + gains[d] / len(sources)) / cost(pending + d) for d in depths}
@@ -133,25 +150,31 @@ class Depths:
         """
         texts, kind = len(sources), _kind(sources) if any(guesses) else None
         costs = self.costs.setdefault((texts, kind), {})
-        if length not in costs:  # it was captured, and compiled
+        runs = self.costs.setdefault((_RUNS, texts, kind), {})
+        runs[length] = runs.get(length, 0) + 1
+        if runs[length] == 1:
             costs[length] = self.saved = 0.0
-            if kind is None:
-                self.costs.setdefault(_CAPTURE, {}).setdefault(1, seconds or 0.0)
-            return
-        if seconds is not None:
+            capture = self.costs.setdefault(_CAPTURE, {})
+            capture[1] = max(capture.get(1, 0.0), seconds or 0.0)
+            seconds = None
+        plain = self.plain(texts)
+        if seconds is not None and kind is not None and plain and runs[length] <= _COLD:
+            seconds = min(seconds, length * plain)
+        elif seconds is not None:
             before = costs[length]
-            costs[length] = before + (1 - _COSTS) * (seconds - before) if before else seconds
-            self.seconds += seconds
+            follows = _RISES if seconds > before else _FALLS
+            costs[length] = before + follows * (seconds - before) if before else seconds
+        self.seconds += seconds or 0.0
         for i, (source, count, right) in enumerate(zip(sources, guesses, accepted, strict=True)):
             if count:
                 tried, was_right = min(right + 1, count), self.was_right.get((source, i), False)
                 self._count(source, was_right, min(right, 1), 1)
                 self._count(source, True, max(right - 1, 0), tried - 1)
                 self.was_right[source, i] = right == count
-        if kind is not None and seconds is not None and (plain := self.plain(texts)):
+        if kind is not None and seconds is not None and plain:
             tokens = sum(accepted) / texts + 1
             self.lost = max(self.lost + seconds - tokens * plain, 0.0)
-            self.saved = max(self.saved + tokens * plain - seconds, 0.0)
+            self.saved += tokens * plain - seconds
 
     def _count(
         self, source: Hashable, was_right: bool, right: int, all_: int, memory: float = _MEMORY
@@ -182,4 +205,4 @@ def _cost(known: dict[int, float]) -> Callable[[int], float]:
 
 
 # The keys are identities, because models are dicts, which have no hash.
-_costs: dict[int, dict[Hashable, dict[int, float]]] = {}
+_costs: dict[int, dict[Any, dict[int, float]]] = {}

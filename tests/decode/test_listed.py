@@ -53,6 +53,32 @@ def test_lists_give_what_the_model_gives(name, batch):
             assert mx.abs(x - y).max() <= 1e-5 * mx.abs(x).max()
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_steps_of_several_tokens_are_one_list_and_go_back(batch):
+    """A step of another length goes on by its list, and so does one behind dropped tokens."""
+    model, bits = build("qwen2", ARCHITECTURES["qwen2"]), []
+    tokens = mx.arange(batch)[:, None] + mx.arange(40)[None] + 11
+    for _ in range(2):  # without lists, and with them
+        cache, made, at = make_prompt_cache(model), [], 0
+        with use_backend("host"):
+            mx.eval(model(mx.repeat(PROMPT, batch, axis=0), cache=cache))
+            for length, back in ((1, 0), (1, 0), (1, 0), (3, 0), (3, 2), (3, 1), (1, 0), (3, 0)):
+                y = engine.step(model, tokens[:, at : at + length], cache)
+                mx.eval(y)
+                made.append(y)
+                at += length - back
+                assert not back or engine.rewound(model, cache, back)
+        assert lists(model) == 2  # all layers are in one
+        bits.append(mx.concatenate(made, axis=1))
+        assert all(c.offset == PROMPT.size + at for c in cache)
+    assert mx.array_equal(*bits)
+    # The same tokens by the model's own code, from the start.
+    cache = make_prompt_cache(model)
+    want = model(mx.concatenate([mx.repeat(PROMPT, batch, axis=0), tokens[:, :at]], axis=1), cache)
+    last = want[:, -3:]
+    assert mx.abs(bits[0][:, -3:] - last).max() <= 1e-5 * mx.abs(last).max()
+
+
 def test_what_others_hold_of_a_cache_stays_as_it_was():
     model = build("qwen2", ARCHITECTURES["qwen2"])
     cache = make_prompt_cache(model)

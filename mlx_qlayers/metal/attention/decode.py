@@ -219,8 +219,10 @@ def attention_decode(
     options, count = _options(scores.scale, scores.softcap, scores.window, split), len(parts)
     inputs = [*parts, *others, Spec.of(options)]
     launch, combine = _launches(inputs, call, config, counted)
-    if mask is sinks is combine is None and queries == 1 and not short:
-        return Launching(launch, [*range(count), *[count + 2] * counted], [options])
+    alone = mask is sinks is combine is None and not short
+    if alone and (queries == 1 or isinstance(config, Serial)):
+        bound = launch if queries == 1 else _swapped(launch)
+        return Launching(bound, [*range(count), *[count + 2] * counted], [options])
 
     def run(*arrays: mx.array) -> list[mx.array]:
         given = list(arrays[:count])
@@ -236,6 +238,16 @@ def attention_decode(
             (out,) = combine([out] if sinks is None else [out, arrays[count + 1]])
         return [out.swapaxes(1, 2) if queries > 1 else out]
 
+    return run
+
+
+def _swapped(launch: Bound) -> Bound:
+    """A launch whose (B, L, H, Dv) are seen as (B, H, L, Dv)."""
+
+    def run(inputs: list[mx.array]) -> list[mx.array]:
+        return [y.swapaxes(1, 2) for y in launch(inputs)]
+
+    vars(run).update(vars(launch), swaps=True)  # for lists of launches
     return run
 
 

@@ -58,13 +58,26 @@ class LaunchList:
         self._taken: dict[int, list[tuple[Any, int]]] = {}
         self._made: dict[int, tuple[list[tuple[Any, int]], SmallOutput | bytes]] = {}
         self._shown: list[tuple[int, int, tuple[int, ...]]] = []
-        # Of a copy the word with its target, the buffer, the register of its index, bytes of a row.
-        self._copies: list[tuple[int, int, int, int]] = []
+        # Of a copy the word with its target, the buffer, the register of its index, bytes of a row,
+        # and how far behind the index it begins.
+        self._copies: list[tuple[int, int, int, int, int]] = []
+        # Registers (B, H, L, D) that are (B, L, H, D) in memory.
+        self._swapped: set[int] = set()
 
     def add_launch(
-        self, launch: Launch, given: Sequence[int], more: Sequence[mx.array], first: int
+        self,
+        launch: Launch,
+        given: Sequence[int],
+        more: Sequence[mx.array],
+        first: int,
+        swaps: bool = False,
     ) -> None:
-        """Add a launch of registers, and of arrays behind them, to registers from the first on."""
+        """Add a launch of registers, and of arrays behind them, to registers from the first on.
+
+        Where it ``swaps``, the first one is (B, H, L, D), and (B, L, H, D) in memory.
+        """
+        if swaps:
+            self._swapped.add(first)
         frame = Frame(compiled_of(launch), launch)
         for slot, i, strides in frame.inputs:
             if i < len(given):
@@ -90,17 +103,44 @@ class LaunchList:
 
     def add_copy(self, buffer: int, index: int, rows: int) -> None:
         """Add a copy of rows (B, H, L, D) into a buffer (B, H, R, D), from a slice's start on."""
-        at, item = self._length * _WORDS, self._item()
         of, given = self._arrays[buffer], self._arrays[rows]
         row = of.itemsize * of.shape[3]
-        item.rows, item.width = prod(of.shape[:2]), given.shape[2] * row
-        item.stride = of.shape[2] * row
-        self._take(rows, self._words, at + _FROM)
+        heads, length = of.shape[1], given.shape[2]
         self._taken.setdefault(buffer, [])
-        self._copies.append((at + _TO, buffer, index, row))
+        if rows not in self._swapped:
+            at = self._copy(prod(of.shape[:2]), length * row, of.shape[2] * row)
+            self._take(rows, self._words, at + _FROM)
+            self._copies.append((at + _TO, buffer, index, row, 0))
+            return
+        if (root := self._roots.get(rows, rows)) not in self._places:
+            raise Unlisted
+        start, _ = self._places[root]
+        for i in range(of.shape[0] * length):
+            at = self._copy(heads, row, of.shape[2] * row)
+            self._words[at + _FROM] = start + i * heads * row
+            behind = i // length * heads * of.shape[2] + i % length
+            self._copies.append((at + _TO, buffer, index, row, behind * row))
+
+    def _copy(self, rows: int, width: int, stride: int) -> int:
+        """Add a copy of rows of so many bytes, and give its first word."""
+        at, item = self._length * _WORDS, self._item()
+        item.rows, item.width, item.stride = rows, width, stride
+        return at
+
+    def add_swap(self, x: int, target: int) -> None:
+        """Let a register be another with its second and third axis exchanged."""
+        if x in self._swapped:
+            self._swapped.remove(x)
+            self.add_view(x, target)
+            self._swapped.add(x)
+        else:
+            self.add_view(x, target)
+            self._swapped.add(target)
 
     def add_view(self, x: int, target: int) -> None:
         """Let a register be another in a different shape."""
+        if x in self._swapped:
+            raise Unlisted
         root = self._roots.get(x, x)
         self._roots[target] = root
         if target in self._exported:
@@ -133,8 +173,8 @@ class LaunchList:
             at[register] = address = _address(array)
             for block, i in cells:
                 block[i] = address
-        for word, buffer, index, row in self._copies:
-            words[word] = at[buffer] + registers[index][2].start * row
+        for word, buffer, index, row, behind in self._copies:
+            words[word] = at[buffer] + registers[index][2].start * row + behind
         held: list[tuple[int, Any]] = []
         for register, (cells, kind) in self._made.items():
             if isinstance(kind, bytes):
@@ -165,6 +205,8 @@ class LaunchList:
         return _address(array)
 
     def _take(self, register: int, words: Any, i: int) -> None:
+        if register in self._swapped:
+            raise Unlisted
         root = self._roots.get(register, register)
         if root in self._places:
             words[i] = self._places[root][0]
