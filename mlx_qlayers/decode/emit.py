@@ -169,7 +169,7 @@ class Program:
             positions: what the counters of the caches are, and how many rows they have.
             goes_on: whether the step before was this one, or another, and wrote the rows before
                 into the same arrays: then nobody else holds their memory where it is written to,
-                and launches go by lists, which steps behind their own kind make. Else None.
+                and launches go by lists, which the second run makes. Else None.
 
         Returns:
             The outputs by their names.
@@ -182,9 +182,10 @@ class Program:
             for register, value in zip(targets, arguments(arg), strict=True):
                 registers[register] = value
         rows = self._rows(values)
+        again = goes_on or (goes_on is not None and rows in self._bound)
         found = self._bound.get(rows) or self._calls(rows)
         count(tuple(found.rows))
-        if (goes_on or (found.listed and goes_on is not None)) and backend() == "host":
+        if again and self.binds and backend() == "host":
             from .listed import run_listed
 
             run_listed(found, registers, self.start, self.outputs, self._advancing)

@@ -14,6 +14,7 @@ _PRIOR, _WEIGHT = (0.6, 0.8), 2.0
 _MEMORY = 0.9  # of trials, a round
 # How far costs follow those that are lower, and higher: a step may wait for something, once.
 _FALLS, _RISES = 0.5, 0.1
+_ABOVE = 1.15  # costs so far above the line through a shorter length and none fall slowly
 _DRIFT = 0.99  # of trials and costs, a token without guesses
 # The keys of what first steps took at most, of how often lengths were run, and of the seconds
 # that guesses have saved, or would have, since there was a new length.
@@ -173,7 +174,13 @@ class Depths:
                 self.was_right[source, i] = right == count
         if kind is not None and seconds is not None and plain:
             tokens = sum(accepted) / texts + 1
-            self.lost = max(self.lost + seconds - tokens * plain, 0.0)
+            # What a step waits for once, such as longer caches, one without guesses waits for too.
+            taken = min(seconds, 1.5 * costs[length]) if costs[length] else seconds
+            self.lost += taken - tokens * plain
+            slope = (costs[length] - plain) / (length - 1)
+            for n in costs.keys() & {*range(length + 1, 2 * length + 1)}:
+                line = _ABOVE * (plain + slope * (n - 1))
+                costs[n] += (1 - _MEMORY) / 2 * min(line - costs[n], 0.0)
             self.saved += tokens * plain - seconds
 
     def _count(
