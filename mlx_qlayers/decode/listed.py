@@ -84,7 +84,8 @@ def _listed(
         if kind == "swap" and call.given[0] in swapped:
             return kind
         of = [_kind(each, arrays, advancing) for each in users.get(target, ())]
-        if target in outputs.values() or not {*of} <= {"copy", "swap"}:
+        made_here = kind == "launch" or call.given[0] in touched
+        if not made_here or target in outputs.values() or not {*of} <= {"copy", "swap"}:
             return None
         swapped.add(target)
         return kind
