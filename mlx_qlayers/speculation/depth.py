@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 # The lengths of steps, of which each is captured by itself.
@@ -16,14 +18,32 @@ _MEMORY = 0.9  # of trials, a round
 _FALLS, _RISES = 0.5, 0.1
 _ABOVE = 1.15  # costs so far above the line through a shorter length and none fall slowly
 _DRIFT = 0.99  # of trials and costs, a token without guesses
-# The keys of what first steps took at most, of how often lengths were run, and of the seconds
-# that guesses have saved, or would have, since there was a new length.
-_CAPTURE, _RUNS, _SAVED = "capture", "runs", "saved"
 # So many plain steps the capture of one takes at least, and where none was seen.
 _CAPTURES = 10, 45
 _COLD = 2  # the first step of a length is captured and compiled, and on a CPU the next one listed
 # The share of the time that rounds may lose against steps without guesses.
 _LOSS = 0.01
+
+
+@dataclass
+class Known:
+    """What is known of a model from one text to the next.
+
+    Attributes:
+        costs: seconds by the number of texts and the source of guesses, or None, and by length.
+        runs: how many there were, by all of these.
+        capture: seconds of the first step of a length at most.
+        saved: seconds that guesses have saved, or would have, since there was a new length.
+    """
+
+    costs: dict[tuple[int, int | None], dict[int, float]] = field(default_factory=dict)
+    runs: Counter[tuple[int, int | None, int]] = field(default_factory=Counter)
+    capture: float = 0.0
+    saved: float = 0.0
+
+    def save(self, seconds: float) -> None:
+        """Take note of a gain, or a loss."""
+        self.saved = max(self.saved + seconds, 0.0)
 
 
 class Depths:
@@ -34,8 +54,9 @@ class Depths:
     gives 1 + b * (1 + a + ... + a^(d - 1)) tokens, or with a in the place of b behind a round whose
     guesses were all right. It costs what rounds of its length did. Lengths that were not tried are
     taken to cost what lies between the others, and the next longer one what the line through the
-    last two says. What rounds lose against steps without guesses is counted, and past a hundredth
-    of the time there are none for a while. The texts of a batch have one depth, and add up.
+    last two says. What rounds lose against steps without guesses, less what they gain, is counted,
+    and past a hundredth of the time there are none for a while. The texts of a batch have one
+    depth, and add up.
 
     The first step of a length is captured and compiled, which takes as long as many steps. Sources
     that guess for nothing are asked without rounds, too, and the text says what was right. A
@@ -49,28 +70,17 @@ class Depths:
 
     def __init__(self, model: Any, most: int, measured: bool = True) -> None:
         self.most, self.measured = most, measured
-        if id(model) not in _costs:
-            weakref.finalize(model, _costs.pop, id(model), None).atexit = False
-        # Seconds by the number of texts and the source of guesses, or None, and by length; and
-        # what other keys say.
-        self.costs = _costs.setdefault(id(model), {})
+        if id(model) not in _known:
+            weakref.finalize(model, _known.pop, id(model), None).atexit = False
+        self.known = _known.setdefault(id(model), Known())
         # Right guesses and all, by their source and whether the one before was right.
         self.trials: dict[tuple[Hashable, bool], tuple[float, float]] = {}
         self.was_right: dict[tuple[Hashable, int], bool] = {}
         self.seconds = self.lost = 0.0
 
-    @property
-    def saved(self) -> float:
-        """Seconds that guesses have saved, or would have, since there was a new length."""
-        return self.costs.get(_SAVED, {}).get(1, 0.0)
-
-    @saved.setter
-    def saved(self, seconds: float) -> None:
-        self.costs[_SAVED] = {1: max(seconds, 0.0)}
-
     def plain(self, texts: int) -> float | None:
         """The seconds of a step of one token of each text, without guesses."""
-        return self.costs.get((texts, None), {}).get(1) or None
+        return self.known.costs.get((texts, None), {}).get(1) or None
 
     def foretold(self, source: Hashable, text: int, texts: int, is_right: bool) -> None:
         """Take note of whether a source would have guessed the token of a step without guesses.
@@ -83,7 +93,7 @@ class Depths:
         self._count(source, self.was_right.get((source, text), False), is_right, 1)
         self.was_right[source, text] = is_right
         worth = (self.plain(texts) or 0.0) / texts / 2  # a round costs something, too
-        self.saved += worth if is_right else -worth
+        self.known.save(worth if is_right else -worth)
 
     def acceptance(self, source: Hashable, was_right: bool) -> float:
         """The probability that a guess is right, behind one that was or was not."""
@@ -111,15 +121,17 @@ class Depths:
             for i, s in enumerate(sources)
             if s is not None
         ]
-        known = self.costs.get((len(sources), _kind(sources)), {})
+        known = self.known.costs.get((len(sources), _kind(sources)), {})
         cost = _cost({1: plain} | {n: c for n, c in known.items() if c})
         nearest = next((n for n in LENGTHS if n > max([*known, pending])), LENGTHS[-1])
         depths = {min(n - pending, most) for n in LENGTHS if pending < n <= nearest}
-        capture = self.costs.get(_CAPTURE, {}).get(1, 0.0)
-        if capture < _CAPTURES[0] * plain:  # another text had captured all of them
+        capture = self.known.capture
+        if capture < _CAPTURES[0] * plain:  # the first step was captured before
             capture = _CAPTURES[1] * plain
-        if waits and self.saved < capture:
-            there = {n for key, each in self.costs.items() if key[0] == len(sources) for n in each}
+        if waits and self.known.saved < capture:
+            there = {
+                n for key, each in self.known.costs.items() if key[0] == len(sources) for n in each
+            }
             depths = {d for d in depths if pending + d in there}
         gains = {d: sum(b * sum(a**i for i in range(d)) for b, a in pairs) for d in depths}
         rates = {d: (1 + gains[d] / len(sources)) / cost(pending + d) for d in depths}
@@ -150,16 +162,14 @@ class Depths:
             seconds: from the round before to the end of this one, if nothing else was done then.
         """
         texts, kind = len(sources), _kind(sources) if any(guesses) else None
-        costs = self.costs.setdefault((texts, kind), {})
-        runs = self.costs.setdefault((_RUNS, texts, kind), {})
-        runs[length] = runs.get(length, 0) + 1
-        if runs[length] == 1:
-            costs[length] = self.saved = 0.0
-            capture = self.costs.setdefault(_CAPTURE, {})
-            capture[1] = max(capture.get(1, 0.0), seconds or 0.0)
+        costs = self.known.costs.setdefault((texts, kind), {})
+        self.known.runs[texts, kind, length] += 1
+        runs, plain = self.known.runs[texts, kind, length], self.plain(texts)
+        if runs == 1:
+            costs[length] = self.known.saved = 0.0
+            self.known.capture = max(self.known.capture, seconds or 0.0)
             seconds = None
-        plain = self.plain(texts)
-        if seconds is not None and kind is not None and plain and runs[length] <= _COLD:
+        if seconds is not None and kind is not None and plain and runs <= _COLD:
             seconds = min(seconds, length * plain)
         elif seconds is not None:
             before = costs[length]
@@ -174,14 +184,14 @@ class Depths:
                 self.was_right[source, i] = right == count
         if kind is not None and seconds is not None and plain:
             tokens = sum(accepted) / texts + 1
+            self.known.save(tokens * plain - seconds)
             # What a step waits for once, such as longer caches, one without guesses waits for too.
             taken = min(seconds, 1.5 * costs[length]) if costs[length] else seconds
             self.lost += taken - tokens * plain
             slope = (costs[length] - plain) / (length - 1)
-            for n in costs.keys() & {*range(length + 1, 2 * length + 1)}:
+            for n in costs.keys() & {*range(length + 1, 2 * length + 1)} if slope > 0 else ():
                 line = _ABOVE * (plain + slope * (n - 1))
                 costs[n] += (1 - _MEMORY) / 2 * min(line - costs[n], 0.0)
-            self.saved += tokens * plain - seconds
 
     def _count(
         self, source: Hashable, was_right: bool, right: int, all_: int, memory: float = _MEMORY
@@ -212,4 +222,4 @@ def _cost(known: dict[int, float]) -> Callable[[int], float]:
 
 
 # The keys are identities, because models are dicts, which have no hash.
-_costs: dict[int, dict[Any, dict[int, float]]] = {}
+_known: dict[int, Known] = {}
