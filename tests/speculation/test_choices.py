@@ -150,6 +150,19 @@ def test_depths_follow_costs_and_acceptance():
     assert written(Depths(model, 15), right=0.95, slope=0.02) < 0.3  # the next text
 
 
+@pytest.mark.parametrize("slow", [{1, 2}, {1, 2, 9, 20}])
+def test_what_a_length_waits_for_once_is_not_its_cost(slow):
+    """Its first two steps, and later ones where caches grow."""
+    depths, chosen = Depths(nn.Module(), 2), []
+    for _ in range(40):
+        depths.record([0], 1, [0], [0], 1.0)
+    for i in range(1, 60):
+        chosen.append(depths.depth([0], 1, 15))
+        depths.record([0], 3, [2], [2], 40.0 if i in slow else 1.5)
+    assert chosen.count(2) > 40 and set(chosen[-10:]) == {2}
+    assert depths.known.costs[1, 0][3] < 3
+
+
 @pytest.mark.parametrize("texts", [1, 4])
 def test_a_new_length_waits_for_what_guesses_would_save(texts):
     depths, sources = Depths(nn.Module(), 15), [0] * texts
