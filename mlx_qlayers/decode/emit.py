@@ -182,10 +182,10 @@ class Program:
             for register, value in zip(targets, arguments(arg), strict=True):
                 registers[register] = value
         rows = self._rows(values)
-        again = goes_on or (goes_on is not None and rows in self._bound)
+        is_listed = goes_on or (goes_on is not None and rows in self._bound)
         found = self._bound.get(rows) or self._calls(rows)
         count(tuple(found.rows))
-        if again and self.binds and backend() == "host":
+        if is_listed and self.binds and backend() == "host":
             from .listed import run_listed
 
             run_listed(found, registers, self.start, self.outputs, self._advancing)

@@ -167,7 +167,7 @@ class PaddedForm(Form):
         return at, None if array is None else array - count * self.moving
 
     def computed(self, arrays: dict[str, mx.array], at: dict[str, int], array: Any) -> Any:
-        if array is None or array is False:
+        if not isinstance(array, mx.array):
             array = mx.array([at[name] for name in self.positions], mx.int32)
         later, *made = self.compiled(array, [*arrays.values()])
         return dict(zip(("logits", *self.states), made, strict=True)), later

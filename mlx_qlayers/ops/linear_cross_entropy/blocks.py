@@ -29,7 +29,7 @@ class Head(NamedTuple):
         fmt: that of a quantized matrix, else None.
         softcap: of the logits, or None.
         dtype: of products.
-        at_once: the arrays have values: compute one block after the other, by kernels on a CPU too.
+        at_once: on a CPU, where arrays have values: compute one block after the other, by kernels.
     """
 
     weight: mx.array

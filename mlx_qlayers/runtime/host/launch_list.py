@@ -129,18 +129,17 @@ class LaunchList:
 
     def add_swap(self, x: int, target: int) -> None:
         """Let a register be another with its second and third axis exchanged."""
-        if x in self._swapped:
-            self._swapped.remove(x)
-            self.add_view(x, target)
-            self._swapped.add(x)
-        else:
-            self.add_view(x, target)
+        self._view(x, target)
+        if x not in self._swapped:
             self._swapped.add(target)
 
     def add_view(self, x: int, target: int) -> None:
         """Let a register be another in a different shape."""
         if x in self._swapped:
             raise Unlisted
+        self._view(x, target)
+
+    def _view(self, x: int, target: int) -> None:
         root = self._roots.get(x, x)
         self._roots[target] = root
         if target in self._exported:
