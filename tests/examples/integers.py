@@ -13,7 +13,7 @@ from tests.examples.arrays import DTYPES, dtype_of, filled, placed
 from tests.examples.calls import Call, Numbers, Random
 from tests.examples.products import ROWS, packed
 from tests.numerics import random
-from tests.oracles import product, sums
+from tests.oracles import added, product, sums
 from tests.packed import FORMATS, codes, dequantize64, terms64
 
 
@@ -101,7 +101,7 @@ def _quantized_rows(case: SimpleNamespace, rng: np.random.Generator) -> Call:
             q = codes(given["w"], fmt.bits)[at].reshape(groups.shape).astype(kind)
             for name, each in (("scales", groups * q), ("biases", groups)):
                 found[name], large = np.zeros(given[name].shape, kind), np.zeros(given[name].shape)
-                np.add.at(found[name], at, np.cumsum(each, -1, kind)[..., -1])
+                np.add.at(found[name], at, added(each))
                 np.add.at(large, at, np.abs(each).sum(-1))
                 terms[name] = large.max(initial=0) * (1 if dtype == mx.float32 else np.inf)
         return found, terms

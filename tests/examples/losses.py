@@ -12,7 +12,7 @@ from tests.examples import arrays
 from tests.examples.arrays import DTYPES, dtype_of
 from tests.examples.calls import Call, Calls, Numbers, Random, declared
 from tests.numerics import IN_FLOAT32, random, round_to, to64
-from tests.oracles import sums
+from tests.oracles import added, product, sums
 from tests.packed import FORMATS, codes, dequantize64, terms64
 
 _NAMES = "x", "targets", "weight", "scales", "biases", "bias", "mask"
@@ -68,7 +68,7 @@ def _linear_cross_entropy(case: SimpleNamespace, rng: np.random.Generator) -> Ca
     def expected(n: Numbers, up: list[np.ndarray], _: bool) -> tuple[Numbers, Numbers]:
         x = n["x"].reshape(count, width)
         kind, matrix, bias = x.dtype, dense.astype(x.dtype), n.get("bias", np.zeros(1))
-        z = x @ matrix.T
+        z = product(x, matrix.T)
         if rounds and kind == np.float32:
             z = to64(round_to(z, dtype)).astype(kind)
         z = z + bias.astype(kind)
@@ -97,6 +97,8 @@ def _linear_cross_entropy(case: SimpleNamespace, rng: np.random.Generator) -> Ca
         of = _gradients(case, size * np.abs(dy), np.abs(x), large, packed[0])
         # A target's term is much larger than those that are added behind it.
         of["x"] = np.maximum(of["x"], sums(g * dy, matrix, large))
+        # Slope, x times cotangent, their product, sum: where x is one number all are off alike.
+        of |= {name: 2 * of[name] for name in ("scales", "biases") if name in of}
         terms |= {name: unit * a.max(initial=0) for name, a in of.items()}
         for name in ("x", "bias"):  # those of other shapes than the matrix's
             if (array := given[name]) is not None:
@@ -121,14 +123,14 @@ def _linear_cross_entropy(case: SimpleNamespace, rng: np.random.Generator) -> Ca
 def _gradients(
     case: SimpleNamespace, g: np.ndarray, x: np.ndarray, dense: np.ndarray, weight: mx.array
 ) -> Numbers:
-    found, of_weight = {"x": g @ dense, "bias": g.sum(0)}, g.T @ x
+    found, of_weight = {"x": product(g, dense), "bias": g.sum(0)}, product(g.T, x)
     if case.fmt is None:
         return found | {"weight": of_weight}
     groups = (len(of_weight), -1, case.fmt.group_size)
     if case.fmt.mode != "affine":
         return found
     q = codes(weight, case.fmt.bits).astype(x.dtype)
-    both = (a.reshape(groups).sum(-1) for a in (of_weight * q, of_weight))
+    both = (added(a.reshape(groups)) for a in (of_weight * q, of_weight))
     return found | dict(zip(("scales", "biases"), both, strict=True))
 
 
