@@ -7,18 +7,21 @@ import numpy as np
 from tests.attention_roundings import Units, Weights
 
 
-def sums(a: np.ndarray, b: np.ndarray, parts: np.ndarray) -> np.ndarray:
-    """What ``a @ b`` loses in float32's roundings: the larger of two estimates.
+def sums(
+    a: np.ndarray, b: np.ndarray, parts: np.ndarray, start: np.ndarray | None = None
+) -> np.ndarray:
+    """What ``start + a @ b`` loses in float32's roundings: the larger of two estimates.
 
     One is the sum of the absolute terms, of which ``parts`` are the factors beside ``a``. The other
     adds the squares of independent roundings: of each term, and of each sum up to it where they
     are added one after the other, as few terms that are much larger than others show.
     """
-    total, squares = np.zeros((1, 1)), np.zeros((1, 1))
+    total, squares = np.zeros((1, 1)) if start is None else start, np.zeros((1, 1))
+    terms = np.abs(total) + np.abs(a) @ parts
     for i in range(a.shape[-1]):
         total = total + a[..., :, i, None] * b[..., None, i, :]
         squares = squares + total**2 + (a[..., :, i, None] * parts[..., None, i, :]) ** 2
-    found: np.ndarray = np.maximum(np.abs(a) @ parts, np.sqrt(squares))
+    found: np.ndarray = np.maximum(terms, np.sqrt(squares))
     return found
 
 
@@ -41,18 +44,18 @@ def attention_mask(mask: Any, window: int | None, queries: int, keys: int) -> np
     return mask + added
 
 
-def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """``a @ b``; in float32 one term after the other, as the plainest accumulator does."""
+def product(a: np.ndarray, b: np.ndarray, start: np.ndarray | float = 0.0) -> np.ndarray:
+    """``start + a @ b``; in float32 one term after the other, as the plainest accumulator does."""
     if a.dtype == np.float64:
-        return a @ b
+        return start + a @ b
     total = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]))
-    total = total.astype(a.dtype)
+    total = (total + start).astype(a.dtype)
     for i in range(a.shape[-1]):
         total += a[..., :, i, None] * b[..., None, i, :]
     return total
 
 
-def added(a: np.ndarray) -> np.ndarray:
+def summed(a: np.ndarray) -> np.ndarray:
     """Sums along the last axis, one term after the other: terms that are alike lose most."""
     found: np.ndarray = np.cumsum(a, -1, a.dtype)[..., -1]
     return found

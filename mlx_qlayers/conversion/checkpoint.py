@@ -102,8 +102,10 @@ def check_adapter(path: Path) -> None:
     if not isinstance(parameters, dict):
         raise ValueError(f"{file}: 'lora_parameters' must be an object, not {parameters!r}")
     scale, rank = (parameters.get(key) for key in ("scale", "rank"))
-    if not isinstance(scale, int | float) or not abs(scale) <= mx.finfo(mx.float32).max:
-        raise ValueError(f"{file}: 'scale' must be a number that float32 holds, not {scale!r}")
+    # Whole numbers become int64 first.
+    most = 2**63 - 1 if isinstance(scale, int) else mx.finfo(mx.float32).max
+    if not isinstance(scale, int | float) or not abs(scale) <= most:
+        raise ValueError(f"{file}: 'scale' must be a number that MLX holds, not {scale!r}")
     shapes = [entry["shape"] for name, entry in header.items() if name.endswith(".lora_a")]
     ranks = {size for shape in shapes for size in shape[1:2]}
     if [*ranks] != [rank]:

@@ -242,7 +242,8 @@ def _checked(arrays: Sequence[Any]) -> StepCall:
     call, takes, known = StepCall.of(arrays), _PLAIN, dict[str, int]()
     (k_cache, *k_groups), (v_cache, *v_groups) = call.k_cache, call.v_cache
     if k_groups:
-        if {call.k.ndim, call.v.ndim} != {3} or k_cache.ndim != 4 or not k_cache.shape[1]:
+        three = {call.k.ndim, call.v.ndim} == {3} and call.k.size > 0 and call.v.size > 0
+        if not three or k_cache.ndim != 4 or not k_cache.shape[1]:
             what = f"{call.k.shape} and {call.v.shape}"
             raise ValueError(f"k and v must be (B, 1, Hkv * D), not {what}")
         check_packed("k_cache", call.k_cache, call.width)

@@ -38,7 +38,7 @@ def block_of(columns: int) -> int:
 def int8_rows(x: mx.array) -> tuple[mx.array, mx.array]:
     """The rows of a matrix as int8 codes, and what their largest element is of 127 (float32)."""
     x = x.astype(mx.float32)
-    most = mx.abs(x).max(axis=-1, keepdims=True)
+    most = mx.abs(x).max(axis=-1, keepdims=True) if x.shape[-1] else mx.zeros((*x.shape[:-1], 1))
     codes = mx.round(x * mx.where(most > 0, MOST / most, 0)).astype(mx.int8)
     return codes, most.squeeze(-1) / MOST
 

@@ -286,8 +286,8 @@ def _subtract_product(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     given = arrays.placed(names, [random(rng, shape) for shape in shapes], case.layouts)
 
     def expected(n: Numbers, up: list[np.ndarray], _: bool) -> tuple[Numbers, Numbers]:
-        terms = np.abs(n["b"]) + sums(n["a"], n["x"], np.abs(n["x"]))
-        return {"0": n["b"] - product(n["a"], n["x"])}, {"0": terms}
+        terms = sums(-n["a"], n["x"], np.abs(n["x"]), n["b"])
+        return {"0": product(-n["a"], n["x"], n["b"])}, {"0": terms}
 
     lead = np.broadcast_shapes(b, a, x)
     full = np.prod(lead) * n * m * k > 0

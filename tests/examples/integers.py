@@ -12,8 +12,8 @@ from mlx_qlayers.ops.int8_matmul import int8_matmul
 from tests.examples.arrays import DTYPES, dtype_of, filled, placed
 from tests.examples.calls import Call, Numbers, Random
 from tests.examples.products import ROWS, packed
-from tests.numerics import random
-from tests.oracles import added, product, sums
+from tests.numerics import random, round_to, to64
+from tests.oracles import product, summed, sums
 from tests.packed import FORMATS, codes, dequantize64, terms64
 
 
@@ -92,16 +92,20 @@ def _quantized_rows(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     given = placed(names, (numbers, *parts), case.layouts)
     at, matrix = np.array(given["numbers"]).astype(int), [given[name] for name in names[1:]]
 
-    def expected(n: Numbers, up: list[np.ndarray], _: bool) -> tuple[Numbers, Numbers]:
-        kind = n["scales"].dtype
-        found = {"0": dequantize64(*matrix, fmt)[at].astype(kind)}
+    def expected(n: Numbers, up: list[np.ndarray], stock: bool) -> tuple[Numbers, Numbers]:
+        kind, (w, scales, biases) = n["scales"].dtype, matrix
+        rows = dequantize64(w, scales, biases, fmt)[at]
+        if stock and kind == np.float32 and biases is not None:  # rounded before the bias, too
+            scaled = dequantize64(w, scales, mx.zeros_like(biases), fmt)[at]
+            rows = rows - scaled + to64(round_to(scaled, dtype))
+        found = {"0": rows.astype(kind)}
         terms = {"0": terms64(*matrix, fmt)[at]}
         if up:
             groups = up[0].reshape(*at.shape, -1, fmt.group_size)
             q = codes(given["w"], fmt.bits)[at].reshape(groups.shape).astype(kind)
             for name, each in (("scales", groups * q), ("biases", groups)):
                 found[name], large = np.zeros(given[name].shape, kind), np.zeros(given[name].shape)
-                np.add.at(found[name], at, added(each))
+                np.add.at(found[name], at, summed(each))
                 np.add.at(large, at, np.abs(each).sum(-1))
                 terms[name] = large.max(initial=0) * (1 if dtype == mx.float32 else np.inf)
         return found, terms

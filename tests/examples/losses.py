@@ -12,7 +12,7 @@ from tests.examples import arrays
 from tests.examples.arrays import DTYPES, dtype_of
 from tests.examples.calls import Call, Calls, Numbers, Random, declared
 from tests.numerics import IN_FLOAT32, random, round_to, to64
-from tests.oracles import added, product, sums
+from tests.oracles import product, summed, sums
 from tests.packed import FORMATS, codes, dequantize64, terms64
 
 _NAMES = "x", "targets", "weight", "scales", "biases", "bias", "mask"
@@ -130,7 +130,7 @@ def _gradients(
     if case.fmt.mode != "affine":
         return found
     q = codes(weight, case.fmt.bits).astype(x.dtype)
-    both = (added(a.reshape(groups)) for a in (of_weight * q, of_weight))
+    both = (summed(a.reshape(groups)) for a in (of_weight * q, of_weight))
     return found | dict(zip(("scales", "biases"), both, strict=True))
 
 

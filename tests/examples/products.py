@@ -14,7 +14,7 @@ from tests.examples import arrays
 from tests.examples.arrays import DTYPES, dtype_of, filled
 from tests.examples.calls import BACKENDS, Call, Numbers, Random
 from tests.numerics import IN_FLOAT32, random, round_to, to64
-from tests.oracles import added, product, sums
+from tests.oracles import product, summed, sums
 from tests.packed import FORMATS, codes, dequantize64, terms64
 
 ROWS = [(7,), (), (1,), (1,), (0,), (2,), (3, 1), (2, 5), (16,), (17,), (1, 40)]
@@ -146,7 +146,7 @@ def _gradients(
         d_w = product(rows.T, up).T if case.transpose else product(rows.T, up)
         groups = (*scales.shape, case.fmt.group_size)
         d_w, q = d_w.reshape(groups), codes(w, case.fmt.bits).reshape(groups)
-        both = (added(a) for a in (d_w * q.astype(d_w.dtype), d_w))
+        both = (summed(a) for a in (d_w * q.astype(d_w.dtype), d_w))
         found |= dict(zip(("scales", "biases"), both, strict=True))
     return found
 
@@ -262,7 +262,7 @@ def _gather_qmm(case: SimpleNamespace, rng: np.random.Generator) -> Call:
         for each in (d_w * q.astype(d_w.dtype), d_w):
             found.append(np.zeros((matrices, *d_w.shape[-3:-1]), d_w.dtype))
             # One term after the other.
-            np.add.at(found[-1], at_right, added(each))
+            np.add.at(found[-1], at_right, summed(each))
         return [a.reshape(given["scales"].shape) for a in found]
 
     def expected(n: Numbers, up: list[np.ndarray], _: bool) -> tuple[Numbers, Numbers]:

@@ -10,6 +10,7 @@ from mlx_qlayers.ops.latent_attention import latent_attention
 from tests.examples.arrays import DTYPES, dtype_of, placed
 from tests.examples.calls import Call, Numbers, Random
 from tests.numerics import IN_FLOAT32, random, round_to, to64
+from tests.oracles import summed
 
 
 def _by_token(n: Numbers, absolute: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -20,9 +21,9 @@ def _by_token(n: Numbers, absolute: bool = False) -> tuple[np.ndarray, np.ndarra
     for t in range(v.shape[1]):
         key, query = (np.repeat(a[:, t], v.shape[2] // a.shape[2], 1)[..., None, :] for a in (k, q))
         gate = g[:, t, :, None, None] if g.ndim == 3 else g[:, t, :, None]
-        change = v[:, t] + (1 if absolute else -1) * (state * gate * key).sum(-1)
+        change = v[:, t] + (1 if absolute else -1) * summed(state * gate * key)
         new = state * gate + key * (beta[:, t, :, None] * change)[..., None]
-        rows.append((new * query).sum(-1))
+        rows.append(summed(new * query))
         shown = n["mask"][:, t, None, None, None] > 0 if "mask" in n else True
         state = np.where(shown, new, state)
     return np.stack(rows, 1), state

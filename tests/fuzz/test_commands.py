@@ -15,6 +15,7 @@ from unicodedata import category
 from unittest import mock
 
 import mlx.core as mx
+from huggingface_hub.errors import LocalEntryNotFoundError
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, save_prompt_cache
 
@@ -132,11 +133,15 @@ def before_work() -> Iterator[Path]:
     def work(*args: Any, **options: Any) -> None:
         raise Begun("work has begun")
 
-    names = ["mlx_lm.utils.load_model", "mlx_lm.server.run", "huggingface_hub.snapshot_download"]
+    def offline(*args: Any, **options: Any) -> None:
+        raise LocalEntryNotFoundError("nothing is downloaded")
+
+    names = ["mlx_lm.utils.load_model", "mlx_lm.server.run"]
     names += [f"mlx_qlayers.commands.{name}.run" for name in ("bench", "doctor")]
     with contextlib.ExitStack() as stack:
         for name in names:
             stack.enter_context(mock.patch(name, work))
+        stack.enter_context(mock.patch("huggingface_hub.snapshot_download", offline))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         before = os.getcwd()
         os.chdir(folder)
