@@ -169,7 +169,8 @@ class Program:
             positions: what the counters of the caches are, and how many rows they have.
             goes_on: whether the step before was this one, or another, and wrote the rows before
                 into the same arrays: then nobody else holds their memory where it is written to,
-                and launches go by lists, which the second run makes. Else None.
+                and launches go by lists, which the second run makes. Else None: lists that there
+                are serve once MLX has written there, who copies what others hold.
 
         Returns:
             The outputs by their names.
@@ -182,12 +183,14 @@ class Program:
             for register, value in zip(targets, arguments(arg), strict=True):
                 registers[register] = value
         rows = self._rows(values)
-        is_listed = goes_on or (goes_on is not None and rows in self._bound)
-        found = self._bound.get(rows) or self._calls(rows)
+        is_bound, found = rows in self._bound, self._bound.get(rows) or self._calls(rows)
         count(tuple(found.rows))
+        is_listed = goes_on or (is_bound and (goes_on is False or found.listed))
         if is_listed and self.binds and backend() == "host":
-            from .listed import run_listed
+            from .listed import claim, run_listed
 
+            if goes_on is None:
+                claim(found, registers, self._advancing)
             run_listed(found, registers, self.start, self.outputs, self._advancing)
         else:
             called(found.calls, registers)

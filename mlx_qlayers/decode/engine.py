@@ -13,6 +13,7 @@ import mlx.core as mx
 from ..runtime.arena import View
 from ..runtime.backend import Mode, backend, current, epoch
 from ..runtime.explain import note
+from ..runtime.memory import uncollected
 from ..runtime.threads import here
 from ..runtime.transformed import is_transformed
 from .append_buffers import kind_of, released
@@ -186,7 +187,8 @@ class Steps:
                 if is_transformed([*arrays_of(own).values()]):
                     raise Unsupported("a gradient of a cache's arrays is taken")
                 goes_on = last is not None and type(last.step) is Form and last.held.same(own)
-                return self._first(key, tokens, caches, some, goes_on)
+                with uncollected():
+                    return self._first(key, tokens, caches, some, goes_on)
         except Exception as error:
             # A call of the model writes what it would have written, whatever has been by now.
             self.progress.pop(own[0], None)

@@ -22,6 +22,14 @@ def as_listed(call: Called) -> Called:
     return call._replace(function=rms_norm) if call.function is mx.fast.rms_norm else call
 
 
+def claim(found: BoundCalls, registers: Sequence[Any], advancing: Set[int]) -> None:
+    """Have MLX write where a step will put its rows: what anybody else holds it copies first."""
+    for call in found.calls:
+        if call.function is operator.setitem and call.given[1] in advancing:
+            buffer, index = (registers[i] for i in call.given[:2])
+            buffer[index] = 0
+
+
 def run_listed(
     found: BoundCalls,
     registers: list[Any],

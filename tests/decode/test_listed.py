@@ -1,5 +1,6 @@
 """Steps on a CPU as lists of launches: the numbers, the caches, and what others hold of these."""
 
+import copy
 import gc
 
 import mlx.core as mx
@@ -79,7 +80,14 @@ def test_steps_of_several_tokens_are_one_list_and_go_back(batch):
     assert mx.abs(bits[0][:, -3:] - last).max() <= 1e-5 * mx.abs(last).max()
 
 
-def test_what_others_hold_of_a_cache_stays_as_it_was():
+def count_runs(monkeypatch):
+    """What gets an item for each run of a list."""
+    ran, run = [], LaunchList.run
+    monkeypatch.setattr(LaunchList, "run", lambda self, x: ran.append(self) or run(self, x))
+    return ran
+
+
+def test_what_others_hold_of_a_cache_stays_as_it_was(monkeypatch):
     model = build("qwen2", ARCHITECTURES["qwen2"])
     cache = make_prompt_cache(model)
     token = mx.array([[7]])
@@ -87,11 +95,15 @@ def test_what_others_hold_of_a_cache_stays_as_it_was():
         mx.eval(model(PROMPT, cache=cache))
         stepped(model, cache, [token] * 5, True)
         held = [x[..., : c.offset, :] for c in cache for x in (c.keys, c.values)]
+        other = copy.deepcopy(cache)  # as a server keeps them
+        held += [x for c in other for x in (c.keys, c.values)]
         before = [x + 0 for x in held]
         mx.eval(held, before)
         trim_prompt_cache(cache, 4)
+        ran = count_runs(monkeypatch)
         stepped(model, cache, [token + i for i in range(5)], True)
     assert lists(model)
+    assert len(ran) == 5  # the first step, too
     assert all(mx.array_equal(x, y) for x, y in zip(held, before, strict=True))
 
 
