@@ -12,6 +12,9 @@ using namespace metal;
 #define LENGTH 512
 // Elements that are rounded to integers together.
 #define BLOCK 32
+// Rows of x and of a matrix whose products have their sums in registers.
+#define FEW 5
+#define COLUMNS 4
 
 // Lets the processor load what is going to be read, or nothing: p may lie beyond the end of its buffer.
 METAL_FUNC void wide_prefetch(const device uint* p) {
@@ -32,11 +35,30 @@ METAL_FUNC void wide_weights(
   dequantize<mode, bits, count>(to, w, at, scale, bias);
 }
 
-// sums[i % WIDE] += a[i] * b[i]
-template <int count>
-METAL_FUNC void wide_products(thread float* sums, const thread float* a, const thread float* b) {
-  for (int i = 0; i < count; i++) {
-    sums[i % WIDE] = fma(a[i], b[i], sums[i % WIDE]);
+// Products of at most FEW rows of x, which are K apart, with COLUMNS rows of a matrix, dequantized as they are
+// multiplied: adds to WIDE sums for each pair, `stride` apart from one row of x to the next. The next rows of the
+// matrix lie `ahead` words further on.
+template <int mode, int bits, int group, int rows, int stride, typename M, typename T>
+METAL_FUNC void wide_few(thread float* sums, const thread M* matrix, const device T* x, int K, size_t ahead) {
+  for (int k = 0; k < K; k += group) {
+    float weights[COLUMNS][group];
+    for (int n = 0; n < COLUMNS; n++) {
+      wide_weights<mode, bits, group>(
+          weights[n],
+          matrix[n].w,
+          size_t(k) * bits / 32,
+          decoded_scale<mode>(matrix[n].scales[k / group]),
+          mode == AFFINE ? float(matrix[n].biases[k / group]) : 0.0f);
+    }
+    for (int m = 0; m < rows; m++) {
+      for (int i = 0; i < group; i++) {
+        float value = float(x[size_t(m) * K + k + i]);
+        for (int n = 0; n < COLUMNS; n++) {
+          thread float* to = sums + m * stride + n * WIDE + i % WIDE;
+          *to = fma(value, weights[n][i], *to);
+        }
+      }
+    }
   }
 }
 

@@ -7,8 +7,8 @@
 //
 //   grid (tiles, 1, 1) or more; any threadgroup; no threadgroup memory.
 //
-// For a single row it dequantizes and multiplies one `run` at a time, and fetches the next tile meanwhile: rows
-// are too short for the processor to foresee that. For more rows it dequantizes LENGTH elements of each row of the
+// For a few rows it dequantizes and multiplies one group at a time, and fetches the next tile meanwhile: rows are
+// too short for the processor to foresee that. For more rows it dequantizes LENGTH elements of each row of the
 // tile, and multiplies `rows` rows of x with them, four at a time. Each row of y has the same bits in both. With
 // `integers` it rounds x to 8 bits in blocks, LENGTH elements at a time, and multiplies codes as they are packed.
 
@@ -39,6 +39,30 @@ METAL_FUNC void serial_weights(
       size_t(k) * bits / 32,
       decoded_scale<mode>(scales[k / group]),
       mode == AFFINE ? float(biases[k / group]) : 0.0f);
+}
+
+// Adds products of `count` rows of x, at most FEW, with the rows of a tile; fetches those that are `ahead` words
+// further on.
+template <int mode, int group, int bits, bool single, int outputs, typename S, typename T>
+METAL_FUNC void serial_few(
+    thread float* sums, thread const serial_rows<S, outputs>& tile, size_t ahead, const device T* x, int K, int count) {
+  const int stride = outputs * WIDE;
+#pragma unroll(1)
+  for (int n = 0; n < outputs; n += COLUMNS) {
+    thread float* to = sums + n * WIDE;
+    const thread packed_matrix<S>* matrix = tile.matrix + n;
+    if (single || FEW == 1 || count == 1) {
+      wide_few<mode, bits, group, 1, stride>(to, matrix, x, K, ahead);
+    } else if (count == 2) {
+      wide_few<mode, bits, group, 2, stride>(to, matrix, x, K, ahead);
+    } else if (count == 3) {
+      wide_few<mode, bits, group, 3, stride>(to, matrix, x, K, ahead);
+    } else if (count == 4) {
+      wide_few<mode, bits, group, 4, stride>(to, matrix, x, K, ahead);
+    } else {
+      wide_few<mode, bits, group, 5, stride>(to, matrix, x, K, ahead);
+    }
+  }
 }
 
 // Adds products of `count` rows of x, rounded, with the rows of a tile, from element `from` on; fetches the rows
@@ -128,7 +152,7 @@ template <
 
   for (int begin = 0; begin < M; begin += rows) {
     alignas(64) float sums[rows][outputs][WIDE] = {};
-    int count = min(rows, M - begin);
+    int count = min(rows, M - begin), parts = (count + FEW - 1) / FEW;
     if (integers) {
       alignas(64) char codes[4][LENGTH];
       // Those of blocks that a row lacks are multiplied by 0.
@@ -158,18 +182,12 @@ template <
           }
         }
       }
-    } else if (rows == 1) {
-      const device T* row = x + size_t(begin) * K;
-      for (int k = 0; k < K; k += run) {
-        alignas(64) float values[run];
-        wide_values<run>(values, row + k);
-#pragma unroll
-        for (int n = 0; n < outputs; n++) {
-          alignas(64) float weights[run];
-          serial_weights<mode, group, bits, run>(weights, tile, n, k);
-          wide_prefetch(tile.matrix[n].w + height * words + size_t(k) * bits / 32);
-          wide_products<run>(sums[0][n], values, weights);
-        }
+    } else if (rows == 1 || parts <= (sizeof(T) == 4 && FEW > 1 ? 2 : 1)) {
+      int some = rows == 1 ? 1 : (count + parts - 1) / parts;
+#pragma unroll(1)
+      for (int m = 0; m < count; m += some) {
+        serial_few<mode, group, bits, rows == 1, outputs>(
+            sums[m][0], tile, height * words, x + size_t(begin + m) * K, K, min(some, count - m));
       }
     } else {
       for (int from = 0; from < K; from += LENGTH) {

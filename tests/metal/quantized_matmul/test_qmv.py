@@ -223,7 +223,9 @@ def test_reads_the_matrix_once(rows, device):
     # A scale is read by each thread that has a part of its group, all in one SIMD group at once.
     each = AFFINE.group_size // config.run
     of_matrix = w.nbytes + each * (scales.nbytes + biases.nbytes)
-    assert report.total("bytes_read") == of_matrix + tiles * x.nbytes
+    # On a CPU sums of at most five rows stay in registers: those of four outputs at a time.
+    passes = config.outputs // 4 if device == "host" and rows <= 5 else 1
+    assert report.total("bytes_read") == of_matrix + passes * tiles * x.nbytes
     assert report.total("bytes_written") == y.nbytes
     if device == "host":
         assert each == 1
