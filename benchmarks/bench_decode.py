@@ -185,7 +185,6 @@ def _step_of_batch(
         cache.append(quantized(each, args.group_size, bits) if bits else each)
         mx.eval(cache[i].state)
     del one, each
-    held = sum(c.nbytes for c in cache)
     tokens = mx.arange(batch)[:, None]
     logits = model(tokens, cache=cache).astype(mx.float32)
     right[:] = right or [logits]
@@ -194,11 +193,14 @@ def _step_of_batch(
     for _ in range(3):  # the last one without what only the first have to do
         tokens = model(tokens, cache=cache)[:, -1:].argmax(-1)
         mx.eval(tokens)
+    held = sum(c.nbytes for c in cache)
     mx.reset_peak_memory()
     start = time.perf_counter()
-    for _ in range(args.tokens):
-        tokens = model(tokens, cache=cache)[:, -1:].argmax(-1)
-        mx.async_eval(tokens)
+    for _ in range(args.tokens):  # as mlx-lm's loop, which launches one step ahead
+        new = model(tokens, cache=cache)[:, -1:].argmax(-1)
+        mx.async_eval(new)
+        mx.eval(tokens)
+        tokens = new
     mx.eval(tokens)
     taken = (time.perf_counter() - start) * 1e3 / args.tokens
     return taken, held / 1e6, (mx.get_peak_memory() - before) / 1e6, error

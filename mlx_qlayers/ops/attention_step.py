@@ -104,10 +104,12 @@ def attention_step(
     many = tuple, list
     of_k = k_cache if isinstance(k_cache, many) else (k_cache,)
     of_v = v_cache if isinstance(v_cache, many) else (v_cache,)
-    weights = norms or (None, None)
+    if norms is not None and (not isinstance(norms, many) or len(norms) != 2):
+        raise ValueError(f"norms must be two arrays, or None, not {norms!r}")
+    weights = (None, None) if norms is None else norms
     rest = positions, freqs, mask, sinks, *weights, semaphores
     arrays = q, k, v, *of_k, *of_v, k_append, v_append, *rest
-    static = scale, rotation, epsilon if norms else 0.0, len(of_k), len(of_v)
+    static = scale, rotation, 0.0 if norms is None else epsilon, len(of_k), len(of_v)
     return dispatch(ATTENTION_STEP, arrays, static)
 
 
@@ -123,6 +125,7 @@ def _plan(
     q, (batch, kv_heads, size, _) = call.q, call.k_cache[0].shape
     width, v_width, bits = call.width, call.v_width, call.packing[1]
     _NUMBERS.check(scale, epsilon)
+    scale, epsilon = float(scale), float(epsilon)  # MLX takes no larger integers than int64
     check_rotation(rotation, call.freqs, width)
     share, shape = q.shape[2] // (kv_heads * width), (batch, kv_heads, size, width)
     choice = _choose(q.dtype, share, shape, v_width, call.packing)

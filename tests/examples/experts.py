@@ -171,8 +171,10 @@ def _combined(case: SimpleNamespace, rng: np.random.Generator) -> Call:
             of, lost = given.back(up[0][..., None, :] * scores, 0)
             found |= {"x": of, "scores": summed(y * up[0][..., None, :]), "residual": up[0]}
             of_scores = ((large + unit * np.abs(y)) * np.abs(up[0][..., None, :])).sum(-1)
-            # They are of products in the dtype, which holds no more than so much.
-            held = (np.abs(y) < 0.99 * float(mx.finfo(given.dtype).max)).all(-1)
+            # They are sums in their dtype of products in that of x, which hold no more than so much.
+            kinds = given.dtype, dtype_of(case.scores)
+            most, most_of_sums = (0.99 * float(mx.finfo(kind).max) for kind in kinds)
+            held = (np.abs(y) < most).all(-1) & (of_scores < most_of_sums)
             of_scores = np.where(held, 2 * of_scores.max(initial=0), np.inf)
             terms |= {"scores": of_scores, "residual": 0.0}
             terms["x"] = unit * lost.max(initial=0)

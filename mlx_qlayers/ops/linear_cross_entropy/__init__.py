@@ -128,9 +128,8 @@ _PACKED = Signature("weight: uint32 (V, W); V > 0 and W > 0")
 def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
     group_size, bits, kind, smoothing, softcap, reduction = static
     x, targets, weight, scales, biases, bias, mask = arrays
-    fmt, dense = None, weight
+    fmt, dense = Format.checked(group_size, bits, kind), weight
     if scales is not None:
-        fmt = Format.checked(group_size, bits, kind)
         words = _PACKED.check(weight)["V"]
         if problem := fmt.mismatch(weight, scales, biases):
             raise ValueError(re.sub(r"\bw\b", "weight", problem))
@@ -141,7 +140,11 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
     if smoothing >= 1:
         raise ValueError(f"label_smoothing must be below 1, not {smoothing!r}")
     words, width = dense.shape
-    options = fmt, float(smoothing), None if softcap is None else float(softcap)
+    options = (
+        fmt if scales is not None else None,
+        float(smoothing),
+        None if softcap is None else float(softcap),
+    )
 
     def run(x: mx.array, targets: mx.array, *given: Any) -> mx.array:
         *head, mask = given
