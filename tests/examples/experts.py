@@ -171,7 +171,7 @@ def _combined(case: SimpleNamespace, rng: np.random.Generator) -> Call:
             of, lost = given.back(up[0][..., None, :] * scores, 0)
             found |= {"x": of, "scores": summed(y * up[0][..., None, :]), "residual": up[0]}
             of_scores = ((large + unit * np.abs(y)) * np.abs(up[0][..., None, :])).sum(-1)
-            # They are sums in their dtype, of products in that of x: neither holds more than so much.
+            # They are sums in their dtype of products in that of x: neither holds more than that.
             kinds = given.dtype, dtype_of(case.scores)
             most, most_of_sums = (0.99 * float(mx.finfo(kind).max) for kind in kinds)
             held = (np.abs(y) < most).all(-1) & (of_scores < most_of_sums)
