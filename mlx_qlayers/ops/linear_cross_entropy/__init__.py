@@ -198,7 +198,8 @@ def _plan_rows(arrays: Arrays, fmt: Format | None, smoothing: float, softcap: fl
         def gradient(given: Arrays, cotangents: Arrays, outputs: Arrays) -> list[mx.array]:
             there = [a for a in (*given, *cotangents, *outputs) if a is not None]
             made = blocks(*given)
-            made = made if has_values(there) else made.later()
+            # On a GPU nothing is computed ahead: inside of mx.grad all that was would stay.
+            made = made if made.head.at_once and has_values(there) else made.later()
             call = partial(compute, made, cotangents[0][:, None], outputs, given)
             return without_derivative(call, there)
 
