@@ -30,9 +30,9 @@ def quantized_matmul(
     From ``dense_rows`` rows on a CPU dequantizes for a dense product; None for never.
     """
     out = x.dtype if biases is None else mx.result_type(x, scales, biases)
-    if x.size == 0:  # stock operators divide by the number of rows
+    n = w.shape[-2] if transpose else fmt.dims(w)
+    if not x.size or not n:  # by which stock operators divide
         batch = mx.broadcast_shapes(x.shape[:-2], w.shape[:-2])
-        n = w.shape[-2] if transpose else fmt.dims(w)
         return mx.zeros((*batch, *x.shape[:-1][-1:], n), out)
     if mx.default_device().type == mx.gpu:
         if w.ndim == 3 and x.ndim > 3 and mx.cuda.is_available():
