@@ -115,7 +115,7 @@ def read_gguf(
         config |= _rope_scaling(name, config, header.metadata, arrays)
         weights = _weights(architecture, config, arrays, dtype or architecture.dtype)
         model = _build(config, weights)
-    except (ValueError, RuntimeError, TypeError, KeyError, IndexError) as error:
+    except (ValueError, RuntimeError, TypeError, LookupError, ArithmeticError) as error:
         raise ValueError(f"{path}: {error}") from error
     (folder / "config.json").write_text(json.dumps(config))
     return model, config

@@ -303,6 +303,10 @@ def test_what_cannot_be_read_is_named(tmp_path):
         with pytest.raises(ValueError, match=r"model\.gguf") as caught:
             load(write(path, **name))
         assert says in str(caught.value), (says, str(caught.value))
+    _, file = written(path, "phi3", "Q4_0")  # heads too narrow to be turned in part
+    write(path, **changed(file, phi3__attention__head_count=65))
+    with pytest.raises(ValueError, match=r"model\.gguf"):
+        load(path)
 
 
 def test_damage_is_named_wherever_it_is(tmp_path):
