@@ -33,7 +33,7 @@ def _softmax(
     aims[np.flatnonzero(at), targets[at]] = 1
     aims = (aims * (1 - smoothing) + smoothing / z.shape[1]).astype(z.dtype)
     most = z.max(-1, keepdims=True)
-    lse = most + np.log(np.exp(z - most).sum(-1, keepdims=True))
+    lse = most + np.log(summed(np.exp(z - most)))[:, None]
     return (lse - (aims * z).sum(-1, keepdims=True))[:, 0], aims, np.exp(z - lse)
 
 
@@ -97,8 +97,8 @@ def _linear_cross_entropy(case: SimpleNamespace, rng: np.random.Generator) -> Ca
         of = _gradients(case, size * np.abs(dy), np.abs(x), large, packed[0])
         # A target's term is much larger than those that are added behind it.
         of["x"] = np.maximum(of["x"], sums(g * dy, matrix, large))
-        # Slope, x times cotangent, their product, sum: where x is one number all are off alike.
-        of |= {name: 2 * of[name] for name in ("scales", "biases") if name in of}
+        # Slope, x times cotangent, their product, sum: four roundings, which may all be one way.
+        of |= {name: 2 * of[name] for name in ("weight", "scales", "biases") if name in of}
         terms |= {name: unit * a.max(initial=0) for name, a in of.items()}
         for name in ("x", "bias"):  # those of other shapes than the matrix's
             if (array := given[name]) is not None:

@@ -51,7 +51,8 @@ def _gated_delta(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     def expected(n: Numbers, up: list[np.ndarray], _: bool) -> tuple[Numbers, Numbers]:
         kind, n = n["q"].dtype, dict(n)
         for name, factor in zip("qk", norms[1:], strict=True) if norms else ():
-            mean = np.sqrt((n[name] ** 2).mean(-1, keepdims=True) + kind.type(norms[0]))
+            mean = summed(n[name] ** 2)[..., None] / kind.type(case.width)
+            mean = np.sqrt(mean + kind.type(norms[0]))
             n[name] = n[name] / mean * kind.type(factor)
             if kind == np.float32:
                 n[name] = to64(round_to(n[name], dtype)).astype(kind)
