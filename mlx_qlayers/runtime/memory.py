@@ -20,8 +20,8 @@ def return_memory() -> None:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Keep Python's collector off while many objects are made that stay, a quarter of whose time
-    it takes.
+    """Keep Python's collector off while many objects are made that stay, in which it looks again
+    and again for some that do not.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -82,8 +82,7 @@ class AttentionStepRecord(Record):
             return config
         # What splits write and what is read of that is less than a hundredth of a 7B's weights.
         most = measured["most" if size <= measured["long_keys"] else "most_long"]
-        # Of many sequences fewer are faster: a 7B's step of 32 behind 8,192 tokens takes 28% less
-        # time on an H200 with 4 than with 32, which write eight times as many sums.
+        # Of many sequences fewer are faster, as each split writes sums that another has to read.
         most = min(most, max(1, _THREADGROUPS // (self.batch * self.kv_heads)))
         splits = min(max(size // measured["split_keys"], measured["least"]), most)
         config = replace(config, splits=splits)

@@ -182,6 +182,7 @@ template <
           }
         }
       }
+      // Other rows than float32's are converted for every four outputs, which does not pay twice.
     } else if (rows == 1 || parts <= (sizeof(T) == 4 && FEW > 1 ? 2 : 1)) {
       int some = rows == 1 ? 1 : (count + parts - 1) / parts;
 #pragma unroll(1)
