@@ -226,7 +226,7 @@ class StepCall(NamedTuple):
     """The arrays of :func:`.ops.attention_step.attention_step`, or their specs.
 
     Attributes:
-        q, k, v: the products of a token.
+        q, k, v: the products of a step's tokens.
         k_cache, v_cache: (B, Hkv, S, D) or Dv, or packed, scales and biases.
         k_append, v_append: what came since, in rows of numbers or of :func:`row_words`.
         positions, freqs, mask, sinks, q_norm, k_norm, semaphores: as there.

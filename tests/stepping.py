@@ -62,17 +62,23 @@ class Stepped:
         self.model, self.by_graph, self.at = model, by_graph, prompt
         self.cache, self.rows = begun(model, kind, prompt), sequences(kind)
 
-    def __call__(self, count: int) -> mx.array:
-        """The logits of so many more tokens."""
+    def __call__(self, count: int, length: int = 1) -> mx.array:
+        """The logits of so many more tokens, ``length`` in a step."""
         made = []
-        for i in range(self.at, self.at + count):
-            token = TOKENS[: self.rows, i : i + 1]
+        for i in range(self.at, self.at + count, length):
+            tokens = TOKENS[: self.rows, i : i + length]
             step = engine.step if self.by_graph else lambda m, t, c: m(t, cache=c)
-            logits = step(self.model, token, self.cache)
+            logits = step(self.model, tokens, self.cache)
             assert logits is not None, engine.stopped(self.model)
             made.append(logits)
         self.at += count
         return mx.concatenate(made, axis=1)
+
+    def drop(self, count: int) -> None:
+        """Take the last tokens back."""
+        if not self.by_graph or not engine.rewound(self.model, self.cache, count):
+            assert {c.trim(count) for c in self.cache} == {count}
+        self.at -= count
 
 
 def state(cache: list[Any]) -> list[mx.array]:

@@ -255,13 +255,14 @@ def _attention() -> Iterator[Example]:
 
 
 def _attention_step() -> Iterator[Example]:
-    for size in (256, 1100):
-        rows = {name: _normal((1, 1, n * 64)) for name, n in (("q", 8), ("k", 2), ("v", 2))}
+    for size, tokens in ((256, 1), (1100, 1), (256, 5)):
+        rows = {name: _normal((1, tokens, n * 64)) for name, n in (("q", 8), ("k", 2), ("v", 2))}
         sizes = {"k_cache": size, "v_cache": size, "k_append": 16, "v_append": 16}
         given: dict[str, Any] = {name: _normal((1, 2, n, 64)) for name, n in sizes.items()}
         given |= rows | {"positions": mx.array([200, 7, *[207] * 6], mx.int32)}
         given |= {"scale": 0.125, "rotation": Rotation(64)}
-        yield Example(f"{size} keys", attention_step, given, terms=208)
+        of = f", {tokens} tokens" if tokens > 1 else ""
+        yield Example(f"{size} keys{of}", attention_step, given, terms=208)
 
 
 def _grid_sample() -> Iterator[Example]:

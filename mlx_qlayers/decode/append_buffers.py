@@ -64,8 +64,8 @@ class AppendBuffer(NamedTuple):
         return _written(buffer, rows[:, :, ahead : self.held], self.keep)
 
 
-def append_buffer_of(caches: Sequence[Any]) -> AppendBuffer:
-    """A new append buffer of caches, with room for a token.
+def append_buffer_of(caches: Sequence[Any], tokens: int) -> AppendBuffer:
+    """A new append buffer of caches, with room for a step's tokens of each sequence.
 
     Raises:
         Unsupported: they do not hold the same tokens, or not as mlx-lm's caches do.
@@ -90,6 +90,8 @@ def append_buffer_of(caches: Sequence[Any]) -> AppendBuffer:
     # Until a ring goes round, and says so, it is another case.
     left = [count - held, *[size - 1 - length] * (size > 0 and not goes_round)]
     left += [size - row] * (goes_round and not first.get("rotated", True))
+    if min(left) < tokens:
+        raise Unsupported("an append buffer has no room")
     arrays = [_cut(each, 0 if goes_round else start, count) for each in buffers]
     both = [*zip(arrays[::2], arrays[1::2], strict=True)]
     if device_of().launches_views and all(are_alike(*each) for each in both):
@@ -117,9 +119,9 @@ def positions_of(beside: AppendBuffer, c: Any) -> mx.array:
 
 
 @lru_cache(maxsize=64)
-def one_token(size: int) -> mx.array:
-    """The array that a token adds to so many positions."""
-    return mx.array([0] + [1] * (size - 1))
+def tokens_on(size: int, count: int) -> mx.array:
+    """The array that so many tokens add to so many positions."""
+    return mx.array([0] + [count] * (size - 1))
 
 
 def append_rows(heads: tuple[int, ...], rows: int) -> int:

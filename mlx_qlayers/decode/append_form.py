@@ -1,6 +1,6 @@
 """A step as one compiled function whose attention takes append buffers.
 
-It runs one token of each sequence with caches that grow by tokens. The buffers of the caches are
+It runs the tokens of a step with caches that grow by tokens. The buffers of the caches are
 only read meanwhile, see :mod:`.append_buffers`. The next step with the same caches goes on where
 this one ended, as long as nobody looked at the caches or changed them.
 """
@@ -21,8 +21,8 @@ from .append_buffers import (
     AppendBuffer,
     append_buffer_of,
     arrays_of,
-    one_token,
     positions_of,
+    tokens_on,
     watch,
 )
 from .caches import RECHECK_AFTER, places
@@ -43,7 +43,7 @@ class AppendState(NamedTuple):
 
     Attributes:
         append_buffers: of the groups of caches.
-        at: the positions of the next token in them.
+        at: the positions of the next tokens in them.
         fixed: other arrays that it takes, and ``states`` those that it changed.
     """
 
@@ -64,6 +64,7 @@ class AppendForm(Form):
         weights: where arrays of the model lie.
 
     Attributes:
+        caches: what rules know of the caches.
         groups: the numbers of caches that hold as many tokens and have an append buffer together.
         counting: of each group what its caches count.
 
@@ -80,7 +81,7 @@ class AppendForm(Form):
         weights: Sequence[View] = (),
     ) -> None:
         super().__init__(captured, graph, batch)
-        self.weights = weights
+        self.weights, self.caches = weights, caches
         if self.program.dynamic:
             raise Unsupported("its code computes with positions")
         groups: dict[int, list[int]] = {}
@@ -102,23 +103,24 @@ class AppendForm(Form):
         calls = [StepCall.of(node.src) for node in graph.nodes() if node.op == "AttentionStep"]
         if reason := next(filter(None, (_why_not(call, batch) for call in calls)), None):
             raise Unsupported(reason)
-        # Attention takes at most one of a key head and 8 of its queries.
-        heads = max((call.k_cache[0].shape[1] for call in calls), default=0)
-        self.semaphores = max(MIN_SEMAPHORES, 8 * batch * heads)
+        # Attention takes at most one of a query.
+        queries = (call.q.shape[1] * call.q.shape[2] // call.width for call in calls)
+        self.semaphores = max(MIN_SEMAPHORES, batch * max(queries, default=0))
         self.compiled = mx.compile(self._run)
 
     def _counted(self, captured: Captured, caches: TracedCaches) -> dict[int, list[str]]:
-        """The counts of each cache to which a token adds one."""
+        """The counts of each cache that go on with the tokens."""
         found: dict[int, list[str]] = {number: [] for number in chain(*self.groups)}
         for (number, name), count in zip(self.counts, captured.counts.values(), strict=True):
             begun = name == "_idx" and caches.keys[number][1] == "begins"
-            if number not in found or not (begun or count == caches.counter(number, name, 1)):
+            more = self.length
+            if number not in found or not (begun or count == caches.counter(number, name, more)):
                 raise Unsupported("a cache without an append buffer counts, or in another way")
             found[number].append(name)
         return found
 
     def _run(self, tokens: mx.array, *given: Any) -> list[Any]:
-        """Logits; positions of the next token, append buffers and states."""
+        """Logits; positions of the next tokens, append buffers and states."""
         fixed, buffers, at, arrays, states = given
         buffers = [a for some in buffers for buffer in some for a in arrays_of(buffer)]
         is_joined = len(arrays) < len(self.appended)
@@ -131,22 +133,58 @@ class AppendForm(Form):
             new = [made[name] for name in self.appended]
             if is_joined:
                 new = [joined(*new[i : i + 2]) for i in range(0, len(new), 2)]
-        later = [each + one_token(each.size) for each in at]
+        later = [each + tokens_on(each.size, self.length) for each in at]
         return [made["logits"], later, new, [made[name] for name in self.states]]
 
-    def before(self, state: AppendState, count: int) -> None:
-        """A step has one token, of which none is dropped."""
+    def dropped(
+        self, own: Sequence[Any], state: AppendState, count: int
+    ) -> tuple[AppendState, list[dict[str, Any]]] | None:
+        if state.states or any(each.held < count for each in state.append_buffers):
+            return None
+        found = super().dropped(own, ({}, None), count)
+        items = found[1] if found else []
+        beside = [
+            each._replace(held=each.held - count, left=each.left + count)
+            for each in state.append_buffers
+        ]
+        self._hold(items, beside)
+        at = [each + tokens_on(each.size, -count) for each in state.at]
+        return state._replace(append_buffers=beside, at=at), items
 
     def begun(self, own: Sequence[Any], at: dict[str, int], goes_on: bool = False) -> AppendState:
-        beside = [append_buffer_of([own[i] for i in numbers]) for numbers in self.groups]
-        pairs = zip(beside, self.groups, strict=True)
-        positions = [positions_of(each, own[numbers[0]]) for each, numbers in pairs]
+        groups = [[own[i] for i in numbers] for numbers in self.groups]
+        beside = [append_buffer_of(some, self.length) for some in groups]
+        pairs = zip(beside, groups, strict=True)
+        state = self._state(own, beside, [positions_of(each, some[0]) for each, some in pairs])
+        watch([*chain(*groups)])
+        return state
+
+    def behind(
+        self, other: AppendForm, own: Sequence[Any], state: AppendState
+    ) -> AppendState | None:
+        """The state behind a step of as many sequences and another number of tokens.
+
+        None where append buffers have no room, or the caches are of another kind.
+        """
+        room = min(each.left for each in state.append_buffers) >= self.length
+        if not room or state.states or self.caches != other.caches:
+            return None
+        return self._state(own, state.append_buffers, state.at)
+
+    def _state(
+        self, own: Sequence[Any], beside: list[AppendBuffer], at: list[mx.array]
+    ) -> AppendState:
         names = [name for name in self.fixed if name.startswith("semaphores.")]
         semaphores = mx.split(mx.zeros(len(names) * self.semaphores, mx.int32), len(names) or 1)
         arrays = named(own) | dict(zip(names, semaphores, strict=False))
         fixed, states = ([arrays[name] for name in some] for some in (self.fixed, self.states))
-        watch([own[i] for numbers in self.groups for i in numbers])
-        return AppendState(beside, positions, fixed, states)
+        return AppendState(beside, at, fixed, states)
+
+    def _hold(self, items: list[dict[str, Any]], beside: Sequence[AppendBuffer]) -> None:
+        """Let caches hold append buffers, and the numbers of theirs among the buffers of these."""
+        for numbers, each in zip(self.groups, beside, strict=True):
+            for i, number in enumerate(numbers):
+                items[number] |= {"keys": (each, 2 * i), "values": (each, 2 * i + 1)}
 
     def run(
         self, tokens: mx.array, own: Sequence[Any], state: AppendState
@@ -157,19 +195,20 @@ class AppendForm(Form):
             tokens, state.fixed, buffers, state.at, given, state.states
         )
         items: list[dict[str, Any]] = [{} for _ in own]
-        beside, start, room = list[AppendBuffer](), 0, RECHECK_AFTER
+        beside, start, room, more = list[AppendBuffer](), 0, RECHECK_AFTER, self.length
         for numbers, names, old in zip(
             self.groups, self.counting, state.append_buffers, strict=True
         ):
             some, c = new[start : start + len(old.arrays)], vars(own[numbers[0]])
-            now = old._replace(arrays=some, held=old.held + 1, left=old.left - 1)
+            now = old._replace(arrays=some, held=old.held + more, left=old.left - more)
             start, room = start + len(some), min(room, now.left)
             beside.append(now)
-            counts = {name: c[name] + 1 for name in names}
+            counts = {name: c[name] + more for name in names}
             if "max_size" in c and c["_idx"] == c["max_size"]:  # it begins anew
                 counts["_idx"] = c.get("keep", 0) + 1
-            for i, number in enumerate(numbers):
-                items[number] = {**counts, "keys": (now, 2 * i), "values": (now, 2 * i + 1)}
+            for number in numbers:
+                items[number] = {**counts}
+        self._hold(items, beside)
         left = self.put_back(own, items, states)
         return logits, Progress(self, left, AppendState(beside, at, state.fixed, states), room)
 
@@ -181,7 +220,7 @@ def _why_not(call: StepCall, batch: int) -> str | None:
     heads = call.k_cache[0].shape[1]
     share = call.q.shape[2] // (heads * call.width)
     shape = batch, heads, _TYPICAL_ROWS, call.width
-    return why_not(call.q.dtype, share, shape, call.v_width, call.packing)
+    return why_not(call.q.dtype, share, shape, call.v_width, call.packing, call.q.shape[1])
 
 
 def _buffers(groups: Sequence[Sequence[int]], keys: Sequence[Any]) -> Iterator[str]:

@@ -73,18 +73,18 @@ def rewound(model: Any, caches: Sequence[Any], count: int) -> bool:
     """
     steps, own = _steps.get(id(model)), leaves(caches)
     last = steps.progress.get(own[0]) if steps else None
-    if not steps or last is None or not last.holds(own):
+    if not steps or last is None or not last.held.same(own):
         return False
     if any(
         kind_of(c).__name__ not in ("KVCache", "QuantizedKVCache", "PackedKVCache") for c in own
     ):
         return False
-    if (state := last.step.before(last.state, count)) is None:
+    if (found := last.step.dropped(own, last.state, count)) is None:
         return False
-    items = [{"offset": vars(c)["offset"] - count} for c in own]
+    state, items = found
     put(own, items)
     deque(map(dict.update, last.held.items, items), maxlen=0)
-    steps.progress[own[0]] = last._replace(state=state)
+    steps.progress[own[0]] = last._replace(state=state, left=last.left + count)
     return True
 
 
@@ -138,6 +138,8 @@ class Steps:
         self.steps: dict[Any, list[Step]] = {}
         self.reaches: dict[Any, int] = {}
         self.replaces = False
+        # The last step with append buffers that was begun for some tokens, and its capture.
+        self.appending: dict[Any, tuple[AppendForm, Step]] = {}
         # The last step's progress, by the first of its caches as long as that lives.
         self.progress: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -179,6 +181,8 @@ class Steps:
                 return self._goes_on(tokens, own, last)
             if all(c.empty() for c in own):
                 return None
+            if last is not None and (found := self._behind(asked, own, last)) is not None:
+                return self._goes_on(tokens, own, found)
             released(own)
             some = [facts(c, tokens.shape[1]) for c in own]
             key = tokens.shape[1], tuple(each.key for each in some), _alike(some)
@@ -241,13 +245,32 @@ class Steps:
                 pairs = zip(some, own, strict=True)
                 steps += [more_steps(each, c, length) for each, c in pairs]
             asked = tokens.shape, tokens.dtype, where() or _place()
-            self.progress[own[0]] = now._replace(asked=asked, left=min([*steps, now.left]))
+            left = min([*(count * length for count in steps), now.left])
+            self.progress[own[0]] = now._replace(asked=asked, left=left)
+            if isinstance(step, AppendForm):
+                self.appending[asked] = step, found
             return logits
         raise AssertionError
 
+    def _behind(self, asked: Any, own: list[Any], last: Progress) -> Progress | None:
+        """The progress from which a step goes on behind one of another number of tokens.
+
+        Both have append buffers, which the caches keep.
+        """
+        step, found = self.appending.get(asked, (None, None))
+        if step is None or found is None or not isinstance(last.step, AppendForm):
+            return None
+        at = {f"{i}.{name}": v for i, c in enumerate(own) for name, v in vars(c).items()}
+        if not last.held.same(own) or not found.holds(asked[0][0], at):
+            return None
+        if (state := step.behind(last.step, own, last.state)) is None:
+            return None
+        limits = [most - at[name] for name, (_, most) in found.limits.items()]
+        return Progress(step, last.held, state, min([last.left, *limits]), asked)
+
     def _goes_on(self, tokens: mx.array, own: list[Any], last: Progress) -> mx.array:
         logits, now = last.step.run(tokens, own, last.state)
-        left = min(last.left - 1, now.left)
+        left = min(last.left - last.step.length, now.left)
         self.progress[own[0]] = now._replace(asked=last.asked, left=left)
         return logits
 

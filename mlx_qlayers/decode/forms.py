@@ -29,7 +29,7 @@ class Progress(NamedTuple):
         step: the form that goes on.
         held: what all caches have.
         state: what the form goes on with.
-        left: for how many more steps.
+        left: for how many more tokens of each sequence.
         asked: shape and dtype of tokens, and what the step's program belongs to.
     """
 
@@ -40,8 +40,8 @@ class Progress(NamedTuple):
     asked: Any = None
 
     def holds(self, own: Sequence[Any]) -> bool:
-        """Whether the caches are as the step left them, and have room."""
-        return self.left > 0 and self.held.same(own)
+        """Whether the caches are as the step left them, and have room for another such step."""
+        return self.left >= self.step.length and self.held.same(own)
 
 
 class Form:
@@ -52,9 +52,13 @@ class Form:
         graph: the same after the rules.
         batch: sequences.
         binds: whether calls are bound, see :class:`.emit.Program`.
+
+    Attributes:
+        length: tokens of each sequence.
     """
 
     def __init__(self, captured: Captured, graph: Graph, batch: int, binds: bool = False) -> None:
+        self.length: int = graph.outputs["logits"].shape[1]
         self.program = Program(graph, batch, captured.weights, binds)
         names = [name for _, name in self.program.inputs if name.startswith("cache.")]
         self.given = [*zip(names, places(names), strict=True)]
@@ -78,11 +82,14 @@ class Form:
         """
         return at, False if goes_on else None
 
-    def before(self, state: Any, count: int) -> Any:
-        """The state so many tokens before; None if it cannot be told."""
+    def dropped(
+        self, own: Sequence[Any], state: Any, count: int
+    ) -> tuple[Any, list[dict[str, Any]]] | None:
+        """The state, and attributes of caches, without the last so many tokens; None if unknown."""
         at, array = state
         names = {*self.counters}
-        return {name: v - count * (name in names) for name, v in at.items()}, array
+        items = [{"offset": vars(c)["offset"] - count} for c in own]
+        return ({name: v - count * (name in names) for name, v in at.items()}, array), items
 
     def run(self, tokens: mx.array, own: Sequence[Any], state: Any) -> tuple[mx.array, Progress]:
         """The logits, and what the next step with the same caches goes on with."""
@@ -162,9 +169,14 @@ class PaddedForm(Form):
             made = self.program.run({POSITIONS: at, **given}, rows)
         return [at + self.more, *(made[name] for name in ("logits", *self.states))]
 
-    def before(self, state: Any, count: int) -> Any:
-        (at, _), (_, array) = super().before(state, count), state
-        return at, None if array is None else array - count * self.moving
+    def dropped(
+        self, own: Sequence[Any], state: Any, count: int
+    ) -> tuple[Any, list[dict[str, Any]]] | None:
+        found, (_, array) = super().dropped(own, state, count), state
+        if found is None:
+            return None
+        (at, _), items = found
+        return (at, None if array is None else array - count * self.moving), items
 
     def computed(self, arrays: dict[str, mx.array], at: dict[str, int], array: Any) -> Any:
         if not isinstance(array, mx.array):

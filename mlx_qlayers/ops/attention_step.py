@@ -32,6 +32,8 @@ __all__ = [
 ]
 
 _MAX_WIDTH = 256
+# Tokens of a sequence at most, as of a graph.
+MAX_TOKENS = 16
 # Elements of `positions` and `semaphores` at least: MLX passes fewer in another address space.
 MIN_POSITIONS = MIN_SEMAPHORES = 8
 
@@ -55,40 +57,42 @@ def attention_step(
     epsilon: float = 1e-5,
     semaphores: mx.array | None = None,
 ) -> list[mx.array]:
-    """Rotary embedding and attention to a cache and its append buffer, for one token a sequence.
+    """Rotary embedding and attention to a cache and its append buffer, for a step of decoding.
 
-    The cache is only read. Each token writes the append buffer, which holds the keys and values
+    The cache is only read. Each step writes the append buffer, which holds the keys and values
     that came since the cache was written. Their number is in an array, so that ``mx.compile``
     traces a step of decoding once for many, until the cache has to grow.
 
     Args:
-        q: (B, 1, H * D) in float32, float16 or bfloat16: the product, before its rotation.
-        k: (B, 1, Hkv * D) in the dtype of ``q``.
-        v: (B, 1, Hkv * Dv).
+        q: (B, L, H * D) in float32, float16 or bfloat16: the product, before its rotation, of 1 to
+            16 tokens of each sequence. A token sees those before it in the step.
+        k: (B, L, Hkv * D) in the dtype of ``q``.
+        v: (B, L, Hkv * Dv).
         k_cache: (B, Hkv, S, D); or what ``mx.quantize`` gives of it, (packed, scales, biases),
-            with scales in the dtype of ``q``. Then keys and values of the token are packed like
+            with scales in the dtype of ``q``. Then keys and values of the tokens are packed like
             it, and attended to as they are then.
         v_cache: (B, Hkv, S, Dv), or packed with the group size of ``k_cache``.
         k_append: (B, Hkv, R, D); of packed keys what :func:`packed_rows` gives.
         v_append: (B, Hkv, R, Dv), likewise.
         positions: (8 or more,) int32: how many keys of the cache count, from 0 to S; how many of
-            the append buffer, from 0 to R - 1; the position of each sequence's token; anything.
+            the append buffer, from 0 to R - L; the position of each sequence's first token;
+            anything.
         scale: what the products of queries and keys are multiplied by.
         rotation: how queries and keys are turned; ``dims`` 0 turns nothing.
         freqs: (dims / 2,) the reciprocals of what elements turn by, if ``rotation.base`` is None.
         mask: booleans, true where a token sees a key; (B or 1, H or 1, 1, S or more), of which
             column j is that of key j: those of the cache that count, those of the append buffer,
-            and the token's own. None hides nothing.
+            and the tokens' own. None hides nothing.
         sinks: (H,) scores of keys without a value, one a head, in the dtype of ``q`` or cast to it.
         norms: (D,) each, in the dtype of ``q`` or cast to it: the weights of RMS norms that each
             head of queries and keys goes through first. None normalizes nothing.
         epsilon: of these norms.
-        semaphores: (max(8, B * H),) int32 zeros for split-K, with which a GPU needs one launch, not
-            two. They are zeros again behind it: give them to no call that may run at once.
+        semaphores: (max(8, B * L * H),) int32 zeros for split-K, with which a GPU needs one launch,
+            not two. They are zeros again behind it: give them to no call that may run at once.
 
     Returns:
-        (B, 1, H * Dv), the heads side by side; and both append buffers with the token's key and
-        value as row ``positions[1]``, and zeros behind it.
+        (B, L, H * Dv), the heads side by side; and both append buffers with the tokens' keys and
+        values from row ``positions[1]`` on, and zeros behind them.
 
     Raises:
         ValueError: a shape, a dtype or a number does not fit; it is named.
@@ -128,7 +132,7 @@ def _plan(
     scale, epsilon = float(scale), float(epsilon)  # MLX takes no larger integers than int64
     check_rotation(rotation, call.freqs, width)
     share, shape = q.shape[2] // (kv_heads * width), (batch, kv_heads, size, width)
-    choice = _choose(q.dtype, share, shape, v_width, call.packing)
+    choice = _choose(q.dtype, share, shape, v_width, call.packing, q.shape[1])
     composed = reference.attention_step(arrays, scale, rotation, epsilon)
     if choice.path == "reference":
         return Plan(choice, composed)
@@ -144,10 +148,11 @@ def _plan(
 def _sample(arrays: list[Any], *static: Any) -> list[Any]:
     """A cache that is full but for a row, and an append buffer that is half full."""
     call = StepCall.of(arrays)
-    size, rows = call.k_cache[0].shape[2] - 1, call.k_append.shape[2] // 2
+    size, tokens = call.k_cache[0].shape[2] - 1, call.q.shape[1]
+    rows = (call.k_append.shape[2] - tokens + 1) // 2
     if call.mask is not None:  # which has a column for each key
-        rows = min(rows, call.mask.shape[3] // 2)
-        size = min(size, call.mask.shape[3] - 1 - rows)
+        rows = max(min(rows, (call.mask.shape[3] - tokens + 1) // 2), 0)
+        size = min(size, max(call.mask.shape[3] - tokens - rows, 0))
     positions = mx.array([size, rows, *[size + rows] * (call.positions.size - 2)], mx.int32)
     appended: list[Any] = [call.k_append, call.v_append]
     if call.packing[1]:
@@ -175,22 +180,29 @@ def why_not(
     k_shape: tuple[int, ...],
     v_width: int,
     packing: Packing = UNPACKED,
+    tokens: int = 1,
 ) -> str | None:
     """Why the kernel should not be used for a cache (B, Hkv, S, D) of ``dtype`` here, if so."""
-    if not _covers(dtype, share, k_shape, v_width, packing):
+    if not _covers(dtype, share, k_shape, v_width, packing, tokens):
         return "no kernel for these shapes"
-    choice = _choose(dtype, share, k_shape, v_width, packing)
+    choice = _choose(dtype, share, k_shape, v_width, packing, tokens)
     return choice.reason if choice.path == "reference" else None
 
 
 def _choose(
-    dtype: mx.Dtype, share: int, k_shape: tuple[int, ...], v_width: int, packing: Packing
+    dtype: mx.Dtype,
+    share: int,
+    k_shape: tuple[int, ...],
+    v_width: int,
+    packing: Packing,
+    tokens: int,
 ) -> Choice:
     """The kernel, unless the stock operators were measured to be faster."""
     bits = packing.bits
-    if not _covers(dtype, share, k_shape, v_width, packing):
+    if not _covers(dtype, share, k_shape, v_width, packing, tokens):
         return choose("attention_step", ())
     failed = proof.failed("attention_step") if device_of().needs_proof else None
+    # Several tokens go by a measurement of one: both read the same keys.
     q = Spec((k_shape[0], 1, share * k_shape[1] * k_shape[3]), dtype)
     best = found("attention_step", *kernels.question(q, Spec(k_shape, dtype), v_width, packing))
     if failed or not device_of().gpu:  # a CPU decodes by attention to rows
@@ -204,29 +216,29 @@ def _covers(
     share: int,
     k_shape: tuple[int, ...],
     v_width: int,
-    packing: Packing = UNPACKED,
+    packing: Packing,
+    tokens: int,
 ) -> bool:
     width, bits = k_shape[3], packing.widest
     if not {*packing[1:]} <= {0, *BITS}:
         return False
     if width % 8 or v_width % 8 or max(width, v_width) > _MAX_WIDTH or not min(*k_shape, v_width):
         return False
-    if not device_of().few_registers:
-        return True
-    return kernels.fits_few_registers(dtype, share, width, v_width, bits)
+    few_registers = device_of().few_registers
+    return kernels.covers(dtype, share, width, v_width, bits, tokens, few_registers)
 
 
 def _takes(cache: str, k: str, v: str, k_append: str, v_append: str) -> Signature:
     """The arguments, with caches and append buffers of a dtype and in rows of so many words."""
     return Signature(f"""
-        q: float (B, 1, N)
+        q: float (B, L, N); 1 <= L <= {MAX_TOKENS}
         k_cache: {cache} (B, Hkv, S, {k}); Hkv * D > 0 and N > 0 and N % (Hkv * D) == 0
         v_cache: {cache} (B, Hkv, S, {v}); Dv > 0
         the scales of k_cache: q or None
         the scales of v_cache: q or None
-        k: q (B, 1, Hkv * D)
-        v: q (B, 1, Hkv * Dv)
-        k_append: {cache} (B, Hkv, R, {k_append}); R > 0
+        k: q (B, L, Hkv * D)
+        v: q (B, L, Hkv * Dv)
+        k_append: {cache} (B, Hkv, R, {k_append}); R >= L
         v_append: {cache} (B, Hkv, R, {v_append})
         positions: int32 (P,); P >= {MIN_POSITIONS} and P >= 2 + B
         semaphores: int32 (T,) or None
@@ -248,7 +260,7 @@ def _checked(arrays: Sequence[Any]) -> StepCall:
         three = {call.k.ndim, call.v.ndim} == {3} and call.k.size > 0 and call.v.size > 0
         if not three or k_cache.ndim != 4 or not k_cache.shape[1]:
             what = f"{call.k.shape} and {call.v.shape}"
-            raise ValueError(f"k and v must be (B, 1, Hkv * D), not {what}")
+            raise ValueError(f"k and v must be (B, L, Hkv * D), not {what}")
         check_packed("k_cache", call.k_cache, call.width)
         check_packed("v_cache", call.v_cache, call.v_width, call.packing[:2])
         appended = (row_words(each) for each in (call.k_cache, call.v_cache))

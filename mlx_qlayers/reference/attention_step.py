@@ -26,8 +26,9 @@ def attention_step(
         call.v_width,
     )
     (batch, _, size, _), (group_size, *bits) = call.k_cache[0].shape, call.packing
-    leading, keys = () if mask is None else mask.shape[:3], size + rows
-    queries, seen = (batch, q.shape[2] // width, 1, width), Spec((*leading, keys), mx.bool_)
+    leading, keys, tokens = () if mask is None else mask.shape[:2], size + rows, q.shape[1]
+    queries = batch, q.shape[2] // width, tokens, width
+    seen = Spec((*leading, tokens, keys), mx.bool_)
     k, v = (
         tuple(Spec((*a.shape[:2], keys, a.shape[3]), a.dtype) for a in parts)
         for parts in (call.k_cache, call.v_cache)
@@ -40,29 +41,33 @@ def attention_step(
         k_append, v_append, positions, freqs, mask, sinks, q_norm, k_norm, _ = rest
         # By a number MLX gathers, with a kernel that it compiles for seconds on NVIDIA GPUs.
         before, held, row = positions[:1], positions[1:2], mx.arange(rows)
-        heads = (batch, 1, -1, width) if rotation.dims else (batch, -1, 1, width)
-        q, k, v = q.reshape(heads), k.reshape(heads), v.reshape(batch, -1, 1, v_width)
+        widths = width, width, v_width
+        q, k, v = (a.reshape(batch, tokens, -1, n) for a, n in zip((q, k, v), widths, strict=True))
+        v = v.transpose(0, 2, 1, 3)
         if q_norm is not None:
             q, k = (
                 mx.fast.rms_norm(x, weight.astype(x.dtype), epsilon)
                 for x, weight in ((q, q_norm), (k, k_norm))
             )
-        if rotation.dims:
-            q, k = turn(q, k, positions[2 : 2 + batch], freqs)
+        q, k = turn(q, k, positions[2 : 2 + batch], freqs)
         if group_size:
             pairs = zip((k, v), bits, strict=True)
             k, v = (packed_rows(mx.quantize(a, group_size, n)) for a, n in pairs)
-        kept, here = (row < held)[:, None], (row == held)[:, None]
-        k_append = mx.where(kept, k_append, mx.where(here, k, 0))
-        v_append = mx.where(kept, v_append, mx.where(here, v, 0))
+        kept = (row < held)[:, None]
+        k_append, v_append = (
+            mx.slice_update(mx.where(kept, old, 0), new, held, (2,))
+            for old, new in ((k_append, k), (v_append, v))
+        )
         k, v = _joined(k_cache, k_append), _joined(v_cache, v_append)
-        seen = mx.concatenate([mx.arange(size) < before, row <= held])
+        ahead = mx.broadcast_to(mx.arange(size) < before, (tokens, size))
+        seen = mx.concatenate([ahead, row <= held + mx.arange(tokens)[:, None]], axis=1)
         if mask is not None:
             last = mask.shape[3] - 1
             columns = [mx.minimum(mx.arange(size), last), mx.minimum(before + row, last)]
             seen = seen & mask[..., mx.concatenate(columns)]
         (out,) = attend(q, *k, *v, seen, sinks)
-        return [out.reshape(batch, 1, -1), k_append, v_append]
+        out = out.transpose(0, 2, 1, 3)
+        return [out.reshape(batch, tokens, -1), k_append, v_append]
 
     return run
 

@@ -5,6 +5,7 @@ import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -115,6 +116,26 @@ def test_trimmed_in_the_midst_of_an_append_buffer(kind):
         assert_same(*(run(count) for run in runs), kind, (count, cut))
         assert cut == 0 or {c.trim(cut) for run in runs for c in run.cache} == {cut}
     assert_same(*(state(run.cache) for run in runs), kind, "trimmed")
+
+
+@pytest.mark.parametrize("kind", ["plain", "bits"])
+def test_steps_of_several_tokens_share_an_append_buffer(kind, monkeypatch):
+    """Also with those of one token, and behind tokens that were taken back."""
+    monkeypatch.setattr(append_buffers, "_ROWS", 16)
+    begun = Mock(wraps=append_form.append_buffer_of)
+    monkeypatch.setattr(append_form, "append_buffer_of", begun)
+    model = qwen()
+    runs = Stepped(model, kind, True), Stepped(model, kind, False)
+    rounds = (5, 3), (5, 0), (1, 0), (1, 1), (3, 3), (5, 4), (2, 0), (1, 0), (5, 1), (5, 2)
+    for length, cut in 2 * rounds:
+        assert_same(*(run(length, length) for run in runs), kind, (length, cut))
+        for run in runs:
+            run.drop(cut) if cut else None
+        held = [vars(c)["keys"] for c in runs[0].cache]
+        assert all(isinstance(each[0], append_buffers.AppendBuffer) for each in held)
+    # Each length begins once, and goes on behind the others until 16 rows are full.
+    assert begun.call_count == 6
+    assert_same(*(state(run.cache) for run in runs), kind, "behind all")
 
 
 @pytest.mark.parametrize("kind", ["plain", "batch of rings"])

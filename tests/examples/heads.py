@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from mlx_qlayers.metal.attention.decode import BITS
+from mlx_qlayers.metal.attention.step import covers
 from mlx_qlayers.ops.attention import attention
 from mlx_qlayers.ops.attention_step import Rotation, attention_step, packed_rows
 from tests import oracles
@@ -166,12 +167,12 @@ def _step(case: SimpleNamespace, rng: np.random.Generator) -> Call:
         case.packing or (1, 0, 0),
     )
     batch, (width, v_width) = case.batch, (-(-w // group) * group for w in case.widths)
-    dims = 0 if bits else min(case.dims, width)
-    pairs = zip(case.filled, (case.size, case.rows - 1), strict=True)
+    dims, tokens = 0 if bits else min(case.dims, width), min(case.tokens, case.rows)
+    pairs = zip(case.filled, (case.size, case.rows - tokens), strict=True)
     before, held = (int(share * count) for share, count in pairs)
     names = "q", "k", "v", "k_cache", "v_cache", "k_append", "v_append", "freqs", "sinks"
-    made = [random(rng, (batch, 1, heads * width), dtype)]
-    made += [random(rng, (batch, 1, kv_heads * n), dtype) for n in (width, v_width)]
+    made = [random(rng, (batch, tokens, heads * width), dtype)]
+    made += [random(rng, (batch, tokens, kv_heads * n), dtype) for n in (width, v_width)]
     for count, counted in ((case.size, before), (case.rows, held)):
         for n in (width, v_width):
             made.append(random(rng, (batch, kv_heads, count, n), dtype))
@@ -187,7 +188,7 @@ def _step(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     if case.masked:
         columns = np.arange(case.size + case.rows)
         shown = rng.random((batch, heads if case.masked == "heads" else 1, 1, columns.size)) < 0.7
-        mask = mx.array(shown | (columns == before + held))
+        mask = mx.array(shown | ((columns >= before + held) & (columns < before + held + tokens)))
     given |= {"positions": mx.array([*places, *[-1] * 8], mx.int32), "mask": mask}
     rotation = Rotation(dims, case.traditional, case.base, case.rope_scale)
     options: dict[str, Any] = {"scale": width**-0.5, "rotation": rotation, "epsilon": 1e-3}
@@ -195,9 +196,7 @@ def _step(case: SimpleNamespace, rng: np.random.Generator) -> Call:
         options["norms"] = tuple(random(rng, (width,), dtype) for _ in range(2))
     numbers = {name: given[name] for name in names[1:7]}
     if bits:
-        numbers |= _packed(
-            given, options, (batch, kv_heads), (width, v_width), (group, bits, v_bits)
-        )
+        numbers |= _packed(given, options, (width, v_width), (group, bits, v_bits))
 
     def expected(n: Numbers, up: list[np.ndarray], stock: bool) -> tuple[Numbers, Numbers]:
         n = n | {name: to64(a).astype(n["q"].dtype) for name, a in numbers.items()}
@@ -212,15 +211,16 @@ def _step(case: SimpleNamespace, rng: np.random.Generator) -> Call:
         return _stepped(n, places, options, freqs=given["freqs"], dtype=dtype, moved=moved)
 
     covered = case.backend in BACKENDS and width % 8 == v_width % 8 == 0
+    sizes = heads // kv_heads, width, v_width, max(bits, v_bits), tokens
+    covered = covered and covers(dtype, *sizes, few_registers=False)
     dtypes = [dtype, mx.uint32 if bits else dtype]
-    shape = batch, 1, heads * v_width
+    shape = batch, tokens, heads * v_width
     return Call(attention_step, given, options, shape, expected, (), covered, dtypes)
 
 
 def _packed(
     given: dict[str, Any],
     options: dict[str, Any],
-    heads: tuple[int, int],
     widths: tuple[int, int],
     packing: tuple[int, int, int],
 ) -> dict[str, mx.array]:
@@ -229,12 +229,13 @@ def _packed(
     for i, name in enumerate(("k", "v", "k_cache", "v_cache", "k_append", "v_append")):
         dense = given[name]
         form = packing[0], packing[1 + i % 2]
-        w, *rest = mx.quantize(dense.reshape(*heads, -1, widths[i % 2]), *form)
+        width = widths[i % 2]
+        w, *rest = mx.quantize(dense.reshape(*dense.shape[:-1], -1, width), *form)
         held = mx.dequantize(w, *(a.astype(mx.float32) for a in rest), *form)
         numbers[name] = held.reshape(dense.shape)
         if "_" in name:
             del given[name]
-            packed = (w, *rest)
+            packed = [a.reshape(*dense.shape[:3], -1) for a in (w, *rest)]
             options[name] = packed if "cache" in name else packed_rows(packed)
     return numbers
 
@@ -251,8 +252,9 @@ def _stepped(
     rotation, kind = options["rotation"], n["q"].dtype.type
     batch, kv_heads, _, width = n["k_cache"].shape
     before, held, *at = places
+    tokens = n["q"].shape[1]
     q, k, v = (
-        n[x].reshape(batch, 1, count, -1)
+        n[x].reshape(batch, tokens, count, -1)
         for x, count in zip("qkv", (n["q"].shape[2] // width, kv_heads, kv_heads), strict=True)
     )
     q, k = (turned(x, at, *rotation, freqs) for x in (q, k))
@@ -262,10 +264,13 @@ def _stepped(
     for name, row in (("k", k), ("v", v.swapaxes(1, 2))):
         made = np.zeros_like(n[f"{name}_append"])
         made[:, :, :held] = n[f"{name}_append"][:, :, :held]
-        made[:, :, held : held + 1] = row
+        made[:, :, held : held + tokens] = row
         appended.append(made)
-        whole.append(np.concatenate([n[f"{name}_cache"][:, :, :before], made[:, :, : held + 1]], 2))
-    seen = None if "mask" not in n else n["mask"].astype(bool)[..., : before + held + 1]
+        ahead = n[f"{name}_cache"][:, :, :before]
+        whole.append(np.concatenate([ahead, made[:, :, : held + tokens]], 2))
+    seen = np.tri(tokens, before + held + tokens, before + held, bool)
+    if "mask" in n:
+        seen = seen & n["mask"].astype(bool)[..., : before + held + tokens]
     # Rotated rows are rounded, as unpacked ones are.
     found, terms = oracles.attention(
         *(q, *whole, options["scale"], seen),
@@ -273,7 +278,7 @@ def _stepped(
         dtype=kind,
         units=units(dtype, True),
     )
-    results = {"0": found["out"].reshape(batch, 1, -1)}
+    results = {"0": found["out"].swapaxes(1, 2).reshape(batch, tokens, -1)}
     if "k_append" not in options:  # packed rows are words
         results |= {"1": appended[0], "2": appended[1]}
     of_out = np.max(terms.get("out", 0)) * (1 + moved)
@@ -287,6 +292,7 @@ ATTENTION_STEP = Random(
         "heads": HEADS,
         "size": [40, 1, 2, 7, 33, 64, 256, 1030],
         "rows": [17, 1, 2, 9, 64, 256],
+        "tokens": (1, st.just(1) | st.integers(1, 16)),
         "filled": ((0.5, 0.6), st.tuples(*[st.sampled_from(_SHARE)] * 2)),
         "widths": ((64, 64), st.tuples(*[st.sampled_from([8, 32, 40, 64, 128, 256])] * 2)),
         "masked": ["", "all", "heads"],
@@ -321,5 +327,13 @@ ATTENTION_STEP = Random(
         | {"widths": (96, 64), "dtype": "float16"},
         {"heads": (18, 1), "size": 520, "rows": 8, "filled": (0.02, 0.5), "packing": (128, 2, 8)}
         | {"widths": (256, 128), "dtype": "float16"},
+        {"heads": (14, 2), "tokens": 5, "norms": True, "sinks": True},
+        {"batch": 3, "heads": (4, 2), "size": 700, "rows": 16, "filled": (0.4, 0), "tokens": 16}
+        | {"masked": "all", "dims": 24, "traditional": True, "dtype": "bfloat16"},
+        {"batch": 2, "heads": (6, 2), "size": 1030, "tokens": 3, "widths": (128, 72)}
+        | {"masked": "heads", "base": None, "dtype": "float16"},
+        {"heads": (7, 1), "size": 600, "tokens": 4, "widths": (128, 64), "packing": (64, 4, 4)},
+        {"batch": 2, "heads": (4, 2), "tokens": 2, "masked": "all", "packing": (32, 3, 8)}
+        | {"widths": (64, 96), "dtype": "bfloat16"},
     ],
 )

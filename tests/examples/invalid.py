@@ -311,7 +311,8 @@ _DECODE = Calls(
         _STEP | {"k_cache": _C4, "v_cache": _C4, "k_append": _TAIL4, "v_append": _TAIL4},
     ],
     [
-        ({"q": _zeros((1, 2, 256))}, r"q must be \(B, 1, N\), but its shape is \(1, 2, 256\)"),
+        ({"q": _zeros((1, 17, 256))}, r"q must be \(B, L, N\) with 1 <= L <= 16, but its shape"),
+        ({"q": _zeros((1, 2, 256))}, r"k must be \(1, 2, 128\), but its shape is \(1, 1, 128\)"),
         (
             {"q": _zeros((1, 1, 200))},
             r"k_cache must be \(1, Hkv, S, D\) with 200 % \(Hkv \* D\) == 0.* is \(1, 2, 40, 64\)",
@@ -322,7 +323,7 @@ _DECODE = Calls(
         ({"epsilon": "1"}, "epsilon must be a finite number, not '1'"),
         ({"rotation": 64}, "rotation must be a Rotation, not 64"),
         ({"k": _zeros((1, 1, 64))}, r"k must be \(1, 1, 128\), but its shape is \(1, 1, 64\)"),
-        ({"k_append": _zeros((1, 2, 0, 64))}, r"k_append must be \(1, 2, R, 64\) with R > 0"),
+        ({"k_append": _zeros((1, 2, 0, 64))}, r"k_append must be \(1, 2, R, 64\) with R >= 1"),
         (
             {"v_append": _zeros((1, 2, 16, 64))},
             r"v_append must be \(1, 2, 17, 64\), .* \(1, 2, 16, 64",

@@ -209,14 +209,18 @@ def test_attention_of_few_queries(device):
 def test_attention_step(device):
     masks = None, Spec((1, 1, 1, 4352), mx.bool_)
     for dtype, (d, dv), size in itertools.product(DTYPES, HEADS, (256, 4096)):
-        for share, mask in zip((1, 7, 9, 64), masks * 2, strict=True):
-            if device == "metal" and not step.fits_few_registers(dtype, share, d, dv):
-                assert max(d, dv) > (128 if dtype.size == 2 else 64)
+        for (share, tokens), mask in zip(
+            ((1, 1), (7, 1), (9, 1), (64, 1), (7, 5), (2, 16)), masks * 3, strict=True
+        ):
+            if not step.covers(dtype, share, d, dv, 0, tokens, device == "metal"):
+                most = 128 if dtype.size == 2 else 64
+                assert max(d, dv) > most and (device == "metal" or tokens > 1)
                 continue
-            rows = (Spec((1, 1, n), dtype) for n in (2 * share * d, 2 * d, 2 * dv))
+            rows = (Spec((1, tokens, n), dtype) for n in (2 * share * d, 2 * d, 2 * dv))
             buffers = (Spec((1, 2, n, width), dtype) for n in (size, 256) for width in (d, dv))
             arrays = *rows, *buffers, Spec((8,), mx.int32), None, mask, None, None, None
-            problem = RECORDS["attention_step"](dtype, 1, 2 * share, 2, size, d, dv)
+            question = dtype, 1, 2 * share, 2, size, d, dv, 0, 0, tokens
+            problem = RECORDS["attention_step"](*question)
             attention_step(arrays, 0.1, Rotation(d), problem.heuristic(device))
 
 

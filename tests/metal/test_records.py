@@ -47,6 +47,7 @@ STEPS = [
     ((mx.bfloat16, 3, 6, 2, 600, 64, 128, 64, bits), f"3x6x2x1024x64x128 bfloat16 packed-64-{bits}")
     for bits in (8, 4)
 ]
+STEPS += [((mx.float16, 2, 6, 2, 200, 64, 128, 0, 0, 5), "2x6x2x256x64x128 float16 tokens-5")]
 EXPERTS = [
     (((rows, 9, 3, 40, 128), mx.float16, ("mxfp4", 32, 4, kind)), key)
     for rows, kind, key in (

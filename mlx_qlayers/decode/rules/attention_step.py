@@ -1,6 +1,6 @@
-"""Attention of one token a sequence to a cache: what :func:`attention_step` takes.
+"""Attention of a step's tokens to a cache: what :func:`attention_step` takes.
 
-It reads the cache's buffers and its append buffer, and gives the append buffer with the token in
+It reads the cache's buffers and its append buffer, and gives the append buffer with the tokens in
 it. So positions are an array, and one graph serves all of them. Rotary embeddings and the RMS norms
 of heads become part of it, and its result has heads side by side.
 
@@ -67,8 +67,21 @@ def _seen_anew(root: Node) -> Node | None:
     return same
 
 
+def _turned_back(root: Node) -> Node | None:
+    """The source of two transpositions that cancel."""
+    source = root.src[0]
+    if source is None or source.op != "Transpose" or source.src[0] is None:
+        return None
+    undone = [source.arg[0][axis] for axis in root.arg[0]]
+    return source.src[0] if undone == [*range(len(undone))] else None
+
+
 VIEWS: list[Rule] = [
-    (Pattern(("Reshape", "Flatten", "Unflatten", "Squeeze", "ExpandDims", "Transpose")), _seen_anew)
+    (Pattern(("Transpose",)), _turned_back),
+    (
+        Pattern(("Reshape", "Flatten", "Unflatten", "Squeeze", "ExpandDims", "Transpose")),
+        _seen_anew,
+    ),
 ]
 
 
@@ -128,8 +141,8 @@ class Written(NamedTuple):
     Attributes:
         number: of the cache.
         buffers: what is written into; three of packed ones.
-        new: the token's, (B, Hkv, 1, D).
-        row: where it is written.
+        new: the tokens', (B, Hkv, L, D).
+        row: where the first is written.
         size: of a ring that goes round, else 0.
     """
 
@@ -141,7 +154,7 @@ class Written(NamedTuple):
 
 
 def written(nodes: Sequence[Node | None], name: str, caches: TracedCaches) -> Written | None:
-    """The cache that attention takes keys or values of, if a token was written into it."""
+    """The cache that attention takes keys or values of, if tokens were written into it."""
     parts = [_part(node, caches) for node in nodes]
     first = parts[0]
     if first is None or any(each is None or each[0] != first[0] for each in parts):
@@ -163,7 +176,7 @@ def written(nodes: Sequence[Node | None], name: str, caches: TracedCaches) -> Wr
         rows = of.src[0]
     elif rows.dtype != buffers[0].dtype:
         return None
-    return Written(number, buffers, rows, row, size) if rows.shape[2] == 1 else None
+    return Written(number, buffers, rows, row, size)
 
 
 def _part(node: Node | None, caches: TracedCaches) -> tuple[int, Size, int, str, Node, Node] | None:
@@ -181,7 +194,7 @@ def _part(node: Node | None, caches: TracedCaches) -> tuple[int, Size, int, str,
     if kind not in COUNTERS or case == "empty":
         return None
     row, position = (caches.counter(int(number), each) for each in COUNTERS[kind])
-    stop, settings = position._replace(const=1), dict(attributes)
+    stop, settings = position._replace(const=new.shape[2]), dict(attributes)
     if case == "begins":
         row = Size(settings["keep"], ())
     allowed = {"full": (None,), "begins": (None,), "": (stop,)}
@@ -195,7 +208,7 @@ def _part(node: Node | None, caches: TracedCaches) -> tuple[int, Size, int, str,
 
 
 class Attended(NamedTuple):
-    """Attention of a token, or of some: queries (B, H, L, D), and arrays of keys and of values."""
+    """Attention of some tokens: queries (B, H, L, D), and arrays of keys and of values."""
 
     q: Node
     keys: tuple[Node | None, ...]
@@ -203,6 +216,7 @@ class Attended(NamedTuple):
     mask: Node | None
     sinks: Node | None
     scale: float
+    causal: bool = False
 
 
 def _packed(name: str) -> str:
@@ -216,13 +230,11 @@ _PACKED = P(f"QuantizedMatmul[_, _, _, False](weights, {_packed('v')})", weights
 
 
 def attended(node: Node) -> Attended | None:
-    """The parts of attention of one token; None for other nodes."""
-    if node.op == "Attention":
-        q, k, v, mask, sinks = node.src
-        one = q is not None and q.shape[2] == 1
-        return Attended(q, (k,), (v,), mask, sinks, node.arg[0]) if one and q else None
-    found = of_packed(node)
-    return found if found is not None and found.q.shape[2] == 1 else None
+    """The parts of attention; None for other nodes."""
+    if node.op != "Attention":
+        return of_packed(node)
+    q, k, v, mask, sinks = node.src
+    return Attended(q, (k,), (v,), mask, sinks, *node.arg) if q else None
 
 
 def of_packed(node: Node) -> Attended | None:
@@ -245,18 +257,50 @@ def _is_at(offset: Node | None, number: int, caches: TracedCaches) -> bool:
     return name.endswith(".offset") and caches.is_of(name, number)
 
 
-def _rows(node: Node) -> Node:
-    """Heads side by side: (B, H, 1, D) as (B, 1, H * D)."""
-    batch, *others = node.shape
-    shape = batch, 1, prod(others)
+class _Heads(NamedTuple):
+    """The heads of a step's tokens: (B, H, L, D), or (B, L, H, D) if tokens are ``outside``."""
+
+    node: Node
+    tokens: int
+    outside: bool = False
+
+    def rows(self) -> Node:
+        """Heads side by side, (B, L, H * D)."""
+        in_order = self.outside or self.tokens == 1
+        node = self.node if in_order else _turned_heads(self.node)
+        batch, *others = node.shape
+        return _reshaped(node, (batch, self.tokens, prod(others) // self.tokens))
+
+    def behind(self, op: str) -> tuple[_Heads, Node | None]:
+        """What an operation takes of which these are a view, and the operation."""
+        now, width = self, self.node.shape[-1]
+        while now.node.op != op or now.node.shape[-1] != width:
+            source = now.node.src[0] if now.node.src else None
+            if source is None:
+                return self, None
+            if now.node.op == "Transpose" and now.node.arg[0] == _TURN:
+                now = now._replace(node=source, outside=not now.outside)
+            elif keeps_order(now.node):
+                now = now._replace(node=source)
+            else:
+                return self, None
+        source = now.node.src[0]
+        return (self, None) if source is None else (now._replace(node=source), now.node)
+
+
+_TURN = 0, 2, 1, 3
+
+
+def _reshaped(node: Node, shape: tuple[Any, ...]) -> Node:
     return Node("Reshape", (node,), (shape,), (Spec(shape, node.dtype),))
 
 
-def _behind(node: Node, op: str) -> tuple[Node, Node | None]:
-    """The source of the operation that a node is a view of, and the operation."""
-    found = next((v for v in views(node) if v.op == op and v.shape[-1] == node.shape[-1]), None)
-    source = found.src[0] if found is not None else None
-    return (node, None) if source is None else (source, found)
+def _turned_heads(node: Node) -> Node:
+    """(B, H, L, D) as (B, L, H, D), or back."""
+    if node.op == "Transpose" and node.arg[0] == _TURN and node.src[0] is not None:
+        return node.src[0]
+    shape = tuple(node.shape[axis] for axis in _TURN)
+    return Node("Transpose", (node,), (_TURN,), (Spec(shape, node.dtype),))
 
 
 _SCALED = P("Multiply(x, -scale)")
@@ -280,22 +324,23 @@ def _turned(q: Node, k: Node, at: Callable[[Node | None], bool]) -> _Turned:
     found = fits(_SCALED, q)  # by a number, which may as well be part of the scale
     if found is not None and found["x"].shape == q.shape:
         scale, q = found["scale"], found["x"]
-    given = _Turned(_rows(q), _rows(k), scale)
-    (q, one), (k, other) = _behind(q, "RoPE"), _behind(k, "RoPE")
+    of_q, of_k = (_Heads(x, x.shape[2]) for x in (q, k))
+    given = _Turned(of_q.rows(), of_k.rows(), scale)
+    (of_q, one), (of_k, other) = of_q.behind("RoPE"), of_k.behind("RoPE")
     if one is not None and other is not None:
         if (one.arg, one.src[1:]) != (other.arg, other.src[1:]) or not at(one.src[1]):
             return given
         dims, traditional, base, factor, _ = one.arg
         freqs = finite(one.src[2] if len(one.src) > 2 else None)
         rotation = Rotation(dims, traditional, None if freqs else base, factor)
-        given = _Turned(_rows(q), _rows(k), scale, rotation, freqs=freqs)
+        given = _Turned(of_q.rows(), of_k.rows(), scale, rotation, freqs=freqs)
     elif one is not other:
         return given
-    (q, one), (k, other) = _behind(q, "RMSNorm"), _behind(k, "RMSNorm")
+    (of_q, one), (of_k, other) = of_q.behind("RMSNorm"), of_k.behind("RMSNorm")
     if one is None or other is None or one.arg != other.arg or None in (one.src[1], other.src[1]):
         return given
     weights = one.src[1], other.src[1]
-    return given._replace(q=_rows(q), k=_rows(k), epsilon=one.arg[0], norms=weights)
+    return given._replace(q=of_q.rows(), k=of_k.rows(), epsilon=one.arg[0], norms=weights)
 
 
 def _input(name: str, shape: tuple[Any, ...], dtype: mx.Dtype = mx.int32) -> Node:
@@ -312,8 +357,15 @@ def _step(
 ) -> Node | None:
     """The node that takes the place of attention; None if nobody knows what its mask shows."""
     number, settings = keys.number, dict(caches.keys[keys.number][2:])
-    shows = shown(a.mask, keys.row, keys.size, lambda name: caches.is_of(name, number))
-    if shows is None or {a.q.dtype, keys.new.dtype, values.new.dtype} != {keys.buffers[-1].dtype}:
+    tokens, batches = a.q.shape[2], caches.keys[number][0] in BATCHES
+    shows = shown(a.mask, keys.row, keys.size, tokens, lambda name: caches.is_of(name, number))
+    if shows is None:
+        return None
+    # Sequences of a batch drop different numbers of tokens, which moves the rows of all buffers.
+    causal = a.causal or shows.causal
+    if tokens > 1 and (batches or keys.size or shows.window or not causal):
+        return None
+    if {a.q.dtype, keys.new.dtype, values.new.dtype} != {keys.buffers[-1].dtype}:
         return None
     given = _turned(a.q, keys.new, lambda offset: _is_at(offset, number, caches))
     (batch, kv_heads, *_), rows = keys.buffers[0].shape, Size(0, (("append", 1),))
@@ -334,17 +386,18 @@ def _step(
         like = sizes.setdefault(caches.first(number), (keys.buffers[0], appended[0]))
         mask = Node("Shown", (at, *like), settled, (hidden,))
     src = (
-        *(given.q, given.k, _rows(values.new), *keys.buffers, *values.buffers, *appended, at),
+        *(given.q, given.k, _Heads(values.new, tokens).rows()),
+        *(*keys.buffers, *values.buffers, *appended, at),
         *(given.freqs, mask, a.sinks, *given.norms, _input(f"semaphores.{count}", (8,))),
     )
-    out = Spec((batch, 1, a.q.shape[1] * values.new.shape[3]), a.q.dtype)
+    out = Spec((batch, tokens, a.q.shape[1] * values.new.shape[3]), a.q.dtype)
     parts = len(keys.buffers), len(values.buffers)
     arg = a.scale * given.scale, given.rotation, given.epsilon, *parts
     return Node("AttentionStep", src, arg, (out, *specs))
 
 
 def with_append_buffers(graph: Graph, caches: TracedCaches) -> Graph:
-    """The graph with attention to append buffers, where each sequence has one new token."""
+    """The graph with attention to append buffers."""
     places, outputs, at = dict[Node, Node](), dict(graph.outputs), dict[str, Any]()
     sizes: dict[int, Any] = {}
     for node in graph.nodes():
@@ -356,7 +409,9 @@ def with_append_buffers(graph: Graph, caches: TracedCaches) -> Graph:
             continue
         if (step := _step(a, keys, values, caches, len(places), sizes)) is None:
             continue
-        places[node] = Node("Reshape", (step.item(0),), (node.shape,), node.outputs)
+        batch, tokens, _ = step.shape
+        heads = _reshaped(step.item(0), (batch, tokens, a.q.shape[1], node.shape[-1]))
+        places[node] = _reshaped(_turned_heads(heads) if tokens > 1 else heads, node.shape)
         for number, (name, each) in enumerate((("keys", keys), ("values", values)), 1):
             # Several attentions to one cache make the same append buffer.
             outputs.setdefault(f"append.{each.number}.{name}", step.item(number))

@@ -13,8 +13,9 @@ from ..graph import Node, Size, number_of
 _VIEWS = ("Broadcast", "ExpandDims", "Reshape", "Flatten", "Unflatten", "Squeeze", "AsType")
 # Which of both sides of a comparison is the larger one, and by how much at least.
 _COMPARED = {"GreaterEqual": (0, 0), "Greater": (0, 1), "LessEqual": (1, 0), "Less": (1, 1)}
-# A sum: how often it has the number of the row, the padding of a sequence, 1 and positions.
-_ROW, _PADDING, _ONE = "row", "padding", ""
+# A sum: how often it has the number of the row, that of the token in the step, the padding of a
+# sequence, 1 and positions.
+_ROW, _TOKEN, _PADDING, _ONE = "row", "token", "padding", ""
 
 
 class Shown(NamedTuple):
@@ -23,32 +24,39 @@ class Shown(NamedTuple):
     Attributes:
         window: itself and those right behind it, so many; 0 for all.
         padded: without those ahead of each sequence of a batch.
+        causal: without those of later tokens of the step, if it has several.
     """
 
-    window: int
-    padded: bool
+    window: int = 0
+    padded: bool = False
+    causal: bool = False
 
 
-def shown(mask: Node | None, row: Size, size: int, is_own: Callable[[str], bool]) -> Shown | None:
+def shown(
+    mask: Node | None, row: Size, size: int, tokens: int, is_own: Callable[[str], bool]
+) -> Shown | None:
     """Read a mask; None if it may show something else.
 
     Args:
         mask: none hides nothing.
-        row: where the token is written.
+        row: where the first token is written.
         size: of a ring that goes round, else 0.
+        tokens: of the step.
         is_own: whether an input is one of the cache, by its name.
     """
     if mask is None:
-        return Shown(0, False)
+        return Shown()
     at = Counter({_ONE: row.const, **dict(row.terms)})
     mask, rolled = _unrolled(seen_through(mask), row, size)
     if rolled or size:  # in the order of its tokens, of which this is the last
         at = Counter({_ONE: size - 1})
-    found = [_part(each, at, rolled, is_own) for each in _conditions(mask)]
-    if None in found:
+    parts = [_part(each, at, rolled, tokens, is_own) for each in _conditions(mask)]
+    found = [each for each in parts if each is not None]
+    if len(found) < len(parts):
         return None
-    windows = [each.window for each in found if each is not None and each.window]
-    return Shown(min(windows, default=0), any(each is not None and each.padded for each in found))
+    windows = [each.window for each in found if each.window]
+    padded, causal = (any(each[i] for each in found) for i in (1, 2))
+    return Shown(min(windows, default=0), padded, causal)
 
 
 def _conditions(mask: Node) -> list[Node]:
@@ -76,13 +84,13 @@ def _less(last: Any, row: Size) -> Any:
 
 
 def _part(
-    node: Node, at: Counter[str], rolled: bool, is_own: Callable[[str], bool]
+    node: Node, at: Counter[str], rolled: bool, tokens: int, is_own: Callable[[str], bool]
 ) -> Shown | None:
     """The rows that one comparison shows."""
     if node.op not in _COMPARED:
         return None
     larger, more = _COMPARED[node.op]
-    one, other = (_sum(s, is_own) for s in (node.src[larger], node.src[1 - larger]))
+    one, other = (_sum(s, tokens, is_own) for s in (node.src[larger], node.src[1 - larger]))
     if one is None or other is None:
         return None
     one.subtract(other)
@@ -90,19 +98,22 @@ def _part(
     # A row is that of the token, less how many tokens came since.
     since = one.pop(_ROW, 0)
     one.update({name: since * count for name, count in at.items()})
+    one[_TOKEN] += since * (tokens > 1)
     left = {name: count for name, count in one.items() if count}
     number = left.pop(_ONE, 0)
     if not left and abs(since) == 1:
+        if tokens > 1 and since < 0:
+            return Shown(causal=True) if number == 0 else None
         if since < 0 or number < 0:
-            return Shown(0, False) if number >= 0 else None
-        return Shown(number + 1, False)
+            return Shown() if number >= 0 else None
+        return Shown(number + 1)
     behind = {name: count for name, count in at.items() if count and name}
     if since == 1 and left == {**behind, _PADDING: -1} and number == at[_ONE] + rolled:
-        return Shown(0, True)
+        return Shown(padded=True)
     return None
 
 
-def _sum(node: Node | None, is_own: Callable[[str], bool]) -> Counter[str] | None:
+def _sum(node: Node | None, tokens: int, is_own: Callable[[str], bool]) -> Counter[str] | None:
     """The terms that a node adds up."""
     if node is None:
         return None
@@ -114,9 +125,13 @@ def _sum(node: Node | None, is_own: Callable[[str], bool]) -> Counter[str] | Non
         start, stop, _ = node.arg
         if start == 0 and stop != 1:
             return Counter({_ROW: 1})
-        return _numbers(start) if _numbers(start, 1) == _numbers(stop) else None
+        if _numbers(start, tokens) != _numbers(stop):
+            return None
+        first = _numbers(start)
+        first[_TOKEN] += int(tokens > 1)
+        return first
     if node.op in ("Add", "Subtract"):
-        one, other = (_sum(s, is_own) for s in node.src)
+        one, other = (_sum(s, tokens, is_own) for s in node.src)
         if one is not None and other is not None:
             (one.update if node.op == "Add" else one.subtract)(other)
             return one

@@ -1,20 +1,20 @@
-// One step of decoding, from the products of a token to its attention. The rotary embedding is applied to
-// q and k, and every head attends to the keys of a cache, to those of its append buffer (the tokens since
-// the cache was written) and to the token's own key. The cache is only read; k and v become a row of a new
-// append buffer. The number of keys is an input, so that one launch serves until the cache grows. Keys and
-// values may be packed as by mx.quantize (`bits`, of values `bits_v` > 0): then k and v are packed too before any query attends
-// to them, and a row of the append buffer holds words, scales, biases and padding.
-// With `sinking`, sinks (H,) are scores of keys without a value. With `normed`, each head of q and k
-// goes through an RMS norm first, with the weights q_norm and k_norm (D,).
+// One step of decoding, from the products of `tokens` tokens of each sequence to their attention. The rotary
+// embedding is applied to q and k, and every head attends to the keys of a cache, to those of its append buffer (the
+// tokens since the cache was written), and to the keys of its own token and of those before it in the step. The cache
+// is only read; k and v become rows of a new append buffer. The number of keys is an input, so that one launch serves
+// until the cache grows. Keys and values may be packed as by mx.quantize (`bits`, of values `bits_v` > 0): then k and
+// v are packed too before any query attends to them, and a row of the append buffer holds words, scales, biases and
+// padding. With `sinking`, sinks (H,) are scores of keys without a value. With `normed`, each head of q and k goes
+// through an RMS norm first, with the weights q_norm and k_norm (D,).
 //
-// The rows are the queries of the query heads of a key head. One threadgroup computes one split of the
-// keys of the cache or of the append buffer for 8 * columns rows, tile by tile as attention_decode does; the
-// token's own key starts the softmax of the append buffer's first split. Without split-K one threadgroup
+// The rows are the queries of the query heads of a key head, token by token. One threadgroup computes one split of
+// the keys of the cache or of the append buffer for 8 * columns rows, tile by tile as attention_decode does; the
+// tokens' own keys start the softmax of the append buffer's first split. Without split-K one threadgroup
 // computes all. Its SIMD groups form `teams` of `simds`, each with tiles and a softmax of its own until the end.
 //
 // The threadgroups along x beyond the splits copy the append buffer, so that no threadgroup that computes
-// attention waits for the copy; rows behind the token's become zeros. Threadgroup memory holds q and the
-// token's key after the rotary embedding, p, and a float for each row and SIMD group. Without split-K the
+// attention waits for the copy; rows behind the tokens' become zeros. Threadgroup memory holds q and the
+// tokens' keys after the rotary embedding, p, and a float for each row and SIMD group. Without split-K the
 // result is written; else the unnormalized o, m and sum, all float, which attention_combine combines. With
 // `joined`, splits write the normalized o in T, m and sum in float, and the last threadgroup of a row block
 // combines them. It has to see other threadgroups' writes, which Metal 3.1 does not guarantee, so only CUDA is
@@ -42,6 +42,7 @@ template <
     bool listed,
     bool sinking,
     bool normed,
+    int tokens,
     int columns,
     int simds,
     int blocks,
@@ -95,24 +96,26 @@ template <
   const int groups_k = D / group_size, groups_v = Dv / group_size, half_size = sizeof(T) / 2;
   const int whole_k = bits > 0 ? (count_k + groups_k * half_size + 7) / 8 * 8 : D;
   const int whole_v = bits > 0 ? (count_v + groups_v * half_size + 7) / 8 * 8 : Dv;
-  threadgroup T q_tile[(count + 1) * q_step];
+  threadgroup T q_tile[(count + tokens) * q_step];
   threadgroup T p_tiles[tile * p_step];
   threadgroup float2 reduced[all][columns][4], tops[teams][columns][4];
-  threadgroup float factors[normed ? count + 1 : 1];
-  threadgroup float own_tops[count], taken[teams > 1 ? (teams - 1) * sums * 32 * simds : 1];
-  threadgroup T own_value[bits > 0 ? Dv : 1];
+  threadgroup float factors[normed ? count + tokens : 1];
+  threadgroup float own_tops[count * tokens], taken[teams > 1 ? (teams - 1) * sums * 32 * simds : 1];
+  threadgroup T own_values[bits > 0 ? tokens * Dv : 1];
   threadgroup float weights[joined ? count * MOST_JOINED : 1];
   threadgroup int arrived;
   int team = int(simd) / simds, member = int(simd) % simds;
   threadgroup T* p_tile = p_tiles + team * own_tile * p_step;
 
-  int before = positions[0], held = positions[1], rows = options[ROWS_PER_KV_HEAD];
-  int row_blocks = (rows + count - 1) / count, heads = int(groups.y) / row_blocks;
-  int head = int(group.y) % heads, first_row = int(group.y) / heads * count;
-  int64_t kv_head = int64_t(group.z) * heads + head;
-  int64_t all_rows = int64_t(groups.z) * heads * rows;
-  k += kv_head * D;
-  v += kv_head * Dv;
+  int before = positions[0], held = positions[1], share = options[QUERIES_PER_KV_HEAD];
+  int row_blocks = (share * tokens + count - 1) / count, kv_heads = int(groups.y) / row_blocks;
+  int head = int(group.y) % kv_heads, heads = kv_heads * share;
+  step_rows rows = {int(group.y) / kv_heads * count, share * tokens, share};
+  int64_t kv_head = int64_t(group.z) * kv_heads + head;
+  int64_t own_head = int64_t(group.z) * tokens * kv_heads + head;
+  q += own_head * share * D;
+  k += own_head * D;
+  v += own_head * Dv;
   k_cache += kv_head * options[CACHE_ROWS] * count_k;
   v_cache += kv_head * options[CACHE_ROWS] * count_v;
   k_append += kv_head * options[APPEND_ROWS] * whole_k;
@@ -127,53 +130,55 @@ template <
   }
   int splits = options[SPLITS], append_splits = options[APPEND_SPLITS];
   if (int(group.x) >= splits) {
-    if (first_row == 0) {
+    if (rows.first == 0) {
       int copy_thread = (int(group.x) - splits) * 32 * all + int(thread_index);
       int copy_threads = (int(groups.x) - splits) * 32 * all;
-      copy_append<whole_k>(k_out, k_append, held, options[APPEND_ROWS], copy_thread, copy_threads);
-      copy_append<whole_v>(v_out, v_append, held, options[APPEND_ROWS], copy_thread, copy_threads);
+      copy_append<whole_k, tokens>(k_out, k_append, held, options[APPEND_ROWS], copy_thread, copy_threads);
+      copy_append<whole_v, tokens>(v_out, v_append, held, options[APPEND_ROWS], copy_thread, copy_threads);
     }
     return;
   }
 
   // The first splits are the append buffer's, the others the cache's.
   bool of_append = int(group.x) < append_splits, is_first = group.x == 0;
-  q += (kv_head * rows + first_row) * D;
+  int own_keys = is_first ? tokens : 0;
   if (normed) {
-    norm_rows<T, D, count, all>(
-        factors, q, k, as_type<float>(options[NORM_EPSILON]), rows - first_row, simd, lane);
+    norm_rows<T, D, tokens, count, all>(
+        factors, q, k, as_type<float>(options[NORM_EPSILON]), rows, heads, kv_heads, own_keys, simd, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-  rotate_rows<T, D, bits, dims, traditional, listed, normed, run, q_step, padded, count, 32 * all>(
+  rotate_rows<T, D, bits, dims, traditional, listed, normed, tokens, run, q_step, padded, count, 32 * all>(
       q_tile, q, k, factors, q_norm, k_norm, freqs, options + ROTATION,
-      float(positions[2 + group.z]), rows - first_row, thread_index);
+      positions[2 + group.z], rows, heads, kv_heads, own_keys, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   float scale = as_type<float>(options[SCALE]);
   if (masked) {
-    mask += int64_t(group.z) * options[MASK_OF_SEQUENCE] + head * rows * options[MASK_OF_HEAD];
+    mask += int64_t(group.z) * options[MASK_OF_SEQUENCE] + head * share * options[MASK_OF_HEAD];
   }
+  bool writes = rows.first == 0;
   if (is_first && bits > 0) {
-    for (int d = thread_index; d < Dv; d += 32 * all) {
-      own_value[bits > 0 ? d : 0] = v[d];
+    for (int i = thread_index; i < tokens * Dv; i += 32 * all) {
+      own_values[bits > 0 ? i : 0] = v[int64_t(i / Dv) * kv_heads * Dv + i % Dv];
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     float least = as_type<float>(options[LEAST_OF_GROUP]);
-    pack_row<D, group_size, bits, whole_k, run, true, all>(
-        k_out + int64_t(held) * whole_k, q_tile + count * q_step, first_row == 0, least, simd, lane);
-    pack_row<Dv, group_size, bits_v, whole_v, run, false, all>(
-        v_out + int64_t(held) * whole_v, own_value, first_row == 0, least, simd, lane);
+    for (int i = 0; i < tokens; i++) {
+      pack_row<D, group_size, bits, whole_k, run, true, all>(
+          k_out + int64_t(held + i) * whole_k, q_tile + (count + i) * q_step, writes, least, simd, lane);
+      pack_row<Dv, group_size, bits_v, whole_v, run, false, all>(
+          v_out + int64_t(held + i) * whole_v, own_values + (bits > 0 ? i * Dv : 0), writes, least, simd, lane);
+    }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
   if (is_first) {
-    own_scores<T, masked, padded, q_step, count, all>(
-        own_tops, q_tile, scale, mask + (masked ? before + held : 0), first_row, rows,
-        options[MASK_OF_HEAD], simd, lane);
+    own_scores<T, masked, tokens, padded, q_step, count, all>(
+        own_tops, q_tile, scale, mask + (masked ? before + held : 0), rows, options[MASK_OF_HEAD], simd, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int d = thread_index; bits == 0 && first_row == 0 && d < D; d += 32 * all) {
-      k_out[int64_t(held) * D + d] = q_tile[count * q_step + staged_at<run, bits>(d)];
+    for (int i = thread_index; bits == 0 && writes && i < tokens * D; i += 32 * all) {
+      k_out[int64_t(held) * D + i] = q_tile[(count + i / D) * q_step + staged_at<run, bits>(i % D)];
     }
-    for (int d = thread_index; bits == 0 && first_row == 0 && d < Dv; d += 32 * all) {
-      v_out[int64_t(held) * Dv + d] = v[d];
+    for (int i = thread_index; bits == 0 && writes && i < tokens * Dv; i += 32 * all) {
+      v_out[int64_t(held) * Dv + i] = v[int64_t(i / Dv) * kv_heads * Dv + i % Dv];
     }
   }
 
@@ -194,29 +199,33 @@ template <
 #pragma unroll
     for (int i = 0; i < 2 * columns; i++) {
       int t = i / 2, c = i % 2;
-      float top = own_tops[8 * t + 2 * quarter + c], own_weight = 1.0f, sunk = 0.0f;
-      if (sinking) {
-        // The softmax starts with the sink, a score without a value, and the token's own score.
-        int row = min(first_row + 8 * t + 2 * quarter + c, rows - 1);
-        float own_top = top, sink = float(sinks[head * rows + row]) * LOG2_E;
-        top = max(max(own_top, sink), LOWEST);
-        own_weight = power_of_2<T>(own_top - top);
-        sunk = power_of_2<T>(sink - top);
+      int row = 8 * t + 2 * quarter + c;
+      // The softmax starts with the sink, a score without a value, and the scores of the tokens' own keys.
+      float sink = sinking ? float(sinks[head * share + head_of<tokens>(rows, row)]) * LOG2_E : LOWEST;
+      float top = max(sink, LOWEST);
+      for (int token = 0; token < tokens; token++) {
+        top = max(top, own_tops[row * tokens + token]);
       }
-      state.top[t][c] = top;
-      state.sum[t][c] = member == 0 && near == 0 ? own_weight + sunk : 0.0f;
+      float total = sinking ? power_of_2<T>(sink - top) : 0.0f;
+      for (int token = 0; token < tokens; token++) {
+        float weight = power_of_2<T>(own_tops[row * tokens + token] - top);
+        total += weight;
 #pragma unroll
-      for (int n = 0; n < slice / 16; n++) {
-        int f = n % (run_v / 2), d = member * slice + n / (run_v / 2) * 8 * run_v + run_v * near;
-        if (limit_v == 0 || d < Dv) {
+        for (int n = 0; n < slice / 16; n++) {
+          int f = n % (run_v / 2), d = member * slice + n / (run_v / 2) * 8 * run_v + run_v * near;
+          if (limit_v == 0 || d < Dv) {
 #pragma unroll
-          for (int part = 0; part < 2; part++) {
-            int at = d + pair_element<bits_v>(f, part);
-            float value = float(bits > 0 ? own_value[bits > 0 ? at : 0] : v[at]);
-            state.o[n][t].part[part][c] = sinking ? own_weight * value : value;
+            for (int part = 0; part < 2; part++) {
+              int at = d + pair_element<bits_v>(f, part);
+              float value = float(
+                  bits > 0 ? own_values[bits > 0 ? token * Dv + at : 0] : v[int64_t(token) * kv_heads * Dv + at]);
+              state.o[n][t].part[part][c] = fma(weight, value, state.o[n][t].part[part][c]);
+            }
           }
         }
       }
+      state.top[t][c] = top;
+      state.sum[t][c] = member == 0 && near == 0 ? total : 0.0f;
     }
   }
 
@@ -241,11 +250,11 @@ template <
     lane_rows<bool, columns> own_rows;
 #pragma unroll
     for (int i = 0; i < 2 * columns; i++) {
-      int row = min(first_row + i / 2 * 8 + 2 * quarter + i % 2, rows - 1);
+      int row = i / 2 * 8 + 2 * quarter + i % 2;
       own_rows.position[i / 2][i % 2] = 0;
       own_rows.mask[i / 2][i % 2] = mask;
       if (masked) {
-        own_rows.mask[i / 2][i % 2] += row * options[MASK_OF_HEAD] + (part == 0 ? 0 : before);
+        own_rows.mask[i / 2][i % 2] += head_of<tokens>(rows, row) * options[MASK_OF_HEAD] + (part == 0 ? 0 : before);
       }
     }
 
@@ -299,11 +308,11 @@ template <
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  int64_t first = kv_head * rows + first_row;
+  int64_t first_row = kv_head * rows.all + rows.first, first_out = own_head * share;
 #pragma unroll
   for (int i = 0; i < 2 * columns; i++) {
     int t = i / 2, c = i % 2, row = 8 * t + 2 * quarter + c;
-    if (team > 0 || first_row + row >= rows) {
+    if (team > 0 || rows.first + row >= rows.all) {
       continue;
     }
     float top = LOWEST, total = 0.0f, rescales[teams];
@@ -320,7 +329,8 @@ template <
     }
     // A split without a key has the sum 0.
     float factor = !split ? 1.0f / total : joined && total > 0.0f ? 1.0f / total : 1.0f;
-    int64_t at = first + row, of_split = at * splits + group.x;
+    int64_t at = first_out + heads_before<tokens>(rows, row, heads);
+    int64_t of_split = (joined ? first_row + row : at) * splits + group.x;
     device P* to = split && !joined ? out + of_split * (Dv + 2) : out + at * Dv;
     device T* part_of = parts + (joined ? of_split * Dv : 0);
 #pragma unroll
@@ -350,7 +360,7 @@ template <
     }
     if (split && member == 0 && near == 0) {
       if (joined) {
-        device float2* sums_of = reinterpret_cast<device float2*>(parts + all_rows * splits * Dv);
+        device float2* sums_of = reinterpret_cast<device float2*>(parts + int64_t(groups.z) * kv_heads * rows.all * splits * Dv);
         sums_of[of_split] = float2(top, total);
       } else {
         to[Dv] = P(top);
@@ -367,10 +377,11 @@ template <
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (arrived == splits - 1) {
       const device float2* sums_of =
-          reinterpret_cast<const device float2*>(parts + all_rows * splits * Dv);
-      add_splits<T, Dv, MOST_JOINED, all>(
-          reinterpret_cast<device T*>(out) + first * Dv, parts + first * splits * Dv, sums_of + first * splits,
-          weights, min(rows - first_row, count), splits, thread_index, simd, lane);
+          reinterpret_cast<const device float2*>(parts + int64_t(groups.z) * kv_heads * rows.all * splits * Dv);
+      add_splits<T, Dv, tokens, MOST_JOINED, all>(
+          reinterpret_cast<device T*>(out) + first_out * Dv, parts + first_row * splits * Dv,
+          sums_of + first_row * splits, weights, rows, min(rows.all - rows.first, count), heads, splits,
+          thread_index, simd, lane);
       if (thread_index == 0) {
         *semaphore = 0;
       }

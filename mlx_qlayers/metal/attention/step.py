@@ -1,4 +1,7 @@
-"""Launches a step of decoding: rotary embedding, attention to a cache and its append buffer."""
+"""Launches a step of decoding: rotary embedding, attention to a cache and its append buffer.
+
+A step has one token of each sequence or several, whose queries a launch takes together.
+"""
 
 from __future__ import annotations
 
@@ -43,23 +46,24 @@ def _memory(
     blocks: int,
     slice: int,
     teams: int = 1,
+    tokens: int = 1,
     joined: bool = False,
     normed: bool = True,
     **_: object,
 ) -> int:
-    """The bytes of threadgroup memory: rows of q, a key and p with their padding, and sums."""
+    """The bytes of threadgroup memory: rows of q, keys and p with their padding, and sums."""
     chunk, every = 4 * _run(T, bits), simds * teams
     width = -(-D // chunk) * chunk
-    queries = (8 * columns + 1) * (width + 16 // T.size)
+    queries = (8 * columns + tokens) * (width + 16 // T.size)
     weights = 16 * blocks * every * (8 * columns + (8 if columns % 2 == 0 else 0))
     taken = 32 * simds * slice * columns * (teams - 1) or 4
-    sums = 32 * (every + teams + 1) * columns
+    sums = 32 * (every + teams + tokens) * columns
     return (
-        (queries + weights + (Dv if bits else 1)) * T.size
+        (queries + weights + (tokens * Dv if bits else 1)) * T.size
         + sums
         + taken
         + (32 * columns * _MOST_JOINED * joined or 4)
-        + 4 * (8 * columns * normed + 1)
+        + 4 * ((8 * columns + tokens) * normed + 1)
     )
 
 
@@ -124,31 +128,55 @@ class Step:
         return 32 * self.simds * self.teams
 
 
-def unsplit(device: str, dtype: mx.Dtype, share: int, width: int, v_width: int, bits: int) -> Step:
-    """The configuration where a threadgroup takes all keys of a head."""
+def unsplit(
+    device: str,
+    dtype: mx.Dtype,
+    share: int,
+    width: int,
+    v_width: int,
+    bits: int,
+    tokens: int = 1,
+) -> Step:
+    """The configuration where a threadgroup takes all keys of a head, for so many queries of it."""
     slice = 16 if v_width < 96 or (v_width <= 128 and not device_of(device).spills) else 32
     slice = decode._PACKED_SLICE if bits else slice
     most = max(1, min(-(-share // 8), 8))
     spread = [Step(columns, -(-v_width // slice), 1, slice) for columns in range(most, 0, -1)]
-    fitting = (c for c in spread if _fits(device, c, dtype, width, v_width, bits))
+    fitting = (c for c in spread if _fits(device, c, dtype, width, v_width, bits, tokens))
     return next(fitting, spread[-1])
 
 
-def _fits(device: str, config: Step, dtype: mx.Dtype, width: int, v_width: int, bits: int) -> bool:
+def _fits(
+    device: str,
+    config: Step,
+    dtype: mx.Dtype,
+    width: int,
+    v_width: int,
+    bits: int,
+    tokens: int = 1,
+) -> bool:
     """Whether sums stay in registers, and rows in threadgroup memory."""
-    memory = _memory(T=dtype, D=width, Dv=v_width, bits=bits, joined=True, **asdict(config))
-    if config.columns * config.slice > 128 or memory > MAX_THREADGROUP_MEMORY:
+    taken = memory(dtype, width, v_width, bits, tokens, config)
+    if config.columns * config.slice > 128 or taken > MAX_THREADGROUP_MEMORY:
         return False
     return device_of(device).spills or _has_registers(config, dtype, width, bits)
 
 
 @cache  # asked for every token
-def fits_few_registers(
-    dtype: mx.Dtype, share: int, width: int, v_width: int, bits: int = 0
+def covers(
+    dtype: mx.Dtype,
+    share: int,
+    width: int,
+    v_width: int,
+    bits: int,
+    tokens: int,
+    few_registers: bool,
 ) -> bool:
-    """Whether M1 and M2 have registers for such heads: not for wide ones."""
-    config = unsplit("metal", dtype, share, width, v_width, bits)
-    return _has_registers(config, dtype, width, bits)
+    """Whether there is threadgroup memory for such heads, and registers on M1 and M2."""
+    config = unsplit("metal", dtype, share * tokens, width, v_width, bits, tokens)
+    if memory(dtype, width, v_width, bits, tokens, config) > MAX_THREADGROUP_MEMORY:
+        return False
+    return not few_registers or _has_registers(config, dtype, width, bits)
 
 
 def _has_registers(config: Step, dtype: mx.Dtype, width: int, bits: int) -> bool:
@@ -162,10 +190,16 @@ def _words(config: Step, dtype: mx.Dtype, width: int, bits: int) -> int:
 
 
 def question(q: Spec, k_cache: Spec, v_width: int, packing: Packing = UNPACKED) -> tuple[Any, ...]:
-    """The key of a call: dtype, B, H, Hkv, S, D, Dv; of packed ones group size and most bits."""
-    batch, kv_heads, size, width = k_cache.shape
-    shape = batch, q.shape[2] // width, kv_heads, rounded(size), width, v_width
-    return q.dtype, *shape, *((packing.group_size, packing.widest) if packing.bits else ())
+    """The key of a call: dtype, B, H, Hkv, S, D, Dv, group size and most bits of packed ones, L."""
+    (batch, kv_heads, size, width), (_, tokens, of_heads) = k_cache.shape, q.shape
+    shape = batch, of_heads // width, kv_heads, rounded(size), width, v_width
+    return q.dtype, *shape, packing.group_size, packing.widest, tokens
+
+
+def memory(dtype: mx.Dtype, width: int, v_width: int, bits: int, tokens: int, config: Step) -> int:
+    """Bytes of threadgroup memory that a configuration takes."""
+    sizes: dict[str, Any] = {"T": dtype, "D": width, "Dv": v_width, "tokens": tokens}
+    return _memory(**sizes, bits=bits, joined=True, **asdict(config))
 
 
 def _least_of_group() -> float:
@@ -198,7 +232,8 @@ def _values(
     values |= {"masked": call.mask is not None}
     values |= {"dims": rotation.dims, "traditional": rotation.traditional}
     values |= {"listed": call.freqs is not None, "sinking": call.sinks is not None}
-    values |= {"normed": call.q_norm is not None, "split": split, "joined": joined}
+    values |= {"normed": call.q_norm is not None, "tokens": call.q.shape[1]}
+    values |= {"split": split, "joined": joined}
     parts = mx.float32 if split and not joined else dtype
     return values | {"P": parts, "RESIDENT": config.resident}
 
@@ -216,7 +251,7 @@ def attention_step(
 
     ``arrays`` are specs of q, k, v, k_cache, v_cache, k_append, v_append, positions, freqs, mask,
     sinks, q_norm, k_norm and maybe semaphores, which make it one launch on NVIDIA GPUs. The launch
-    gives (B, 1, H * Dv) and the append buffers with the token's key and value, zeros behind them.
+    gives (B, L, H * Dv) and the append buffers with the tokens' keys and values, zeros behind them.
     """
     call = StepCall.of(arrays)
     (q, appended, packed), v_width = (call.q, call.k_append, call.packing[1] > 0), call.v_width
@@ -225,21 +260,22 @@ def attention_step(
         slice = decode._PACKED_SLICE
         config = replace(config, slice=slice, simds=-(-v_width // slice))
     batch, kv_heads, size, _ = call.k_cache[0].shape
-    heads = q.shape[2] // call.width
+    heads, tokens = q.shape[2] // call.width, q.shape[1]
     share, split = heads // kv_heads, config.splits > 0
     append_splits = config.append_splits if split else 1
     splits = config.splits + append_splits
-    threads, blocks = config.threads, -(-share // (8 * config.columns))
+    threads, blocks = config.threads, -(-share * tokens // (8 * config.columns))
     joined = split and _joins(call.semaphores, config, splits, batch * kv_heads * blocks)
     sizes = size, appended.shape[2], append_splits, splits, share
     options = _options(sizes, call.mask, scale, rotation, epsilon)
     there = [each is not None for each in (call.mask, call.freqs, call.sinks, call.q_norm)]
     kernel = _kernel(packed, *there, joined)
-    shape, parts = (batch, 1, heads * v_width), (batch, 1, heads, splits, v_width + 2)
+    shape = batch, tokens, heads * v_width
+    parts = batch, tokens, heads, splits, v_width + 2
     # What may be left out, in the kernel's order: an array's place and its dtype in the launch.
     kinds = {1: mx.bool_, 0: mx.float32, 2: q.dtype, 3: q.dtype, 4: q.dtype}
     optional = [(count + i, kind) for i, kind in kinds.items() if arrays[count + i] is not None]
-    part_sizes = batch * heads * splits * (v_width + 8 // q.dtype.size)
+    part_sizes = batch * tokens * heads * splits * (v_width + 8 // q.dtype.size)
     launch = kernel.bind(
         [
             *arrays[:count],

@@ -1,5 +1,5 @@
-// The parts of a step of decoding: the rotary embedding of q and k, the copy of the append buffer, the score of
-// the token's own key, and the combination of the splits.
+// The parts of a step of decoding: the rotary embedding of q and k, the copy of the append buffer, the scores of
+// the tokens' own keys, and the combination of the splits.
 
 #include "common/arrival.metal"
 #include "key_tiles.metal"
@@ -10,10 +10,34 @@ using namespace metal;
 
 // Indices into `options`; the options of rotate_rows follow.
 enum step_option {
-  CACHE_ROWS, APPEND_ROWS, APPEND_SPLITS, SPLITS, ROWS_PER_KV_HEAD, SCALE, MASK_OF_SEQUENCE, MASK_OF_HEAD,
+  CACHE_ROWS, APPEND_ROWS, APPEND_SPLITS, SPLITS, QUERIES_PER_KV_HEAD, SCALE, MASK_OF_SEQUENCE, MASK_OF_HEAD,
   LEAST_OF_GROUP, NORM_EPSILON, ROTATION };
 // The most splits that one launch combines.
 #define MOST_JOINED 64
+
+// The rows of a threadgroup: `first` and those behind it, of `all` that share a key head. The first `share` are
+// the heads of the first token, the next ones those of the second.
+struct step_rows {
+  int first;
+  int all;
+  int share;
+};
+
+// The token of one of a threadgroup's rows, and the head among those that share a key head.
+template <int tokens>
+METAL_FUNC int token_of(step_rows rows, int row) {
+  return tokens == 1 ? 0 : min(rows.first + row, rows.all - 1) / rows.share;
+}
+template <int tokens>
+METAL_FUNC int head_of(step_rows rows, int row) {
+  return min(rows.first + row, rows.all - 1) - token_of<tokens>(rows, row) * rows.share;
+}
+
+// How many heads of all tokens one of a threadgroup's rows is behind the first head of the first token.
+template <int tokens>
+METAL_FUNC int64_t heads_before(step_rows rows, int row, int heads) {
+  return int64_t(token_of<tokens>(rows, row)) * heads + head_of<tokens>(rows, row);
+}
 
 // The position of element d of a row in the order in which lanes read a key's runs.
 template <int run, int bits>
@@ -117,8 +141,8 @@ METAL_FUNC void pack_row(
   }
 }
 
-// Copies this thread's part of the append buffer, all rows but the token's, eight elements at a time.
-template <int width, typename T>
+// Copies this thread's part of the append buffer, all rows but the tokens', eight elements at a time.
+template <int width, int tokens, typename T>
 METAL_FUNC void copy_append(
     device T* to, const device T* from, int held, int rows, int copy_thread, int copy_threads) {
   const int words = 2 * sizeof(T);
@@ -128,7 +152,7 @@ METAL_FUNC void copy_append(
     if (row < held) {
       load_words<words>(pack, from, int64_t(i) * 8);
     }
-    if (row != held) {
+    if (row < held || row >= held + tokens) {
 #pragma unroll
       for (int j = 0; j < words; j += 4) {
         *(reinterpret_cast<device uint4*>(to + int64_t(i) * 8) + j / 4) =
@@ -138,34 +162,38 @@ METAL_FUNC void copy_append(
   }
 }
 
-// The RMS norm factors of `rows` rows of q, at most `count`, followed from index `count` on by those of k.
-template <typename T, int D, int count, int simds>
+// The RMS norm factors of the threadgroup's rows of q, and from index `count` on of the first `keys` rows of k.
+template <typename T, int D, int tokens, int count, int simds>
 METAL_FUNC void norm_rows(
     threadgroup float* factors,
     const device T* q,
     const device T* k,
     float epsilon,
-    int rows,
+    step_rows rows,
+    int heads,
+    int kv_heads,
+    int keys,
     uint simd,
     uint lane) {
-  int own = min(rows, count);
-  for (int row = simd; row <= own; row += simds) {
-    const device T* from = row == own ? k : q + int64_t(row) * D;
+  int own = min(rows.all - rows.first, count);
+  for (int row = simd; row < own + keys; row += simds) {
+    const device T* from =
+        row < own ? q + heads_before<tokens>(rows, row, heads) * D : k + int64_t(row - own) * kv_heads * D;
     float square = 0.0f;
     for (int d = lane; d < D; d += 32) {
       square = fma(float(from[d]), float(from[d]), square);
     }
     square = simd_sum(square);
     if (lane == 0) {
-      factors[row == own ? count : row] = precise::rsqrt(square / D + epsilon);
+      factors[row < own ? row : count + row - own] = precise::rsqrt(square / D + epsilon);
     }
   }
 }
 
-// Applies the rotary embedding to `count` rows of q (the last one is repeated) and to k, the row behind them,
-// and stages them in threadgroup memory; if `normed`, rows are multiplied by RMS norm factors and weights first.
-// `rates` holds pairs of floats as bits: the scale of positions, an unused one, and the frequency of each pair
-// of elements. A thread computes each angle once for all of its rows.
+// Applies the rotary embedding to `count` rows of q (the last one is repeated) and to `keys` rows of k behind
+// them, and stages them in threadgroup memory; if `normed`, rows are multiplied by RMS norm factors and weights
+// first. `rates` holds pairs of floats as bits: the scale of positions, an unused one, and the frequency of each
+// pair of elements. A thread computes an angle once for the neighbouring rows of a token.
 template <
     typename T,
     int D,
@@ -174,6 +202,7 @@ template <
     bool traditional,
     bool listed,
     bool normed,
+    int tokens,
     int run,
     int step,
     int padded,
@@ -188,29 +217,40 @@ METAL_FUNC void rotate_rows(
     const device T* k_norm,
     const device float* freqs,
     const device int* rates,
-    float position,
-    int rows,
+    int position,
+    step_rows rows,
+    int heads,
+    int kv_heads,
+    int keys,
     uint thread_index) {
   const int items = D - dims / 2, teams = threads > items ? threads / items : 1;
+  int own = min(rows.all - rows.first, count);
   for (int index = thread_index; index < items * teams; index += threads) {
-    int i = index % items, first = i + dims / 2, second = first;
-    float2 cosine_sine = float2(1.0f, 0.0f);
+    int i = index % items, first = i + dims / 2, second = first, turned = -1;
+    float2 number = float2(0.0f, 0.0f), cosine_sine = float2(1.0f, 0.0f);
     if (i < dims / 2) {
       int at = listed ? 0 : 4 + 2 * i;
-      float2 number = float2(as_type<float>(rates[at]), as_type<float>(rates[at + 1]));
-      cosine_sine = rotation_at(position, listed ? listed_rate(freqs[i], number) : number);
+      number = float2(as_type<float>(rates[at]), as_type<float>(rates[at + 1]));
+      number = listed ? listed_rate(freqs[i], number) : number;
       first = traditional ? 2 * i : i;
       second = traditional ? first + 1 : i + dims / 2;
     }
-    for (int row = index / items; row <= count; row += teams) {
-      int own = row == count ? count : min(row, rows - 1);
-      const device T* from = row == count ? k : q + int64_t(own) * D;
+    for (int row = index / items; row < count + keys; row += teams) {
+      bool is_key = row >= count;
+      int token = is_key ? row - count : token_of<tokens>(rows, row);
+      if (i < dims / 2 && token != turned) {
+        cosine_sine = rotation_at(float(position + token), number);
+        turned = token;
+      }
+      const device T* from =
+          is_key ? k + int64_t(token) * kv_heads * D : q + heads_before<tokens>(rows, row, heads) * D;
       threadgroup T* staged = to + row * step;
       T one = from[first], other = from[second];
       if (normed) {
-        const device T* weight = row == count ? k_norm : q_norm;
-        one = T(float(one) * factors[own] * float(weight[first]));
-        other = T(float(other) * factors[own] * float(weight[second]));
+        const device T* weight = is_key ? k_norm : q_norm;
+        float factor = factors[is_key ? row : min(row, own - 1)];
+        one = T(float(one) * factor * float(weight[first]));
+        other = T(float(other) * factor * float(weight[second]));
       }
       float a = float(one), b = float(other), c = cosine_sine.x, s = cosine_sine.y;
       staged[staged_at<run, bits>(first)] = i < dims / 2 ? T(a * c - b * s) : one;
@@ -219,51 +259,57 @@ METAL_FUNC void rotate_rows(
       }
     }
   }
-  for (int i = thread_index; i < (padded - D) * (count + 1); i += threads) {
-    to[i % (count + 1) * step + staged_at<run, bits>(D + i / (count + 1))] = T(0);
+  for (int i = thread_index; i < (padded - D) * (count + keys); i += threads) {
+    to[i % (count + keys) * step + staged_at<run, bits>(D + i / (count + keys))] = T(0);
   }
 }
 
-// The scores of the token's own key; a SIMD group computes a row.
-template <typename T, bool masked, int padded, int step, int count, int simds>
+// The scores of the tokens' own keys, (count, tokens): each row's own and those before it; a SIMD group computes
+// one score at a time.
+template <typename T, bool masked, int tokens, int padded, int step, int count, int simds>
 METAL_FUNC void own_scores(
     threadgroup float* scores,
     const threadgroup T* staged,
     float scale,
     const device bool* mask,
-    int first_row,
-    int rows,
+    step_rows rows,
     int mask_step,
     uint simd,
     uint lane) {
-  const threadgroup T* k = staged + count * step;
-  for (int row = simd; row < count; row += simds) {
+  for (int i = simd; i < count * tokens; i += simds) {
+    int row = i / tokens, token = i % tokens;
+    const threadgroup T* k = staged + (count + token) * step;
     float s = 0.0f;
-    for (int i = lane; i < padded; i += 32) {
-      s = fma(float(staged[row * step + i]), float(k[i]), s);
+    for (int d = lane; d < padded; d += 32) {
+      s = fma(float(staged[row * step + d]), float(k[d]), s);
     }
     s = simd_sum(s) * scale;
     if (lane == 0) {
-      bool seen = !masked || mask[min(first_row + row, rows - 1) * mask_step];
-      scores[row] = seen ? s : LOWEST;
+      bool seen = token <= token_of<tokens>(rows, row);
+      if (masked) {
+        seen = seen && mask[head_of<tokens>(rows, row) * mask_step + token];
+      }
+      scores[i] = seen ? s : LOWEST;
     }
   }
 }
 
-// Combines all splits of some rows, by a whole threadgroup: parts (rows, splits, Dv) with their m and sum to
-// out (rows, Dv). The weights of the splits are in threadgroup memory.
-template <typename T, int Dv, int most, int simds>
+// Combines all splits of a threadgroup's rows, by all of it: parts (rows, splits, Dv) with their m and sum, to
+// rows of out (tokens, heads, Dv). The weights of the splits are in threadgroup memory.
+template <typename T, int Dv, int tokens, int most, int simds>
 METAL_FUNC void add_splits(
     device T* out,
     const device T* parts,
     const device float2* sums,
     threadgroup float* weights,
-    int rows,
+    step_rows rows,
+    int count,
+    int heads,
     int splits,
     uint thread_index,
     uint simd,
     uint lane) {
-  for (int row = simd; row < rows; row += simds) {
+  for (int row = simd; row < count; row += simds) {
     float2 own[most / 32];
     float top = LOWEST, total = 0.0f;
 #pragma unroll
@@ -286,9 +332,10 @@ METAL_FUNC void add_splits(
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const int words = 2 * sizeof(T);
-  for (int item = thread_index; item < rows * (Dv / 8); item += 32 * simds) {
-    int row = item / (Dv / 8);
-    int64_t first = int64_t(row) * splits * Dv + item % (Dv / 8) * 8;
+  for (int item = thread_index; item < count * (Dv / 8); item += 32 * simds) {
+    int row = item / (Dv / 8), column = item % (Dv / 8) * 8;
+    int64_t first = int64_t(row) * splits * Dv + column;
+    device T* to = out + heads_before<tokens>(rows, row, heads) * Dv + column;
     float o[8] = {};
 #pragma unroll 8
     for (int i = 0; i < splits; i++) {
@@ -304,7 +351,7 @@ METAL_FUNC void add_splits(
     }
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-      out[int64_t(item) * 8 + j] = T(o[j]);
+      to[j] = T(o[j]);
     }
   }
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -40,15 +40,16 @@ _THREADGROUPS = 512
 
 @dataclass(frozen=True)
 class AttentionStepRecord(Record):
-    """One token of each sequence, which attends to a cache's rows and half an append buffer.
+    """Tokens of each sequence, which attend to a cache's rows and half an append buffer.
 
     Where it is measured the cache has room for the rows of the append buffer and holds them: MLX,
-    which has no append buffer, writes the token behind them and attends to the cache.
+    which has no append buffer, writes the tokens behind them and attends to the cache.
 
     Attributes:
         batch, heads, kv_heads, width, v_width: the shape.
         keys: rows of the cache.
         group_size, bits: of packed keys and values; 0 for plain ones.
+        tokens: of each sequence.
     """
 
     dtype: mx.Dtype
@@ -60,6 +61,7 @@ class AttentionStepRecord(Record):
     v_width: int
     group_size: int = 0
     bits: int = 0
+    tokens: int = 1
     family, sized, sizes_measured = "attention_step", "keys", CALIBRATED_KEYS
     stock_waits = False
     configs = (step.Step,)
@@ -76,8 +78,8 @@ class AttentionStepRecord(Record):
         names = ("attention_step_packed_splits",) * (self.bits > 0) + ("attention_step_splits",)
         measured = next(filter(None, (threshold(name, device=device) for name in names)))
         size, widths, bits = self.keys, (self.width, self.v_width), self.bits
-        share = self.heads // self.kv_heads
-        config = step.unsplit(device, self.dtype, share, *widths, bits)
+        share = self.heads // self.kv_heads * self.tokens
+        config = step.unsplit(device, self.dtype, share, *widths, bits, self.tokens)
         if size <= measured["unsplit_keys"]:
             return config
         # What splits write and what is read of that is less than a hundredth of a 7B's weights.
@@ -91,7 +93,7 @@ class AttentionStepRecord(Record):
         long = replace(config, blocks=measured["long_blocks"], teams=teams)
         words = step._words(long, self.dtype, self.width, bits)
         is_long = size >= measured["long_keys"] and words <= step._MOST_WORDS
-        fits = is_long and step._fits(device, long, self.dtype, *widths, bits)
+        fits = is_long and step._fits(device, long, self.dtype, *widths, bits, self.tokens)
         return long if fits else config
 
     def admits(self, name: str) -> Sequence[int]:
@@ -101,8 +103,8 @@ class AttentionStepRecord(Record):
         return replace(config, simds=-(-self.v_width // config.slice))
 
     def why_not(self, config: step.Step) -> str | None:
-        if config.columns > max(1, -(-self.heads // self.kv_heads // 8)):
-            return f"{config.columns} columns of 8 rows for {self.heads} heads"
+        if config.columns > max(1, -(-self.heads * self.tokens // self.kv_heads // 8)):
+            return f"{config.columns} columns of 8 rows for {self.heads * self.tokens} queries"
         if config.columns * config.slice > 128:
             return f"{config.columns * config.slice} sums a lane"
         if config.splits * config.tile > max(self.keys, config.tile):
@@ -111,16 +113,18 @@ class AttentionStepRecord(Record):
             return "one threadgroup takes the append buffer with the cache"
         if config.threads > 1024:
             return f"{config.threads} threads"
-        sizes: dict[str, Any] = {"T": self.dtype, "D": self.width, "Dv": self.v_width}
-        return too_much(step._memory(**sizes, bits=self.bits, joined=True, **asdict(config)))
+        sizes = self.width, self.v_width, self.bits, self.tokens
+        return too_much(step.memory(self.dtype, *sizes, config))
 
     def kernels(self) -> tuple[Kernel, ...]:
         return step._kernel(self.bits > 0, False, False), decode.COMBINE
 
     def bucket(self) -> tuple[tuple[int, ...], str]:
         heads = self.batch, self.heads, self.kv_heads
-        form = f"packed-{self.group_size}-{self.bits}" if self.bits else ""
-        return (*heads, rounded(self.keys), self.width, self.v_width), form
+        packed = f"packed-{self.group_size}-{self.bits}" if self.bits else ""
+        several = f"tokens-{self.tokens}" if self.tokens > 1 else ""
+        shape = *heads, rounded(self.keys), self.width, self.v_width
+        return shape, " ".join(filter(None, (packed, several)))
 
     def variant(self, config: step.Step) -> step.Step:
         return replace(config, splits=min(config.splits, 1), append_splits=1)
@@ -160,7 +164,7 @@ class AttentionStepRecord(Record):
         batch, kv_heads, (first, held) = self.batch, self.kv_heads, self._ranges()
         widths = self.width, self.v_width
         rows = self.heads * self.width, *(kv_heads * n for n in widths)
-        token = normal(self.dtype, *((batch, 1, n) for n in rows))
+        token = normal(self.dtype, *((batch, self.tokens, n) for n in rows))
         caches, appended = list[mx.array](), list[mx.array]()
         for n in widths:
             shapes = [(batch, kv_heads, rows, n) for rows in (self.keys, _TAIL - held)]
@@ -175,23 +179,29 @@ class AttentionStepRecord(Record):
     def bind(self, inputs: Inputs, config: step.Step) -> Path:
         optional: list[Any] = [None] * 5
         if device_of().orders_threadgroups:
-            optional.append(mx.zeros(max(_POSITIONS, self.batch * self.heads), mx.int32))
+            optional.append(
+                mx.zeros(max(_POSITIONS, self.batch * self.tokens * self.heads), mx.int32)
+            )
         specs = (*map(Spec.of, inputs), *[None] * 5, *map(Spec.of, optional[5:]))
         launch = step.attention_step(specs, self.width**-0.5, Rotation(self.width), config)
         return lambda inputs: launch(*inputs, *optional)
 
     def stock(self, inputs: Inputs) -> Inputs:
-        """Attention, and the caches with the token's rows."""
+        """Attention, and the caches with the tokens' rows."""
         call, (first, held) = StepCall.of(inputs), self._ranges()
-        q, k = (a.reshape(len(a), -1, 1, self.width) for a in inputs[:2])
-        at, v = first + held, call.v.reshape(len(q), -1, 1, self.v_width)
+        widths = self.width, self.width, self.v_width
+        q, k, v = (
+            a.reshape(*a.shape[:2], -1, n).transpose(0, 2, 1, 3)
+            for a, n in zip(inputs[:3], widths, strict=True)
+        )
+        at = first + held
         q, k, start = _turned(q, at), _turned(k, at), mx.array([at])
         new = [*self._parts(k), *self._parts(v)]
         pairs = zip((*call.k_cache, *call.v_cache), new, strict=True)
         written = [mx.slice_update(a, row.astype(a.dtype), start, (2,)) for a, row in pairs]
-        seen = [a[:, :, : at + 1] for a in written]
-        out = stock([q, *seen], Scores(self.width**-0.5))[0]
-        return [out.reshape(len(out), 1, -1), *written]
+        seen = [a[:, :, : at + self.tokens] for a in written]
+        out = stock([q, *seen], Scores(self.width**-0.5, self.tokens > 1))[0]
+        return [out.transpose(0, 2, 1, 3).reshape(len(out), self.tokens, -1), *written]
 
     def replaced(self, path: str) -> range:
         caches = 6 if self.bits else 2
@@ -202,8 +212,9 @@ class AttentionStepRecord(Record):
         first, held = self._ranges()
         half = len(caches) // 2
         appended = (self._numbers(parts) for parts in (caches[:half], caches[half:]))
-        behind = [(0, 0), (0, 0), (0, _TAIL - held - 1), (0, 0)]
-        return [out, *(mx.pad(a[:, :, first : first + held + 1], behind) for a in appended)]
+        held += self.tokens
+        behind = [(0, 0), (0, 0), (0, _TAIL - held), (0, 0)]
+        return [out, *(mx.pad(a[:, :, first : first + held], behind) for a in appended)]
 
     def numbers(self, outputs: Inputs) -> Inputs:
         out, *appended = outputs
@@ -225,8 +236,8 @@ class AttentionStepRecord(Record):
 
     def _ranges(self) -> tuple[int, int]:
         """The keys of the cache that count, and those of the append buffer."""
-        held = min(_TAIL, self.keys) // 2
-        return self.keys - held - 1, held
+        held = min(_TAIL, self.keys - self.tokens + 1) // 2
+        return self.keys - held - self.tokens, held
 
     def _parts(self, x: mx.array) -> Inputs:
         """Keys or values, packed if there are bits."""
@@ -240,11 +251,13 @@ class AttentionStepRecord(Record):
 
 
 def _turned(x: mx.array, at: int) -> mx.array:
-    """Heads at a position; exactly by exact angles: MLX's are products in float32."""
+    """Heads from a position on; exactly by exact angles: MLX's are products in float32."""
     half, base = x.shape[-1] // 2, 10000.0
     if not exactly.get():
         return mx.fast.rope(x, 2 * half, traditional=False, base=base, scale=1.0, offset=at)
-    angles = [at * base ** (-i / half) for i in range(half)]
-    cos, sin = (mx.array(list(map(f, angles)), x.dtype) for f in (math.cos, math.sin))
+    angles = [
+        [row * base ** (-i / half) for i in range(half)] for row in range(at, at + x.shape[2])
+    ]
+    cos, sin = (mx.array([[*map(f, row)] for row in angles], x.dtype) for f in (math.cos, math.sin))
     a, b = mx.split(x, 2, axis=-1)
     return mx.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
