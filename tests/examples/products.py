@@ -253,16 +253,14 @@ def _gather_qmm(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     of_all = matrix[2] is not None and (case.transpose or case.backend in BACKENDS)
 
     def of_scales(rows: np.ndarray, up: np.ndarray) -> list[np.ndarray]:
-        """The gradients of scales and biases: sums over groups, and over all that chose each."""
+        """The gradients of scales and biases: sums over all that chose each, then over groups."""
         rows, up = (rows, up) if case.transpose else (up, rows)
-        d_w = product(up.swapaxes(-1, -2), rows)
+        each = product(up.swapaxes(-1, -2), rows)
+        d_w = np.zeros((matrices, *each.shape[-2:]), each.dtype)
+        np.add.at(d_w, at_right, each)  # one after the other
         d_w = d_w.reshape(*d_w.shape[:-1], -1, fmt.group_size)
-        q = codes(given["w"], fmt.bits).reshape(matrices, *d_w.shape[-3:])[at_right]
-        found = []
-        for each in (d_w * q.astype(d_w.dtype), d_w):
-            found.append(np.zeros((matrices, *d_w.shape[-3:-1]), d_w.dtype))
-            # One term after the other.
-            np.add.at(found[-1], at_right, summed(each))
+        q = codes(given["w"], fmt.bits).reshape(d_w.shape)
+        found = (summed(a) for a in (d_w * q.astype(d_w.dtype), d_w))
         return [a.reshape(given["scales"].shape) for a in found]
 
     def expected(n: Numbers, up: list[np.ndarray], _: bool) -> tuple[Numbers, Numbers]:

@@ -137,7 +137,7 @@ def unsplit(
     bits: int,
     tokens: int = 1,
 ) -> Step:
-    """The configuration where a threadgroup takes all keys of a head, for so many queries of it."""
+    """The configuration where a threadgroup takes all keys of a head, for ``share`` heads of q."""
     slice = 16 if v_width < 96 or (v_width <= 128 and not device_of(device).spills) else 32
     slice = decode._PACKED_SLICE if bits else slice
     most = max(1, min(-(-share // 8), 8))
@@ -173,7 +173,7 @@ def covers(
     few_registers: bool,
 ) -> bool:
     """Whether there is threadgroup memory for such heads, and registers on M1 and M2."""
-    config = unsplit("metal", dtype, share * tokens, width, v_width, bits, tokens)
+    config = unsplit("metal", dtype, share, width, v_width, bits, tokens)
     if memory(dtype, width, v_width, bits, tokens, config) > MAX_THREADGROUP_MEMORY:
         return False
     return not few_registers or _has_registers(config, dtype, width, bits)

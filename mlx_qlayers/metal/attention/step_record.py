@@ -78,14 +78,16 @@ class AttentionStepRecord(Record):
         names = ("attention_step_packed_splits",) * (self.bits > 0) + ("attention_step_splits",)
         measured = next(filter(None, (threshold(name, device=device) for name in names)))
         size, widths, bits = self.keys, (self.width, self.v_width), self.bits
-        share = self.heads // self.kv_heads * self.tokens
+        # Several tokens take more threadgroups of the same size, which few keys leave idle.
+        share = self.heads // self.kv_heads
         config = step.unsplit(device, self.dtype, share, *widths, bits, self.tokens)
         if size <= measured["unsplit_keys"]:
             return config
         # What splits write and what is read of that is less than a hundredth of a 7B's weights.
         most = measured["most" if size <= measured["long_keys"] else "most_long"]
         # Of many sequences fewer are faster, as each split writes sums that another has to read.
-        most = min(most, max(1, _THREADGROUPS // (self.batch * self.kv_heads)))
+        blocks = -(-share * self.tokens // (8 * config.columns))
+        most = min(most, max(1, _THREADGROUPS // (self.batch * self.kv_heads * blocks)))
         splits = min(max(size // measured["split_keys"], measured["least"]), most)
         config = replace(config, splits=splits)
         # So few splits fill an H200 with threads only where each reads two blocks at once.
