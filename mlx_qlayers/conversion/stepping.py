@@ -16,6 +16,7 @@ from ..decode.engine import step
 from ..decode.twin import is_stepped
 from ..layers.sharded import LINEARS
 from ..runtime.backend import current, within
+from ..runtime.devices import device_of
 from .attention_patch import made_class, stock_class
 from .long_prompts import in_turn
 from .plan import Predicate, Step, is_stage
@@ -26,10 +27,15 @@ STEP = "step"
 
 
 @cache
-def step_class(cls: type[nn.Module], invariant: bool = False) -> type[nn.Module] | None:
+def step_class(
+    cls: type[nn.Module], invariant: bool = False, by_graphs: bool = True
+) -> type[nn.Module] | None:
     """The class that stands in for that of a whole model; None for other modules.
 
-    An ``invariant`` one runs its own code, as graphs of steps compute otherwise than prompts.
+    Args:
+        cls: of the model.
+        invariant: whether it is batch-invariant: its steps are computed as its prompts are.
+        by_graphs: whether a batch-invariant one has graphs of steps, on a GPU.
     """
     function = inspect.getattr_static(cls, "__call__", None)
     if not isinstance(function, FunctionType):
@@ -43,18 +49,21 @@ def step_class(cls: type[nn.Module], invariant: bool = False) -> type[nn.Module]
         caches = args[1] if second and len(args) == 2 else options.get("cache")
         plain = len(args) + len(options) == 2 and len(args) > 0
         # The graph of a subclass whose method calls this has more in it than this gives.
-        plain = plain and type(self).__call__ is call and not invariant
-        integers = "_integers" in vars(self) and not self.training
-        if integers and not current.get().integers:
-            with within(current, current.get()._replace(integers=True)):
+        plain = plain and type(self).__call__ is call
+        integers, now = "_integers" in vars(self) and not self.training, current.get()
+        if (integers and not now.integers) or (invariant and not now.invariant):
+            with within(current, now._replace(invariant=invariant, integers=integers)):
                 return call(self, *args, **options)
+        plain = plain and (not invariant or (by_graphs and device_of().gpu))
         if plain and caches and (logits := step(self, args[0], caches)) is not None:
             return logits
         with within(current, current.get()._replace(invariant=invariant, integers=integers)):
             return in_turn(function, self, *args, **options)
 
     body = {"__call__": call, "_fuses": cls, "_invariant": invariant}
-    return made_class(stock_class(cls), (cls,), body, step_class, invariant)
+    # As they are given: equal arguments, said otherwise, would be another class.
+    settings = (invariant,) if by_graphs else (invariant, by_graphs)
+    return made_class(stock_class(cls), (cls,), body, step_class, *settings)
 
 
 def planned(

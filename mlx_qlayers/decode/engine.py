@@ -26,6 +26,7 @@ from .emit import Program
 from .forms import Form, PaddedForm, Progress
 from .rules import fused
 from .rules.attention_step import TracedCaches
+from .rules.invariant import invariant
 from .rules.padded import padded
 from .snapshot import Snapshot
 from .twin import arrays_of as arrays_in
@@ -275,9 +276,15 @@ class Steps:
         return logits
 
     def _forms(self, found: Step, batch: int, some: Sequence[Facts]) -> Iterator[Form]:
-        """The forms that can run a step with such caches, the fastest first."""
+        """The forms that can run a step with such caches, the fastest first.
+
+        Raises:
+            Unsupported: none has the bits of a batch-invariant model.
+        """
         place, caches = where(), TracedCaches([each.key for each in some], found.captured.names)
-        for make in (self._append_form, self._padded_form) if place else ():
+        alike = current.get().invariant
+        makes = (self._padded_form,) if alike else (self._append_form, self._padded_form)
+        for make in makes if place else ():
             key: Any = (make.__name__, batch, current.get(), place)
             if key not in found.programs:
                 try:
@@ -288,6 +295,8 @@ class Steps:
                         self.stopped[key] = str(error)
             if found.programs[key] is not None:
                 yield found.programs[key]
+        if alike:
+            raise Unsupported("only prompts have a batch-invariant model's bits")
         key = "listed", batch, place or _place()
         if key not in found.programs:
             on_cpu = mx.default_device().type == mx.cpu and backend() in ("host", "reference")
@@ -300,9 +309,13 @@ class Steps:
         return AppendForm(found.captured, found.forms["append"], batch, caches, self._views())
 
     def _padded_form(self, found: Step, batch: int, caches: TracedCaches) -> Form:
-        if "padded" not in found.forms:
-            found.forms["padded"] = padded(found.graph, caches)
-        return PaddedForm(found.captured, found.forms["padded"], batch, self._views())
+        name = "invariant" if current.get().invariant else "padded"
+        if name not in found.forms:
+            if name == "invariant":
+                found.forms[name] = invariant(found.captured.graph, caches)
+            else:
+                found.forms[name] = padded(found.graph, caches)
+        return PaddedForm(found.captured, found.forms[name], batch, self._views())
 
     def _views(self) -> list[View]:
         """Where arrays of the model lie."""

@@ -10,16 +10,19 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..ops.attention import ATTENTION
+from ..ops.attention_invariant import attention_from
 from ..ops.attention_rows import ATTENTION_ROWS
 from ..ops.attention_step import ATTENTION_STEP
 from ..ops.embedding import QUANTIZED_ROWS
 from ..ops.experts import EXPERTS_CHOSEN
 from ..ops.fused_products import FUSED_PRODUCTS
+from ..ops.gather_qmm import gather_qmm
 from ..ops.latent_attention import LATENT_ATTENTION
+from ..ops.quantized_matmul import QUANTIZED_MATMUL
 from ..ops.rotary import ROTARY
 from . import mixtures
 from .graph import Node
-from .primitives import Dispatched
+from .primitives import Dispatched, gathered
 
 # From a node and the numbers that are known to what its arrays are given to.
 Maker = Callable[[Node, Mapping[str, int]], Callable[..., Any] | Dispatched]
@@ -34,6 +37,22 @@ def _attention(node: Node, values: Mapping[str, int]) -> Dispatched:
     scale, causal, *parts = node.arg
     rule = "causal" if causal else None
     return Dispatched(ATTENTION, (tuple(parts) or (0, 0), scale, rule, None, None, False))
+
+
+def _attention_from(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
+    scale, causal = node.arg
+
+    def attend(q: mx.array, k: mx.array, v: mx.array, *rest: mx.array | None) -> mx.array:
+        mask, sinks, starts = rest
+        starts = mx.zeros((len(q),), mx.int32) if starts is None else starts.astype(mx.int32)
+        seen = "causal" if causal else mask
+        return attention_from(starts, q, k, v, scale=scale, mask=seen, sinks=sinks)
+
+    return attend
+
+
+def _gathered_product(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
+    return gathered(node, gather_qmm)
 
 
 def _entry(at: mx.array, i: int) -> mx.array:
@@ -65,6 +84,7 @@ def _shown(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
 
 OPERATIONS: dict[str, Maker] = {
     "Attention": _attention,
+    "AttentionFrom": _attention_from,
     "AttentionPacked": _attention,
     "AttentionRows": lambda node, values: Dispatched(ATTENTION_ROWS, node.arg),
     "AttentionStep": lambda node, values: Dispatched(ATTENTION_STEP, node.arg),
@@ -75,10 +95,12 @@ OPERATIONS: dict[str, Maker] = {
     "Embedding": lambda node, values: Dispatched(QUANTIZED_ROWS, node.arg, listed=False),
     "Experts": mixtures.experts,
     "GatedDelta": mixtures.delta,
+    "GatheredProduct": _gathered_product,
     "Gelu": lambda node, values: nn.gelu,
     "GeluApprox": lambda node, values: nn.gelu_approx,
     "Heads": mixtures.heads,
     "Latent": lambda node, values: Dispatched(LATENT_ATTENTION, node.arg),
+    "Product": lambda node, values: Dispatched(QUANTIZED_MATMUL, node.arg, listed=False),
     "Products": lambda node, values: Dispatched(FUSED_PRODUCTS, node.arg),
     "Rotary": lambda node, values: Dispatched(ROTARY, node.arg),
     "Shown": _shown,

@@ -141,16 +141,17 @@ def _convolution(node: Node) -> Call:
     return Call(partial(mx.conv_general, **more))
 
 
-def _gather_qmm(node: Node) -> Call:
+def gathered(node: Node, product: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """A product with matrices that rows chose, by MLX's function or this package's."""
     transpose, *is_sorted = node.arg[3:]
     more = _format(node.arg) | {"transpose": transpose, "sorted_indices": any(is_sorted)}
     affine = node.arg[2] == 0
 
     def call(x: mx.array, w: mx.array, scales: mx.array, *rest: mx.array) -> mx.array:
         biases, lhs, rhs = rest if affine else (None, *rest)
-        return mx.gather_qmm(x, w, scales, biases, lhs, rhs, **more)
+        return product(x, w, scales, biases, lhs, rhs, **more)
 
-    return Call(call)
+    return call
 
 
 def _rope(node: Node) -> Call:
@@ -245,7 +246,7 @@ CALLS: dict[str, Entry] = {
     "Gather": _gather,
     "GatherAxis": _along(mx.take_along_axis),
     "GatherMM": lambda node: Call(partial(mx.gather_mm, sorted_indices=any(node.arg))),
-    "GatherQMM": _gather_qmm,
+    "GatherQMM": lambda node: Call(gathered(node, mx.gather_qmm)),
     "Hadamard": Call(mx.hadamard_transform, _as_they_are),
     "LayerNorm": lambda node: Call(mx.fast.layer_norm, _as_they_are),
     "Log": _one_of(mx.log2, mx.log10, mx.log),

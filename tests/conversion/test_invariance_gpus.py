@@ -13,6 +13,8 @@ from batches import Batches, converted, rules_of
 from mlx_lm.models.cache import RotatingKVCache
 
 from mlx_qlayers import convert_model, use_backend
+from mlx_qlayers.decode import engine
+from mlx_qlayers.decode.rules import invariant
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.attention_invariant import ATTENTION_FROM
 from mlx_qlayers.ops.gather_qmm import _GATHER_QMM as GATHER_QMM
@@ -139,6 +141,29 @@ def test_kernels_of_gpus_give_the_same_bits(rules, name, dtype, checked):
             batches.one(6)
         batches.one(40)
     assert batches.compared > 7_000 and not batches.differing
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("phi3", mx.float32), ("qwen3_moe", mx.bfloat16)])
+def test_graphs_of_steps_give_the_bits_of_prompts(name, dtype, graphs):
+    with rules_of("cuda"), use_backend("host"):
+        model = converted(name, dtype)
+        graphs.clear()
+        batches = Batches(model, texts=2, tokens=36)
+        for _ in range(3):
+            batches.one(6)
+    assert len(graphs) > 60 and engine.stopped(model) is None
+    assert batches.compared > 7_000 and not batches.differing
+
+
+def test_a_model_whose_graphs_have_other_bits_runs_its_own_code(graphs, monkeypatch):
+    monkeypatch.setattr(invariant, "_scale", lambda attention: 0.2)
+    with rules_of("cuda"), use_backend("host"):
+        model = converted("qwen2", mx.bfloat16)
+        assert graphs  # which were compared
+        graphs.clear()
+        batches = Batches(model, texts=2, tokens=24)
+        batches.one(6)
+    assert not graphs and batches.compared and not batches.differing
 
 
 def test_what_a_gpu_cannot_do_is_refused_by_name():

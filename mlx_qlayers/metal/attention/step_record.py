@@ -93,6 +93,8 @@ class AttentionStepRecord(Record):
         # So few splits fill an H200 with threads only where each reads two blocks at once.
         teams = measured["long_teams"] if config.simds <= 4 else 1
         long = replace(config, blocks=measured["long_blocks"], teams=teams)
+        if self.tokens > 1:  # 16 queries at once: many keys are read less often
+            long = replace(long, columns=max(config.columns, min(2, -(-share * self.tokens // 8))))
         words = step._words(long, self.dtype, self.width, bits)
         is_long = size >= measured["long_keys"] and words <= step._MOST_WORDS
         fits = is_long and step._fits(device, long, self.dtype, *widths, bits, self.tokens)

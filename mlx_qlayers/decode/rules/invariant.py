@@ -1,0 +1,65 @@
+"""Steps of batch-invariant models: the operations that prompts are computed by, and no others.
+
+A ``Product`` node takes the arrays of ``quantized_matmul`` in turn, an ``AttentionFrom`` node
+what an ``Attention`` node does, and the number of rows ahead of each sequence, or None.
+``GatheredProduct`` nodes are MLX's ``GatherQMM``, by this package's operation.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ..capture import Unsupported
+from ..graph import Graph, Node, P, Rule, rewrite
+from .attention import ATTENTION
+from .attention_step import BATCHES, TracedCaches
+from .canonical import FAST, UNBROADCAST
+from .padded import PaddedGraph, padded
+from .products import PRODUCT
+from .rotary import ROTARY
+
+
+def _alone(root: Node) -> Node:
+    """A product as a layer computes it."""
+    x, *_, w, scales, biases, bias = root.src
+    return root.like("Product", x, w, scales, biases, bias, None, arg=(True, *root.arg[:3]))
+
+
+def _gathered(root: Node) -> Node:
+    return root.like("GatheredProduct", *root.src, arg=root.arg)
+
+
+_ALONE: list[Rule] = [(P("Products"), _alone), (P("GatherQMM"), _gathered)]
+
+
+def _scale(attention: Node) -> float:
+    """The scale of scores as a model's code has it: what MLX spells out has it in q's dtype."""
+    scale, q = attention.arg[0], attention.src[0]
+    assert q is not None
+    usual: float = q.shape[-1] ** -0.5
+    return usual if mx.array(usual, q.dtype).item() == scale else scale
+
+
+def _is_padding(node: Node) -> bool:
+    return node.op == "Input" and str(node.arg[0]).endswith(".left_padding")
+
+
+def invariant(graph: Graph, caches: TracedCaches) -> PaddedGraph:
+    """A captured step with positions as an array, whose rows have the bits of those of prompts.
+
+    Raises:
+        Unsupported: something takes positions or paddings in a way that is not known.
+    """
+    for rules in ([*UNBROADCAST, *ROTARY, *FAST, *ATTENTION], PRODUCT, _ALONE):
+        graph = rewrite(graph, rules)
+    made = padded(graph, caches)
+    nodes = made.graph.nodes()
+    padding = next(filter(_is_padding, nodes), None)
+    if padding is None and any(kind in BATCHES for kind, *_ in caches.keys):
+        raise Unsupported("paddings of a batch are not known")
+    places = {
+        node: node.like("AttentionFrom", *node.src, padding, arg=(_scale(node), node.arg[1]))
+        for node in nodes
+        if node.op == "Attention"
+    }
+    return made._replace(graph=made.graph.replaced(places))
