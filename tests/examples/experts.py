@@ -216,8 +216,8 @@ def _sparsemixer(logits: np.ndarray, chosen: np.ndarray, epsilon: float) -> np.n
 
 def _choice(
     logits: np.ndarray, router: Router, bias: np.ndarray, factors: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """What a stable sort chooses, and the shares."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What a stable sort chooses, the shares, and which rows float32 may sort otherwise."""
     exact = np.exp(logits - logits.max(-1, keepdims=True))
     scores = {
         "softmax": exact / exact.sum(-1, keepdims=True),
@@ -226,9 +226,11 @@ def _choice(
     }.get(router.score, logits)
     numbers = (scores + bias).reshape(len(logits), router.groups, -1)
     largest = np.sort(numbers, -1)[..., -2 if router.pairs else -1 :].sum(-1)
+    unsure = _is_near(largest, router.dropped)
     lowest = np.argsort(largest, -1, kind="stable")[:, : router.dropped]
     np.put_along_axis(numbers, lowest[..., None], router.fill, axis=1)
     numbers = numbers.reshape(logits.shape)
+    unsure |= _is_near(numbers, numbers.shape[-1] - router.top_k)
     order = np.argsort(numbers if router.last else -numbers, -1, kind="stable")
     chosen = (order[:, ::-1] if router.last else order)[:, : router.top_k]
     shares = np.take_along_axis(numbers if router.masked else scores, chosen, -1)
@@ -238,7 +240,16 @@ def _choice(
         shares = np.exp(shares) / np.exp(shares).sum(-1, keepdims=True)
     elif router.normed:
         shares = shares / np.maximum(shares.sum(-1, keepdims=True) + router.epsilon, router.floor)
-    return chosen, shares * router.scale * factors[chosen]
+    return chosen, shares * router.scale * factors[chosen], unsure
+
+
+def _is_near(numbers: np.ndarray, place: int) -> np.ndarray:
+    """Rows in whose order float32's roundings may swap what is at a place and what is before."""
+    ordered = np.sort(numbers, -1)
+    large = np.abs(np.where(np.isfinite(ordered), ordered, 0)).max(-1)
+    gap = ordered[..., place] - ordered[..., place - 1] if 0 < place < ordered.shape[-1] else 0.0
+    near: np.ndarray = (gap > 0) & (gap < 8 * EPSILON[mx.float32] * large)
+    return near
 
 
 def _by_expert(numbers: np.ndarray, chosen: np.ndarray) -> np.ndarray:
@@ -269,8 +280,11 @@ def _chosen(case: SimpleNamespace, rng: np.random.Generator) -> Call:
         )
         # MLX on a CPU has its own choice of equal numbers, and of those that are none.
         by_kernel = case.backend in BACKENDS
-        sure = [by_kernel or len({*row[np.isfinite(row)]}) == count for row in exact]
-        wanted, truth = (a[sure] for a in _choice(exact, router, bias, factors))
+        distinct = [len({*row[np.isfinite(row)]}) == count for row in exact]
+        sure = np.array([by_kernel or each for each in distinct])
+        *results, unsure = _choice(exact, router, bias, factors)
+        sure &= ~unsure
+        wanted, truth = (a[sure] for a in results)
         shares, chosen = to64(found[0])[sure, 0], np.array(found[1])[sure, 0]
         assert (np.sort(chosen, -1) == np.sort(wanted, -1)).all(), "error in the choice"
         shares, truth = _by_expert(shares, chosen), _by_expert(truth, wanted)
