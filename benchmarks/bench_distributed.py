@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.ranks
 
@@ -29,6 +28,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from common import Sample, Table, arguments, output, positive
 from decoding_model import TINY, decode, prefill, quantized
+from harness import seconds
 from mlx_lm.models import llama
 from quantized_products import Case, compile_stock
 
@@ -93,16 +93,9 @@ def sums(group: mx.distributed.Group, width: int, table: Table) -> None:
                 x = mx.distributed.all_sum(x * 0.5, group=group)
             return x
 
-        seconds = _repeated(group, lambda run=chain: _seconds(lambda: mx.eval(run())), 5)
-        table.add(
-            what=f"sum of {rows} x {width}", ranks=group.size(), ms=seconds.scaled(1e3 / _CHAIN)
-        )
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+        times = _repeated(group, lambda run=chain: seconds(run), 5)
+        ms = times.scaled(1e3 / _CHAIN)
+        table.add(what=f"sum of {rows} x {width}", ranks=group.size(), ms=ms)
 
 
 def _repeated(group: mx.distributed.Group, run: Callable[[], float], repeats: int) -> Sample:
@@ -158,13 +151,13 @@ def measure(args: argparse.Namespace, group: mx.distributed.Group) -> None:
                 one = 0.0
                 for size in (1, ranks):
                     model = models.get((name, size))  # the whole one on rank 0 alone
-                    seconds = _repeated(
+                    times = _repeated(
                         group, lambda m=model, r=run: 0.0 if m is None else r(m), args.repeats
                     )
                     if rank == 0:
-                        one = one or seconds.median
-                        figures = {"tokens/s": seconds.per(count), "ms": seconds.scaled(1e3)}
-                        x = one / seconds.median
+                        one = one or times.median
+                        figures = {"tokens/s": times.per(count), "ms": times.scaled(1e3)}
+                        x = one / times.median
                         table.add(what=what, layers=name, ranks=size, **figures, x=x)
     print(f"\npeak memory {mx.get_peak_memory() / 1e9:.1f} GB, {time.perf_counter() - start:.0f} s")
 

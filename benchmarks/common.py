@@ -10,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -98,7 +98,7 @@ class Table:
             self._print({name: name for name in self.columns})
             print("-" * (sum(self.columns.values()) + 2 * len(self.columns) - 2))
         self.rows.append(row)
-        self._print({name: _cell(row.get(name, "")) for name in self.columns})
+        self._print({name: cell(row.get(name, "")) for name in self.columns})
         for listener in _listeners:
             listener(self)
 
@@ -115,8 +115,19 @@ class Table:
         ]
 
 
-def _cell(value: Any) -> str:
-    return significant(value) if isinstance(value, float) else str(value)
+def cell(value: Any) -> str:
+    """A value as tables show it."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:g}" if value.is_integer() else significant(value)
+
+
+def markdown(heads: Iterable[str], rows: Iterable[Iterable[str]], texts: int = 1) -> str:
+    """A table of Markdown whose first columns are texts and the others numbers."""
+    heads = list(heads)
+    aligned = ["---"] * texts + ["--:"] * (len(heads) - texts)
+    lines = (f"| {' | '.join(row)} |" for row in (heads, *rows))
+    return "\n".join([next(lines), f"|{'|'.join(aligned)}|", *lines])
 
 
 def _columns(name: str, value: Any) -> list[tuple[str, Any]]:

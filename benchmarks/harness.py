@@ -149,9 +149,9 @@ def chain(
     return lambda: traced(x)
 
 
-def paths(*asked: str) -> list[str]:
-    """The backends to compare: those asked for, or on a GPU its own and else both of a CPU."""
-    return list(asked) or list(filter(can_run, ["metal", "cuda"] if GPU else ["reference", "host"]))
+def paths() -> list[str]:
+    """The backends to compare: on a GPU its own, else both of a CPU."""
+    return list(filter(can_run, ["metal", "cuda"] if GPU else ["reference", "host"]))
 
 
 def can_run(name: str) -> bool:

@@ -12,12 +12,12 @@ sharded models are predicted from those of the whole one.
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench_distributed import LLAMA_70B
 from common import Table, arguments, output
+from stored import Results
 
 
 @dataclass(frozen=True)
@@ -161,12 +161,11 @@ def plan() -> None:
 
 def check(path: Path) -> dict[str, float]:
     """Predicted over measured times of decoding, by what was decoded, for converted layers."""
-    with path.open() as file:
-        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    rows = Results.read(path).rows
     small = LLAMA_70B["num_hidden_layers"]
     shape = replace(LLAMA, layers=small)
     sums = {
-        int(row["what"].split()[2]): float(row["ms"]) * 1e-3
+        int(row["what"].split()[2]): row["ms"] * 1e-3
         for row in rows
         if row["what"].startswith("sum")
     }
@@ -176,7 +175,7 @@ def check(path: Path) -> dict[str, float]:
         if not what.startswith("decode") or row["layers"] != "converted":
             continue
         batch = int(what.split()[-1])
-        seconds = batch / float(row["tokens/s"])
+        seconds = batch / row["tokens/s"]
         if ranks == 1:
             rate = token(shape, 1, 1.0, LINKS["H200"][0], "tensor", batch) / seconds
             continue
