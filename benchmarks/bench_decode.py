@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import itertools
 import time
 from typing import Any
@@ -36,7 +35,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from common import Sample, Table, arguments, output, positive
 from decoding_model import QWEN2_7B, TINY, build, decode, prefill
-from harness import in_turns
+from harness import emptied, in_turns
 from kernel_times import can_run, kernels
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
@@ -130,10 +129,8 @@ def _behind_prompt(
     model: nn.Module, prompt: mx.array, bits: int | None, args: argparse.Namespace
 ) -> tuple[float, ...]:
     """Milliseconds of a prompt, megabytes at most beside weights, those of its cache, tokens/s."""
-    gc.collect()  # else the last turn's cache may count as there before
-    mx.synchronize()
-    mx.clear_cache()
-    cache, before = make_prompt_cache(model), mx.get_active_memory()
+    before = emptied()  # else the last turn's cache may count as there before
+    cache = make_prompt_cache(model)
     mx.reset_peak_memory()
     options = {"kv_bits": bits, "kv_group_size": args.group_size, "quantized_kv_start": 0}
     start = time.perf_counter()
@@ -170,11 +167,7 @@ def _step_of_batch(
     right: list[mx.array],
 ) -> tuple[float, ...]:
     """Milliseconds of a step, megabytes of the caches and at most beside weights, the error."""
-    gc.collect()
-    mx.synchronize()
-    mx.clear_cache()
-    before, cache = mx.get_active_memory(), []
-    batch, length = shape
+    (batch, length), before, cache = shape, emptied(), []
     for i, one in enumerate(filled(model, length)):
         each: Any = BatchKVCache([0] * batch)
         sizes = (1 + mx.arange(batch)[:, None, None, None] / 64).astype(one.keys.dtype)

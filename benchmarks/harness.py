@@ -236,12 +236,17 @@ def arrays(result: Any) -> list[mx.array]:
     return [array for _, array in flat if isinstance(array, mx.array)]
 
 
-def peak(run: Run, results: bool = True) -> float:
-    """Megabytes alive at the worst moment besides what was there before, and maybe the results."""
+def emptied() -> int:
+    """The bytes of arrays, without those that nobody needs any more."""
     gc.collect()
     mx.synchronize()
     mx.clear_cache()
-    before = mx.get_active_memory()
+    return mx.get_active_memory()
+
+
+def peak(run: Run, results: bool = True) -> float:
+    """Megabytes alive at the worst moment besides what was there before, and maybe the results."""
+    before = emptied()
     mx.reset_peak_memory()
     found = arrays(run())
     mx.eval(found)

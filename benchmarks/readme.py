@@ -29,29 +29,20 @@ SERVING = ROOT / "docs" / "serving.md"
 
 @dataclass(frozen=True)
 class Table:
-    """The comparisons of one file.
+    """The comparisons of one file."""
 
-    Attributes:
-        stem: the file's name without its ending.
-        command: what measures it: the benchmark's file and its options.
-        heads: of the first three columns; the fourth is the ratio. The first is the unit.
-        labels: how rows are called, by their columns; and, with ``by``, where the number is.
-        keep: a pattern of the labels that are shown.
-        sides: the columns of both numbers; or, with ``by``, two values of that column.
-        by: see there.
-        where: what rows must have, by column.
-        scale: the file's unit in that of the table.
-    """
-
-    stem: str
-    command: str
+    stem: str  # the file's name without its ending
+    command: str  # what measures it: the benchmark's file and its options
+    # Of the first three columns; the fourth is the ratio. The first is the unit.
     heads: tuple[str, str, str]
+    # How rows are called, by their columns; and, with `by`, where the number is.
     labels: Mapping[str, str]
-    keep: str = ".+"
+    keep: str = ".+"  # a pattern of the labels that are shown
+    # The columns of both numbers; or, with `by`, two values of that column.
     sides: tuple[str, str] = ("stock", "kernel")
     by: str = ""
-    where: Mapping[str, str] = field(default_factory=dict)
-    scale: float = 1.0
+    where: Mapping[str, str] = field(default_factory=dict)  # what rows must have, by column
+    scale: float = 1.0  # the file's unit in that of the table
 
     def cells(self) -> dict[str, tuple[str, str, str]]:
         """Both numbers and the ratio, by label; rows that lack one are left out."""

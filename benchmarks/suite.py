@@ -33,21 +33,14 @@ Cut = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Family:
-    """A script and how to run it.
+    """A script and how to run it."""
 
-    Attributes:
-        name: of its results, without the ending.
-        script: the module of this folder.
-        gpu: its arguments on a GPU; None leaves it out there.
-        cpu: the same without a GPU.
-        small: constants (``"module.NAME"``) and what a small run takes of each; None leaves the
-            family out of small runs.
-    """
-
-    name: str
-    script: str
-    gpu: Sequence[str] | None = ()
-    cpu: Sequence[str] | None = ()
+    name: str  # of its results, without the ending
+    script: str  # the module of this folder
+    gpu: Sequence[str] | None = ()  # its arguments on a GPU; None leaves it out there
+    cpu: Sequence[str] | None = ()  # the same without a GPU
+    # Constants (`"module.NAME"`) and what a small run takes of each; None leaves the family out of
+    # small runs.
     small: Mapping[str, Cut] | None = field(default_factory=dict)
 
 

@@ -50,19 +50,12 @@ wrap_vmap()
 
 
 class Plan(NamedTuple):
-    """An operation's plan for a key.
+    """An operation's plan for a key."""
 
-    Attributes:
-        choice: the path, and why.
-        run: computes it from the arrays; launches on ``choice.path``, or the reference.
-        gradients: those of ``run``; MLX knows that of the reference.
-        reference: the same in MLX's operators, for arrays without values on ``host``.
-    """
-
-    choice: Choice | None
-    run: Callable[..., Any]
-    gradients: Sequence[Gradient] = ()
-    reference: Callable[..., Any] | None = None
+    choice: Choice | None  # the path, and why
+    run: Callable[..., Any]  # from the arrays; launches on that path, or the reference
+    gradients: Sequence[Gradient] = ()  # of `run`; MLX knows those of the reference
+    reference: Callable[..., Any] | None = None  # for arrays without values on `host`
 
 
 @dataclass(eq=False, slots=True)

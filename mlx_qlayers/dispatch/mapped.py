@@ -81,14 +81,7 @@ def _vmap(stock: Any, fun: Call, in_axes: Any = 0, out_axes: Any = 0) -> Call:
 
 
 def run_mapped(name: str, call: Call, batched: Batched | None, *arrays: Any) -> Any:
-    """Make an operation's call inside of ``mx.vmap``.
-
-    Args:
-        name: of the operation.
-        call: it, as it runs outside.
-        batched: see :class:`Operation`.
-        arrays: as it takes them, None where an optional one is left out.
-    """
+    """Make an operation's call inside of ``mx.vmap``; ``call`` is how it runs outside."""
     there = [i for i, a in enumerate(arrays) if a is not None]
     given, expanded = [arrays[i] for i in there], partial(replaced, [None] * len(arrays), there)
 

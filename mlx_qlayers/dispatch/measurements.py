@@ -34,18 +34,11 @@ _version = cache(version)
 
 
 class Found(NamedTuple):
-    """A measurement that was found for a record.
+    """A measurement that was found for a record."""
 
-    Attributes:
-        path: ``"kernel"``; the path that was faster, ``"stock"``, ``"dequantized"``,
-            ``"tensor"`` or ``"codes"``; or ``"uncompared"`` where the kernel alone was timed.
-        config: the kernel's fastest configuration.
-        evidence: where that comes from.
-    """
-
-    path: str
-    config: Any
-    evidence: Evidence
+    path: str  # as an Entry has it
+    config: Any  # the kernel's fastest configuration
+    evidence: Evidence  # where that comes from
 
     @property
     def gain(self) -> float | None:
