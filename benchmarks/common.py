@@ -18,12 +18,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from stored import RESULTS, kernels_hash
 
 from mlx_qlayers.commands.arguments import positive
 from mlx_qlayers.commands.info import backends, device, versions
 from mlx_qlayers.runtime.backend import backend
-from mlx_qlayers.runtime.explain import significant
+from mlx_qlayers.runtime.explain import aligned, significant
 from mlx_qlayers.tuning.timing import Sample, turns
 
 __all__ = ["Sample", "Table", "arguments", "facts", "output", "positive", "significant", "turns"]
@@ -37,7 +38,8 @@ def facts() -> dict[str, str]:
     """The device, the versions, the commit and the date that a measurement belongs to."""
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     command = f"python benchmarks/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}".strip()
-    rows = {"date": now, "commit": commit(), "command": command, "cpu": cpu_name()}
+    cpu = f"{os.cpu_count()} x {mx.device_info(mx.cpu).get('device_name', platform.machine())}"
+    rows = {"date": now, "commit": commit(), "command": command, "cpu": cpu}
     return rows | device() | versions() | backends()
 
 
@@ -56,22 +58,10 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def cpu_name() -> str:
-    """The processor's name, where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return f"{len(names)} x {names[0]}" if names else platform.machine()
-
-
 @cache
 def print_facts() -> None:
     """Print the header of a benchmark: once, however many run in one process."""
-    rows = facts()
-    width = max(map(len, rows))
-    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()), end="\n\n")
+    print(*aligned([*facts().items()]), sep="\n", end="\n\n")
 
 
 class Table:

@@ -16,7 +16,7 @@ import mlx.core as mx
 from common import Sample, Table, turns
 from mlx.utils import tree_flatten
 
-from mlx_qlayers.runtime.backend import BackendError, backend, use_backend
+from mlx_qlayers.runtime.backend import backend, unavailable, use_backend
 
 Run = Callable[[], Any]
 Ways = Mapping[str, Run]
@@ -151,16 +151,8 @@ def chain(
 
 def paths() -> list[str]:
     """The backends to compare: on a GPU its own, else both of a CPU."""
-    return list(filter(can_run, ["metal", "cuda"] if GPU else ["reference", "host"]))
-
-
-def can_run(name: str) -> bool:
-    """Whether a backend runs here."""
-    try:
-        with use_backend(name):
-            return True
-    except BackendError:
-        return False
+    names = ["metal", "cuda"] if GPU else ["reference", "host"]
+    return [name for name in names if unavailable(name) is None]
 
 
 GPU = mx.default_device() == mx.Device(mx.gpu)
