@@ -165,7 +165,6 @@ def more(case: Case, times: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = arguments(__doc__, repeats=5)
-    parser.add_argument("--decode", action="store_true", help="this, which is all that it does")
     parser.add_argument("--product", nargs=2, help="(used by itself)")
     args = parser.parse_args()
     if args.product:

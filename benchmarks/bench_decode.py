@@ -1,4 +1,4 @@
-"""Decoding with a model of Qwen2-7B's shape, and where the time of a token goes.
+"""Decoding with a model of Qwen2-7B's shape, and the kernels of a step.
 
     python benchmarks/bench_decode.py
     python benchmarks/bench_decode.py --tiny
@@ -12,9 +12,7 @@ fused launches, share them and run in mlx-lm's own loops: ``generate_step`` for 
 as accurate as those of dense float32 weights with every result rounded once. Stock comes last: on
 CUDA, MLX compiles its products of several rows for most of a minute, here beside all else.
 
-A token's time is then taken apart. Python builds its graph, MLX hands the graph to the device, the
-device computes; in the loops the three overlap. On an NVIDIA GPU with PyTorch installed its
-profiler times the kernels one by one.
+On an NVIDIA GPU with PyTorch installed its profiler then times the kernels of a step one by one.
 
 With ``--kv-bits`` one sequence is read and decoded with quantized caches, and with one in bfloat16:
 the converted model alone, as stock has no product with packed keys of most lengths on CUDA.
@@ -22,15 +20,13 @@ With ``--contexts`` too, sequences are decoded together behind so many random ke
 caches of either kind; ``error`` is how far logits are from those over bfloat16, by norms.
 
 With ``--contexts`` only one sequence is decoded, behind so many random keys and values: as many
-tokens as a cache grows by, so that what happens once in so many is part of the time. Kernel times
-follow.
+tokens as a cache grows by, so that what happens once in so many is part of the time.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import itertools
 import time
 from typing import Any
@@ -39,11 +35,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from common import Sample, Table, arguments, output, positive
 from decoding_model import QWEN2_7B, TINY, build, decode, prefill
-from harness import in_turns
+from harness import emptied, in_turns
+from kernel_times import can_run, kernels
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 from quantized_products import Case, compile_stock
-from token_breakdown import breakdown, can_run, kernels
 from verified_model import filled, verify
 
 from mlx_qlayers import convert_model, explain
@@ -133,10 +129,8 @@ def _behind_prompt(
     model: nn.Module, prompt: mx.array, bits: int | None, args: argparse.Namespace
 ) -> tuple[float, ...]:
     """Milliseconds of a prompt, megabytes at most beside weights, those of its cache, tokens/s."""
-    gc.collect()  # else the last turn's cache may count as there before
-    mx.synchronize()
-    mx.clear_cache()
-    cache, before = make_prompt_cache(model), mx.get_active_memory()
+    before = emptied()  # else the last turn's cache may count as there before
+    cache = make_prompt_cache(model)
     mx.reset_peak_memory()
     options = {"kv_bits": bits, "kv_group_size": args.group_size, "quantized_kv_start": 0}
     start = time.perf_counter()
@@ -173,11 +167,7 @@ def _step_of_batch(
     right: list[mx.array],
 ) -> tuple[float, ...]:
     """Milliseconds of a step, megabytes of the caches and at most beside weights, the error."""
-    gc.collect()
-    mx.synchronize()
-    mx.clear_cache()
-    before, cache = mx.get_active_memory(), []
-    batch, length = shape
+    (batch, length), before, cache = shape, emptied(), []
     for i, one in enumerate(filled(model, length)):
         each: Any = BatchKVCache([0] * batch)
         sizes = (1 + mx.arange(batch)[:, None, None, None] / 64).astype(one.keys.dtype)
@@ -224,7 +214,6 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model that any machine can run")
     parser.add_argument("--fused-only", action="store_true", help="save time: fewer kernels")
     parser.add_argument("--no-stock", action="store_true", help="save time: ours alone")
-    parser.add_argument("--speeds-only", action="store_true", help="without where the time goes")
     parser.add_argument("--batches", type=positive, nargs="*", default=BATCHES)
     parser.add_argument("--contexts", type=positive, nargs="*", help="decode behind so many keys")
     parser.add_argument("--kv-bits", type=positive, nargs="*", help="of quantized caches")
@@ -265,10 +254,8 @@ def measure(args: argparse.Namespace) -> None:
         contexts(models, args)
     else:
         speeds(models, args)
-        if not args.speeds_only:
-            breakdown(models, args)
-            if can_run():
-                kernels(models["converted"], args)
+        if can_run():
+            kernels(models["converted"], args)
     print(f"{time.perf_counter() - start:.0f} s\n", flush=True)
 
 

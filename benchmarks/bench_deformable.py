@@ -127,9 +127,7 @@ def torch_forward(values: Any, locations: Any, weights: Any) -> Any:
 
 
 def main() -> None:
-    parser = arguments(__doc__, repeats=5)
-    parser.add_argument("--paths", nargs="*", default=(), help="backends; by default this one's")
-    args = parser.parse_args()
+    args = arguments(__doc__, repeats=5).parse_args()
 
     def stock(task: Task) -> dict[str, Run]:
         found = {"operators": either(task, operators, task.shape.inputs())}
@@ -141,7 +139,7 @@ def main() -> None:
             lambda values, *more: deformable_attention(values, SHAPES, *more),
             task.shape.inputs(),
         )
-        return {path: on(path, run) for path in paths(*args.paths)}
+        return {path: on(path, run) for path in paths()}
 
     with output(args, "deformable"):
         case(

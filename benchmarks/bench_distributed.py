@@ -1,13 +1,13 @@
 """A model of Llama 70B's shape on one device and sharded among ranks: stock and converted.
 
-    python benchmarks/bench_distributed.py
-    python benchmarks/bench_distributed.py --ranks 4 --csv
-    python benchmarks/bench_distributed.py --tiny
+    mlx.launch -n 2 python benchmarks/bench_distributed.py
+    mlx.launch -n 4 python benchmarks/bench_distributed.py --csv
+    mlx.launch -n 2 python benchmarks/bench_distributed.py --tiny
 
-The command starts the ranks itself: over NCCL on NVIDIA GPUs, one each, else over MLX's ring on
-this machine. Weights are random and made on each rank. Rank 0 also measures the whole model, while
-the others wait. Verified first: the logits of the sharded model differ no more from those of the
-whole one than those differ between stock and converted layers, which round elsewhere.
+MLX starts the ranks: over NCCL on NVIDIA GPUs, one each, else over its ring on this machine.
+Weights are random and made on each rank. Rank 0 also measures the whole model, while the others
+wait. Verified first: the logits of the sharded model differ no more from those of the whole one
+than those differ between stock and converted layers, which round elsewhere.
 
 Sums over the ranks are timed too, in a chain as in a model, for the plan in docs/distributed.md.
 """
@@ -16,26 +16,21 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.ranks
 
 import mlx.core as mx
 import mlx.nn as nn
 from common import Sample, Table, arguments, output, positive
 from decoding_model import TINY, decode, prefill, quantized
+from harness import seconds
 from mlx_lm.models import llama
 from quantized_products import Case, compile_stock
 
 from mlx_qlayers import convert_model
 from mlx_qlayers.conversion.plan import copied
 from mlx_qlayers.conversion.sharding import shard_model
-from tests.ranks import environment, hostfile
 
 LLAMA_70B = {
     "hidden_size": 8192,
@@ -93,16 +88,9 @@ def sums(group: mx.distributed.Group, width: int, table: Table) -> None:
                 x = mx.distributed.all_sum(x * 0.5, group=group)
             return x
 
-        seconds = _repeated(group, lambda run=chain: _seconds(lambda: mx.eval(run())), 5)
-        table.add(
-            what=f"sum of {rows} x {width}", ranks=group.size(), ms=seconds.scaled(1e3 / _CHAIN)
-        )
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+        times = _repeated(group, lambda run=chain: seconds(run), 5)
+        ms = times.scaled(1e3 / _CHAIN)
+        table.add(what=f"sum of {rows} x {width}", ranks=group.size(), ms=ms)
 
 
 def _repeated(group: mx.distributed.Group, run: Callable[[], float], repeats: int) -> Sample:
@@ -158,51 +146,29 @@ def measure(args: argparse.Namespace, group: mx.distributed.Group) -> None:
                 one = 0.0
                 for size in (1, ranks):
                     model = models.get((name, size))  # the whole one on rank 0 alone
-                    seconds = _repeated(
+                    times = _repeated(
                         group, lambda m=model, r=run: 0.0 if m is None else r(m), args.repeats
                     )
                     if rank == 0:
-                        one = one or seconds.median
-                        figures = {"tokens/s": seconds.per(count), "ms": seconds.scaled(1e3)}
-                        x = one / seconds.median
+                        one = one or times.median
+                        figures = {"tokens/s": times.per(count), "ms": times.scaled(1e3)}
+                        x = one / times.median
                         table.add(what=what, layers=name, ranks=size, **figures, x=x)
     print(f"\npeak memory {mx.get_peak_memory() / 1e9:.1f} GB, {time.perf_counter() - start:.0f} s")
-
-
-def start_ranks(ranks: int, command: list[str]) -> int:
-    """Run the command once for each rank, and end all where one fails; the exit code."""
-    folder = Path(os.environ.get("TMPDIR", "/tmp"))
-    hosts = folder / f"hosts-{os.getpid()}.json"
-    hosts.write_text(hostfile(ranks))
-    nccl = {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": "12345", "MLX_WORLD_SIZE": str(ranks)}
-    children = []
-    for rank in range(ranks):
-        own = environment(rank, str(hosts))
-        if mx.cuda.is_available():
-            own |= nccl | {"CUDA_VISIBLE_DEVICES": str(rank)}
-        children.append(subprocess.Popen(command, env=os.environ | own))
-    codes = [child.poll() for child in children]
-    while None in codes and not any(codes):
-        time.sleep(0.2)
-        codes = [child.poll() for child in children]
-    for child in children:
-        child.terminate()
-    hosts.unlink()
-    return max(abs(child.wait()) for child in children)
 
 
 def main() -> None:
     parser = arguments(__doc__, repeats=3)
     parser.add_argument("--tiny", action="store_true", help="a model that any machine can run")
-    parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--batches", type=positive, nargs="*", default=BATCHES)
     parser.add_argument("--layers", nargs="*", default=("converted", "stock"))
     parser.add_argument("--prompt-tokens", type=int, default=2048, help="0 leaves it out")
     parser.add_argument("--tokens", type=positive, default=64, help="tokens a sequence")
     args = parser.parse_args()
-    if "MLX_RANK" not in os.environ:
-        sys.exit(start_ranks(args.ranks, [sys.executable, *sys.argv]))
-    measure(args, mx.distributed.init(strict=True))
+    group = mx.distributed.init()
+    if group.size() == 1:
+        raise SystemExit("mlx.launch -n 2 python benchmarks/bench_distributed.py starts its ranks")
+    measure(args, group)
 
 
 if __name__ == "__main__":

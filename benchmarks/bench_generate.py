@@ -19,13 +19,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from common import Sample, Table, arguments, output, positive
-from harness import can_run, in_turns
+from harness import in_turns
 from mlx_lm.generate import generate_step
 
 from mlx_qlayers import convert_model, explain, use_backend
 from mlx_qlayers.commands.demo import shipped_model
 from mlx_qlayers.conversion.loading import load_stock
-from mlx_qlayers.runtime.backend import BACKENDS, BackendError
+from mlx_qlayers.runtime.backend import BACKENDS, BackendError, unavailable
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def contenders(model: str, dtype: str) -> list[Contender]:
     converted = copy.deepcopy(stock)  # the arrays are shared
     convert_model(converted, config=quantization)
     found = [Contender("stock mlx-lm", stock), Contender("converted (auto)", converted)]
-    names = filter(can_run, BACKENDS[1:])
+    names = [name for name in BACKENDS[1:] if unavailable(name) is None]
     return found + [Contender(f"converted ({name})", converted, name) for name in names]
 
 

@@ -17,12 +17,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import mlx.core as mx
-import mlx.nn as nn
 from common import Table, arguments, output
-from decoding_model import QWEN2_7B
+from decoding_model import QWEN2_7B, dense
 from harness import GPU as ON_GPU
 from harness import seconds
-from mlx_lm.models import qwen2
 
 from mlx_qlayers import linalg
 from mlx_qlayers.conversion.gptq import Calibration, quantize_model
@@ -73,22 +71,13 @@ def column(w: mx.array, h: mx.array) -> float:
     return min(seconds(step) for _ in range(5))
 
 
-def qwen2_7b(layers: int) -> nn.Module:
-    """A model with so many layers of that shape, of random weights."""
-    shape = QWEN2_7B | {"num_hidden_layers": layers}
-    args = qwen2.ModelArgs("qwen2", rms_norm_eps=1e-6, tie_word_embeddings=False, **shape)
-    model = qwen2.Model(args)
-    model.set_dtype(mx.bfloat16)
-    mx.eval(model.parameters())
-    return model
-
-
 def model_seconds(layers: int, samples: int, length: int) -> float:
     """Seconds of quantizing such a model, on random tokens."""
     count = samples * length
     tokens = mx.random.randint(0, QWEN2_7B["vocab_size"], (count,)).tolist()
     tokenizer = SimpleNamespace(encode=lambda text: tokens)
-    model = qwen2_7b(layers)
+    model = dense(QWEN2_7B | {"num_hidden_layers": layers})
+    mx.eval(model.parameters())
     calibration = Calibration(samples=samples, length=length)
 
     def quantize() -> object:

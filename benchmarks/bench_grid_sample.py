@@ -126,9 +126,7 @@ def copy_bandwidth(gpu: bool) -> float:
 
 
 def main() -> None:
-    parser = arguments(__doc__, repeats=5)
-    parser.add_argument("--paths", nargs="*", default=(), help="backends; by default this one's")
-    args = parser.parse_args()
+    args = arguments(__doc__, repeats=5).parse_args()
 
     def stock(task: Task) -> dict[str, Run]:
         return {
@@ -137,7 +135,7 @@ def main() -> None:
 
     def ours(task: Task) -> dict[str, Run]:
         run = either(task, partial(grid_sample, mode=task.shape.mode), task.shape.inputs())
-        return {path: on(path, run) for path in paths(*args.paths)}
+        return {path: on(path, run) for path in paths()}
 
     def more(task: Task, times: Any, path: str, run: Run) -> dict[str, Any]:
         rate = task.shape.bytes_moved()[task.gradients] / times[path].median * 1e3

@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 from bench_quantization import smollm2
 from common import Table, arguments, output
+from mlx_lm.models.cache import make_prompt_cache as mlx_lm_caches
 
 from mlx_qlayers import convert_model
 from mlx_qlayers.commands.demo import shipped_model
@@ -73,10 +74,10 @@ def main() -> None:
         {"cache": 28, "bytes": 7, "share": 7, "perplexity": 11, "rise %": 8, "+-": 7, "KL": 9}
     )
     with output(args, "kv_cache"):
-        own = make_plain(run)
+        own = mlx_lm_caches(run)
         run(tokens[:1, :8], cache=own)
         whole = bytes_of_a_token(own, tokens[:1].shape)
-        contenders: dict[str, Any] = {"not quantized": lambda x: run(x, cache=make_plain(run))}
+        contenders: dict[str, Any] = {"not quantized": lambda x: run(x, cache=mlx_lm_caches(run))}
         sizes = {"not quantized": whole}
         for name, each in formats(run, tokenizer, args).items():
             caches = make_prompt_cache(run, formats=each)
@@ -97,13 +98,6 @@ def main() -> None:
             }
             sized = {"bytes": round(sizes[name]), "share": sizes[name] / whole}
             table.add(cache=name, **sized, perplexity=p.value, **rise)
-
-
-def make_plain(model: Any) -> list[Any]:
-    """The caches that mlx-lm makes."""
-    from mlx_lm.models.cache import make_prompt_cache as plain
-
-    return plain(model)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,12 @@ import os
 import random
 import sys
 import time
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from bench_startup import run, tell
+from bench_startup import empty_caches, run, tell
 from common import Table, arguments, output, positive
 from decoding_model import QWEN2_7B, TINY, build
 from mlx_lm.generate import BatchGenerator
@@ -116,11 +115,9 @@ def measure_all(args: argparse.Namespace) -> None:
     command = [sys.executable, __file__, *["--tiny"] * args.tiny, "--serve"]
     for who in ("converted",) if args.no_stock else ("converted", "stock"):
         with TemporaryDirectory() as folder:
-            names = "MLX_PTX_CACHE_DIR", "MLX_QLAYERS_CACHE_DIR", "CUDA_CACHE_PATH"
-            caches = {name: str(Path(folder) / name) for name in names}
+            caches = empty_caches(folder)
             for runs in (["fresh"], ["second", "warm"]):
-                arguments = [*command, who, "--names", *runs]
-                run(arguments, caches, args.limit, table, who)
+                run([*command, who, "--names", *runs], caches, args.limit, table, who)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from unittest import mock
 import mlx.core as mx
 from common import Table, arguments, output, positive
 from decoding_model import QWEN2_7B, TINY, build, decode, prefill
+from harness import seconds
 
 from mlx_qlayers import convert, convert_model, explain
 from mlx_qlayers.measurements import entries
@@ -42,14 +43,6 @@ from mlx_qlayers.tuning.timing import Sample
 BATCHES = (1, 8)
 _SHORT, _LONG = 5, 900
 _REPEATS = 3
-
-
-def seconds(run: Callable[[], Any]) -> float:
-    """Of one call."""
-    start = time.perf_counter()
-    run()
-    mx.synchronize()
-    return time.perf_counter() - start
 
 
 def tell(what: str, value: float, unit: str = "s") -> None:
@@ -187,14 +180,19 @@ def measure_all(args: argparse.Namespace) -> None:
     command = [sys.executable, __file__, "--layers", str(args.layers), "--tokens", str(args.tokens)]
     command += ["--tiny"] * args.tiny
     with TemporaryDirectory() as folder:
-        names = "MLX_PTX_CACHE_DIR", "MLX_QLAYERS_CACHE_DIR", "CUDA_CACHE_PATH"
-        caches = {name: str(Path(folder) / name) for name in names}
+        caches = empty_caches(folder)
         ends = time.perf_counter() + args.total
         for process, part, limit in (p for p in parts if args.only in (None, p[1])):
             start, now = time.perf_counter(), str(time.time())
             limit = min(limit, max(1.0, ends - start))
             run([*command, "--part", part, "--begun", now], caches, limit, table, process)
             table.add(process=process, what="in all", found=time.perf_counter() - start, unit="s")
+
+
+def empty_caches(folder: str) -> dict[str, str]:
+    """The environment of processes that keep what they compile in a folder."""
+    names = "MLX_PTX_CACHE_DIR", "MLX_QLAYERS_CACHE_DIR", "CUDA_CACHE_PATH"
+    return {name: str(Path(folder) / name) for name in names}
 
 
 def run(command: list[str], caches: dict[str, str], limit: float, table: Table, name: str) -> None:

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -18,12 +18,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from stored import RESULTS, kernels_hash
 
 from mlx_qlayers.commands.arguments import positive
 from mlx_qlayers.commands.info import backends, device, versions
 from mlx_qlayers.runtime.backend import backend
-from mlx_qlayers.runtime.explain import significant
+from mlx_qlayers.runtime.explain import aligned, significant
 from mlx_qlayers.tuning.timing import Sample, turns
 
 __all__ = ["Sample", "Table", "arguments", "facts", "output", "positive", "significant", "turns"]
@@ -37,7 +38,8 @@ def facts() -> dict[str, str]:
     """The device, the versions, the commit and the date that a measurement belongs to."""
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     command = f"python benchmarks/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}".strip()
-    rows = {"date": now, "commit": commit(), "command": command, "cpu": cpu_name()}
+    cpu = f"{os.cpu_count()} x {mx.device_info(mx.cpu).get('device_name', platform.machine())}"
+    rows = {"date": now, "commit": commit(), "command": command, "cpu": cpu}
     return rows | device() | versions() | backends()
 
 
@@ -56,22 +58,10 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def cpu_name() -> str:
-    """The processor's name, where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return f"{len(names)} x {names[0]}" if names else platform.machine()
-
-
 @cache
 def print_facts() -> None:
     """Print the header of a benchmark: once, however many run in one process."""
-    rows = facts()
-    width = max(map(len, rows))
-    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()), end="\n\n")
+    print(*aligned([*facts().items()]), sep="\n", end="\n\n")
 
 
 class Table:
@@ -98,7 +88,7 @@ class Table:
             self._print({name: name for name in self.columns})
             print("-" * (sum(self.columns.values()) + 2 * len(self.columns) - 2))
         self.rows.append(row)
-        self._print({name: _cell(row.get(name, "")) for name in self.columns})
+        self._print({name: cell(row.get(name, "")) for name in self.columns})
         for listener in _listeners:
             listener(self)
 
@@ -115,8 +105,19 @@ class Table:
         ]
 
 
-def _cell(value: Any) -> str:
-    return significant(value) if isinstance(value, float) else str(value)
+def cell(value: Any) -> str:
+    """A value as tables show it."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:g}" if value.is_integer() else significant(value)
+
+
+def markdown(heads: Iterable[str], rows: Iterable[Iterable[str]], texts: int = 1) -> str:
+    """A table of Markdown whose first columns are texts and the others numbers."""
+    heads = list(heads)
+    aligned = ["---"] * texts + ["--:"] * (len(heads) - texts)
+    lines = (f"| {' | '.join(row)} |" for row in (heads, *rows))
+    return "\n".join([next(lines), f"|{'|'.join(aligned)}|", *lines])
 
 
 def _columns(name: str, value: Any) -> list[tuple[str, Any]]:

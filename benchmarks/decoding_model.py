@@ -30,11 +30,18 @@ TINY = {
 }
 
 
-def build(shape: dict[str, int], group_size: int, bits: int) -> nn.Module:
-    """A random quantized Qwen2 in bfloat16, with a head of its own as the 7B model has."""
+def dense(shape: dict[str, int]) -> nn.Module:
+    """A random Qwen2 in bfloat16, with a head of its own as the 7B model has."""
     args = qwen2.ModelArgs("qwen2", rms_norm_eps=1e-6, tie_word_embeddings=False, **shape)
     mx.random.seed(0)
-    return quantized(qwen2.Model(args), group_size, bits)
+    model = qwen2.Model(args)
+    model.set_dtype(mx.bfloat16)
+    return model
+
+
+def build(shape: dict[str, int], group_size: int, bits: int) -> nn.Module:
+    """The same quantized."""
+    return quantized(dense(shape), group_size, bits)
 
 
 def quantized(model: nn.Module, group_size: int, bits: int) -> nn.Module:

@@ -16,7 +16,7 @@ import mlx.core as mx
 from common import Sample, Table, turns
 from mlx.utils import tree_flatten
 
-from mlx_qlayers.runtime.backend import BackendError, backend, use_backend
+from mlx_qlayers.runtime.backend import backend, unavailable, use_backend
 
 Run = Callable[[], Any]
 Ways = Mapping[str, Run]
@@ -149,18 +149,10 @@ def chain(
     return lambda: traced(x)
 
 
-def paths(*asked: str) -> list[str]:
-    """The backends to compare: those asked for, or on a GPU its own and else both of a CPU."""
-    return list(asked) or list(filter(can_run, ["metal", "cuda"] if GPU else ["reference", "host"]))
-
-
-def can_run(name: str) -> bool:
-    """Whether a backend runs here."""
-    try:
-        with use_backend(name):
-            return True
-    except BackendError:
-        return False
+def paths() -> list[str]:
+    """The backends to compare: on a GPU its own, else both of a CPU."""
+    names = ["metal", "cuda"] if GPU else ["reference", "host"]
+    return [name for name in names if unavailable(name) is None]
 
 
 GPU = mx.default_device() == mx.Device(mx.gpu)
@@ -236,12 +228,17 @@ def arrays(result: Any) -> list[mx.array]:
     return [array for _, array in flat if isinstance(array, mx.array)]
 
 
-def peak(run: Run, results: bool = True) -> float:
-    """Megabytes alive at the worst moment besides what was there before, and maybe the results."""
+def emptied() -> int:
+    """The bytes of arrays, without those that nobody needs any more."""
     gc.collect()
     mx.synchronize()
     mx.clear_cache()
-    before = mx.get_active_memory()
+    return mx.get_active_memory()
+
+
+def peak(run: Run, results: bool = True) -> float:
+    """Megabytes alive at the worst moment besides what was there before, and maybe the results."""
+    before = emptied()
     mx.reset_peak_memory()
     found = arrays(run())
     mx.eval(found)

@@ -1,6 +1,6 @@
 """Draws the pictures of docs/benchmarks.md from the files that the benchmarks write.
 
-    python benchmarks/plot.py benchmarks/results
+    mlx-qlayers bench --from benchmarks/results
 
 A folder holds a run of one machine (``decode.csv``), or several with the machine's kind at the end
 of the name (``decode_cuda.csv``; without one it is a CPU's). Pictures go to its folder ``plots``.
@@ -9,7 +9,6 @@ They are made to be read at 400 pixels, two of them beside each other on a page.
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
 # Colours that readers with colour blindness can tell apart (Okabe and Ito).
 STOCK, OURS, OTHER, FOURTH = "#888888", "#0072B2", "#E69F00", "#009E73"
+STOCK_CURVE, OUR_CURVE = ("--s", STOCK), ("-o", OURS)
 SIZE, DPI = (4.8, 3.6), 200
 STYLE = {
     "axes.axisbelow": True,
@@ -73,7 +73,7 @@ def quantized_matmul_rows(figure: Figure, results: dict[str, Results]) -> None:
             time = row.get("ours") if label == "ours" and "ours" in row else row.get(column)
             if isinstance(time, float):
                 lines[label][row["rows"]] = gigabytes / time * 1e3
-    axis = _curves(figure, lines)
+    axis = _curves(figure, lines, {"stock": STOCK_CURVE, "ours": OUR_CURVE})
     axis.set(xlabel=f"rows of x (matrix {shape})", ylabel="packed weights read, GB/s")
 
 
@@ -86,7 +86,8 @@ def attention_memory(figure: Figure, results: dict[str, Results]) -> None:
         alike = (heads, kv_heads, width) == ("32", "8", "128") and not options
         if alike and what == "with gradients" and row["path"] in names:
             lines[names[row["path"]]][int(length)] = row["MB"]
-    axis = _curves(figure, lines, thousands=True)
+    styles = {"stock operator": STOCK_CURVE, "ours": OUR_CURVE}
+    axis = _curves(figure, lines, styles, thousands=True)
     axis.set(
         xlabel="tokens (32 query and 8 key heads of 128, causal)",
         ylabel="forward and backward, MB",
@@ -131,11 +132,10 @@ def _by(rows: list[Row], kind: str, x: str, y: str) -> dict[str, Points]:
 _LAYERS = {
     "stock": "stock mlx-lm",
     "stock mlx-lm": "stock mlx-lm",
-    "converted (ops)": "converted, MLX operators",
     "converted (auto)": "converted",
     "converted": "converted",
 }
-_COLOURS = {"stock mlx-lm": STOCK, "converted, MLX operators": OTHER, "converted": OURS}
+_COLOURS = {"stock mlx-lm": STOCK, "converted": OURS}
 
 
 def tokens_per_second(figure: Figure, results: dict[str, Results]) -> None:
@@ -185,15 +185,27 @@ def grid_sample(figure: Figure, results: dict[str, Results]) -> None:
     axis.grid(visible=False, axis="y")
 
 
-def _curves(figure: Figure, lines: Mapping[str, Points], *, thousands: bool = False) -> Axes:
+def _curves(
+    figure: Figure,
+    lines: Mapping[str, Points],
+    styles: Mapping[str, tuple[str, str]],
+    *,
+    thousands: bool = False,
+) -> Axes:
     """Curves of contenders on logarithmic axes; one without points is left out."""
-    styles = {"stock": ("--s", STOCK), "ours": ("-o", OURS)}
     axis = figure.subplots()
     for label, points in lines.items():
         if points:
-            style, colour = styles.get(label.partition(" operator")[0], (":^", OTHER))
+            style, colour = styles.get(label, (":^", OTHER))
             axis.plot(*zip(*sorted(points.items()), strict=True), style, color=colour, label=label)
-    _finish(axis, {x for points in lines.values() for x in points}, thousands)
+    axis.set(xscale="log", yscale="log")
+    # Ticks where powers of two were measured.
+    measured = sorted({x for points in lines.values() for x in points})
+    shown = [x for x in measured if x > 0 and not int(x) & int(x) - 1]
+    labels = [f"{x / 1024:g}k" if thousands and x >= 1024 else f"{x:g}" for x in shown]
+    axis.set_xticks(shown, labels)
+    axis.minorticks_off()
+    _plain(axis, "y")
     return axis
 
 
@@ -205,24 +217,12 @@ def _pairs(
     thousands: bool = False,
 ) -> Axes:
     """Curves of stock and ours, a colour for each kind."""
-    axis = figure.subplots()
+    lines: dict[str, Points] = {}
+    styles: dict[str, tuple[str, str]] = {}
     for kind, colour in zip(ours, (OURS, OTHER, FOURTH), strict=False):
         for who, style, points in (("stock", "--s", stock[kind]), ("ours", "-o", ours[kind])):
-            axis.plot(
-                list(points), list(points.values()), style, color=colour, label=f"{who}, {kind}"
-            )
-    _finish(axis, {x for points in ours.values() for x in points}, thousands)
-    return axis
-
-
-def _finish(axis: Axes, measured: set[float], thousands: bool) -> None:
-    """Logarithmic axes, with ticks where powers of two were measured."""
-    axis.set(xscale="log", yscale="log")
-    shown = sorted(x for x in measured if x > 0 and not int(x) & int(x) - 1)
-    labels = [f"{x / 1024:g}k" if thousands and x >= 1024 else f"{x:g}" for x in shown]
-    axis.set_xticks(shown, labels)
-    axis.minorticks_off()
-    _plain(axis, "y")
+            lines[f"{who}, {kind}"], styles[f"{who}, {kind}"] = points, (style, colour)
+    return _curves(figure, lines, styles, thousands=thousands)
 
 
 def _plain(axis: Axes, which: str) -> None:
@@ -319,25 +319,13 @@ def _by_machine(folder: Path, sources: tuple[str, ...]) -> dict[str, dict[str, R
     """Results by kind of machine and benchmark."""
     by_machine: dict[str, dict[str, Results]] = {}
     for source in sources:
-        pattern = re.compile(rf"{source}(?:_(cuda|metal))?\.(?:csv|json)")
-        for path in sorted(folder.glob(f"{source}*")):
-            if match := pattern.fullmatch(path.name):
+        for name in (source, f"{source}_cuda", f"{source}_metal"):
+            if (path := folder / f"{name}.csv").exists():
                 one = Results.read(path)
-                machine = match[1] or _kind(one)
-                by_machine.setdefault(machine, {}).setdefault(source, one)
+                by_machine.setdefault(_kind(one), {}).setdefault(source, one)
     return by_machine
 
 
 def _kind(results: Results) -> str:
     backend = results.facts["backend"].partition(" ")[0]
     return backend if backend in ("cuda", "metal") else "cpu"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path)
-    print(*draw(parser.parse_args().folder), sep="\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -30,21 +30,14 @@ _CHECKED_ROWS, _CHECKED_COLUMNS = 16, 128
 
 
 class Case(NamedTuple):
-    """One product.
+    """One product."""
 
-    Attributes:
-        shape: rows and columns of the packed matrix, unpacked.
-        rows: of x.
-        transpose: False for the gradient of x, which multiplies with the same matrix as it is.
-        fmt: of the matrix.
-        dtype: of x, and of the numbers of an affine matrix.
-    """
-
-    shape: tuple[int, int]
-    rows: int
+    shape: tuple[int, int]  # rows and columns of the packed matrix, unpacked
+    rows: int  # of x
+    # False for the gradient of x, which multiplies with the same matrix as it is.
     transpose: bool = True
-    fmt: Format = Format(64, 4)
-    dtype: mx.Dtype = mx.bfloat16
+    fmt: Format = Format(64, 4)  # of the matrix
+    dtype: mx.Dtype = mx.bfloat16  # of x, and of the numbers of an affine matrix
 
     @property
     def name(self) -> str:

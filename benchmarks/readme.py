@@ -10,14 +10,14 @@ and stands beside the commit that was measured. Where kernels have changed since
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from os.path import relpath
 from pathlib import Path
 
-from common import significant
+from common import cell, markdown, significant
 from stored import RESULTS, ROOT, Results, Row
 
 README = ROOT / "README.md"
@@ -29,29 +29,20 @@ SERVING = ROOT / "docs" / "serving.md"
 
 @dataclass(frozen=True)
 class Table:
-    """The comparisons of one file.
+    """The comparisons of one file."""
 
-    Attributes:
-        stem: the file's name without its ending.
-        command: what measures it: the benchmark's file and its options.
-        heads: of the first three columns; the fourth is the ratio. The first is the unit.
-        labels: how rows are called, by their columns; and, with ``by``, where the number is.
-        keep: a pattern of the labels that are shown.
-        sides: the columns of both numbers; or, with ``by``, two values of that column.
-        by: see there.
-        where: what rows must have, by column.
-        scale: the file's unit in that of the table.
-    """
-
-    stem: str
-    command: str
+    stem: str  # the file's name without its ending
+    command: str  # what measures it: the benchmark's file and its options
+    # Of the first three columns; the fourth is the ratio. The first is the unit.
     heads: tuple[str, str, str]
+    # How rows are called, by their columns; and, with `by`, where the number is.
     labels: Mapping[str, str]
-    keep: str = ".+"
+    keep: str = ".+"  # a pattern of the labels that are shown
+    # The columns of both numbers; or, with `by`, two values of that column.
     sides: tuple[str, str] = ("stock", "kernel")
     by: str = ""
-    where: Mapping[str, str] = field(default_factory=dict)
-    scale: float = 1.0
+    where: Mapping[str, str] = field(default_factory=dict)  # what rows must have, by column
+    scale: float = 1.0  # the file's unit in that of the table
 
     def cells(self) -> dict[str, tuple[str, str, str]]:
         """Both numbers and the ratio, by label; rows that lack one are left out."""
@@ -91,7 +82,7 @@ class Table:
             f"{results.device}, MLX {mlx}, {day}, {_commit(results)}, `{self._shell}`, {source}:"
         )
         rows = ((task, *numbers) for task, numbers in cells.items())
-        return f"{caption}\n\n{_table((*self.heads, 'ratio'), rows)}"
+        return f"{caption}\n\n{markdown((*self.heads, 'ratio'), rows)}"
 
 
 def _path(stem: str) -> Path:
@@ -111,14 +102,6 @@ def read(stem: str) -> Results | None:
 
 def _link(text: str, path: Path, page: Path) -> str:
     return f"[{text}]({Path(relpath(path, page.parent)).as_posix()})"
-
-
-def _table(heads: Iterable[str], rows: Iterable[Iterable[str]], texts: int = 1) -> str:
-    """A table whose first columns are texts and the others numbers."""
-    heads = list(heads)
-    aligned = ["---"] * texts + ["--:"] * (len(heads) - texts)
-    lines = (f"| {' | '.join(row)} |" for row in (heads, *rows))
-    return "\n".join([next(lines), f"|{'|'.join(aligned)}|", *lines])
 
 
 def _label(template: str, row: Row) -> str:
@@ -247,7 +230,7 @@ def summary() -> str:
     note = (
         "\n\n\\* Kernels have changed since that commit." if any("*" in r[3] for r in rows) else ""
     )
-    return _table(heads, rows, texts=4) + note
+    return markdown(heads, rows, texts=4) + note
 
 
 def plots() -> str:
@@ -258,7 +241,7 @@ def plots() -> str:
         return "Not drawn yet."
     shown += [""] * (len(shown) % 2)
     first, *rest = zip(shown[::2], shown[1::2], strict=True)
-    return _table(first, rest, texts=2)
+    return markdown(first, rest, texts=2)
 
 
 def checked() -> str:
@@ -276,7 +259,7 @@ def checked() -> str:
         key = (row["families"], *(f"{row[name]:.0f}" for name in counts))
         rows.setdefault(key, []).append(row["tool"])
     heads = ("tools", "families", *counts[:-1], "wrong results")
-    table = _table(heads, ((", ".join(tools), *row) for row, tools in rows.items()), texts=2)
+    table = markdown(heads, ((", ".join(tools), *row) for row, tools in rows.items()), texts=2)
     links = [_link(text, _path(name), TESTING) for text, name in CHECKED.items()]
     return (
         f"{tests.device}: {'; '.join(runs)} ({links[0]}, {_commit(tests)}).\n"
@@ -293,17 +276,11 @@ def whole(page: Path, *stems: str) -> str:
     for stem in stems:
         if results := read(stem):
             heads = list(results.rows[0])
-            rows = ([_shown(row[head]) for head in heads] for row in results.rows)
+            rows = ([cell(row[head]) for head in heads] for row in results.rows)
             where = f"{_link('file', _path(stem), page)}, {results.device}, {_commit(results)}"
             said = filter(None, (f"`{results.facts['command']}`", results.facts.get("note")))
-            parts.append(f"{', '.join(said)} ({where}):\n\n{_table(heads, rows)}")
+            parts.append(f"{', '.join(said)} ({where}):\n\n{markdown(heads, rows)}")
     return "\n\n".join(parts) or "Not measured yet."
-
-
-def _shown(cell: object) -> str:
-    if not isinstance(cell, float):
-        return str(cell)
-    return f"{cell:g}" if cell.is_integer() else significant(cell)
 
 
 QUANTIZATION = "quantization", "quantization_smollm2", "quantization_time"
@@ -349,7 +326,7 @@ def others() -> str:
             name = results.device if "simulated" not in results.device else "simulation"
             state = results.commit + (" \\*" if results.stale else "")
             rows.append((_link(title, _path(stem), BENCHMARKS), name, f"`{command}`", state))
-    return f"{_table(('result', 'machine', 'command', 'commit'), rows, texts=4)}\n\n\\* {STALE}"
+    return f"{markdown(('result', 'machine', 'command', 'commit'), rows, texts=4)}\n\n\\* {STALE}"
 
 
 STALE = "Kernels have changed since that commit; `python benchmarks/stored.py` lists all results."

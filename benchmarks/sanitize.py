@@ -76,22 +76,15 @@ def run_cases(chosen: Sequence[str], backend: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Report:
-    """The report of one tool on all its processes.
+    """The report of one tool on all its processes."""
 
-    Attributes:
-        tool: its name.
-        cases, kernels, launches: what ran; kernels by name.
-        wrong: results that were not what they should be, and processes that broke off.
-        ours, others: complaints about kernels of this repository, and about MLX's own.
-    """
-
-    tool: str
+    tool: str  # its name
     cases: int
     kernels: int
     launches: int
-    wrong: tuple[str, ...]
-    ours: tuple[str, ...]
-    others: int
+    wrong: tuple[str, ...]  # results that are not what they should be, processes that broke off
+    ours: tuple[str, ...]  # complaints about kernels of this repository
+    others: int  # and about MLX's own
 
     @property
     def clean(self) -> bool:

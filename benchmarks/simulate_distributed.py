@@ -1,10 +1,10 @@
-"""One token of a model that ranks share, simulated: where the time goes, and when ranks pay.
+"""The time of a token of a model that ranks share, added up, and when ranks pay.
 
     python benchmarks/simulate_distributed.py
     python benchmarks/simulate_distributed.py --check benchmarks/results/distributed_cuda.csv
 
-Each rank has a clock. A block of a layer takes the time in which its share of the weights is read;
-tensor parallel ranks then wait for each other and add up, stages of a pipeline hand the rows on.
+A block of a layer takes the time in which its share of the weights is read; tensor parallel ranks
+then wait for each other and add up, stages of a pipeline hand the rows on.
 Embeddings and head are on every rank, as mlx-lm's Llama has them. With ``--check`` the rate of the
 device and the times of sums come from what ``bench_distributed.py`` measured, and its tokens of
 sharded models are predicted from those of the whole one.
@@ -12,12 +12,12 @@ sharded models are predicted from those of the whole one.
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench_distributed import LLAMA_70B
 from common import Table, arguments, output
+from stored import Results
 
 
 @dataclass(frozen=True)
@@ -106,19 +106,14 @@ def token(shape: Shape, ranks: int, rate: float, link: Link, how: str, batch: in
         how: ``"tensor"`` or ``"pipeline"``.
         batch: sequences; each may want experts of its own.
     """
-    clocks = [0.0] * ranks
-    wanted = min(shape.experts, shape.active * batch)
     rows = 2 * shape.hidden * batch
-    for layer in range(shape.layers):
-        for size in (shape.attention(), shape.feed(wanted)):
-            if how == "tensor":
-                clocks = [clock + size / ranks / rate for clock in clocks]
-                clocks = [max(clocks) + link.sum(ranks, rows)] * ranks
-            else:
-                clocks[layer * ranks // shape.layers] += size / rate
-    if how == "pipeline":  # the stages take turns; the last one tells all
-        clocks = [sum(clocks) + ranks * (link.latency + rows / link.rate) * (ranks > 1)] * ranks
-    return max(clocks) + shape.head() / rate
+    layer = shape.attention() + shape.feed(min(shape.experts, shape.active * batch))
+    seconds = shape.layers * layer / rate
+    if how == "tensor":  # ranks wait for each other behind attention and feed-forward
+        seconds = seconds / ranks + 2 * shape.layers * link.sum(ranks, rows)
+    elif ranks > 1:  # the stages take turns; the last one tells all
+        seconds += ranks * (link.latency + rows / link.rate)
+    return seconds + shape.head() / rate
 
 
 def pays_until(shape: Shape, rate: float, link: Link) -> int:
@@ -161,12 +156,11 @@ def plan() -> None:
 
 def check(path: Path) -> dict[str, float]:
     """Predicted over measured times of decoding, by what was decoded, for converted layers."""
-    with path.open() as file:
-        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    rows = Results.read(path).rows
     small = LLAMA_70B["num_hidden_layers"]
     shape = replace(LLAMA, layers=small)
     sums = {
-        int(row["what"].split()[2]): float(row["ms"]) * 1e-3
+        int(row["what"].split()[2]): row["ms"] * 1e-3
         for row in rows
         if row["what"].startswith("sum")
     }
@@ -176,7 +170,7 @@ def check(path: Path) -> dict[str, float]:
         if not what.startswith("decode") or row["layers"] != "converted":
             continue
         batch = int(what.split()[-1])
-        seconds = batch / float(row["tokens/s"])
+        seconds = batch / row["tokens/s"]
         if ranks == 1:
             rate = token(shape, 1, 1.0, LINKS["H200"][0], "tensor", batch) / seconds
             continue

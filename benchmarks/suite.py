@@ -11,15 +11,18 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import plot
-from common import facts, print_facts, significant
+from common import cell, facts, markdown, print_facts
 from stored import Results
 
 # Machines with less memory than this make the small runs, whether asked to be quick or not.
@@ -30,21 +33,14 @@ Cut = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Family:
-    """A script and how to run it.
+    """A script and how to run it."""
 
-    Attributes:
-        name: of its results, without the ending.
-        script: the module of this folder.
-        gpu: its arguments on a GPU; None leaves it out there.
-        cpu: the same without a GPU.
-        small: constants (``"module.NAME"``) and what a small run takes of each; None leaves the
-            family out of small runs.
-    """
-
-    name: str
-    script: str
-    gpu: Sequence[str] | None = ()
-    cpu: Sequence[str] | None = ()
+    name: str  # of its results, without the ending
+    script: str  # the module of this folder
+    gpu: Sequence[str] | None = ()  # its arguments on a GPU; None leaves it out there
+    cpu: Sequence[str] | None = ()  # the same without a GPU
+    # Constants (`"module.NAME"`) and what a small run takes of each; None leaves the family out of
+    # small runs.
     small: Mapping[str, Cut] | None = field(default_factory=dict)
 
 
@@ -145,35 +141,20 @@ def _run_one(family: Family, folder: Path, quick: bool) -> bool:
         return True
     print(f"\n===== {family.name}\n", flush=True)
     start, script = time.perf_counter(), import_module(family.script)
-    cuts = (family.small or {}) if small else {}
-    before = {name: _constant(name) for name in cuts}
     repeats = ["--repeats", str(QUICK_REPEATS)] if quick else []
     command = [family.script, *arguments, *repeats, "--csv", str(folder / f"{family.name}.csv")]
-    command_line, sys.argv = sys.argv, command
-    try:
-        for name, cut in cuts.items():
-            _set(name, cut(before[name]))
-        script.main()
-    except (Exception, SystemExit):
-        traceback.print_exc()
-        return False
-    finally:
-        sys.argv = command_line
-        for name, value in before.items():
-            _set(name, value)
-        mx.clear_cache()
+    with ExitStack() as changed:
+        changed.callback(mx.clear_cache)
+        changed.enter_context(mock.patch.object(sys, "argv", command))
+        for name, cut in (family.small or {}).items() if small else ():
+            changed.enter_context(mock.patch(name, cut(resolve_name(name))))
+        try:
+            script.main()
+        except (Exception, SystemExit):
+            traceback.print_exc()
+            return False
     print(f"{time.perf_counter() - start:.0f} s")
     return True
-
-
-def _constant(name: str) -> Any:
-    module, _, attribute = name.partition(".")
-    return getattr(import_module(module), attribute)
-
-
-def _set(name: str, value: Any) -> None:
-    module, _, attribute = name.partition(".")
-    setattr(import_module(module), attribute, value)
 
 
 def _slug(device: str) -> str:
@@ -184,27 +165,16 @@ def summary(folder: Path) -> str:
     """The machine, its pictures and its tables, in Markdown."""
     results = {path.stem: Results.read(path) for path in sorted(folder.glob("*.csv"))}
     newest = max(results.values(), key=lambda found: found.facts["date"])
-    parts = [f"# {newest.device}", _table(["", ""], newest.facts.items())]
+    parts = [f"# {newest.device}", markdown(["", ""], newest.facts.items(), texts=2)]
     parts += [f"![{path.stem}](plots/{path.name})" for path in sorted(folder.glob("plots/*.png"))]
     for name, found in results.items():
         # A table ends where the columns change: what is measured there is something else.
         tables: dict[tuple[str, ...], list[list[str]]] = {}
         for row in found.rows:
             shown = {k: v for k, v in row.items() if v != "" and not _SPREAD.search(k)}
-            tables.setdefault(tuple(shown), []).append([_cell(v) for v in shown.values()])
-        parts += [f"## {name}", *(_table(list(head), rows) for head, rows in tables.items())]
+            tables.setdefault(tuple(shown), []).append([cell(v) for v in shown.values()])
+        parts += [f"## {name}", *(markdown(head, rows) for head, rows in tables.items())]
     return "\n\n".join(parts) + "\n"
 
 
 _SPREAD = re.compile(r" (low|high|count)$")
-
-
-def _cell(value: Any) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:g}" if value.is_integer() else significant(value)
-
-
-def _table(head: Sequence[str], rows: Any) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -8,8 +8,8 @@ moves when measured results change. Plans are kept in one bounded, thread-safe c
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from operator import itemgetter
 from types import NoneType
 from typing import Any, NamedTuple, cast
 
@@ -30,6 +30,7 @@ from ..runtime.backend import (
 )
 from ..runtime.declaration import KernelError
 from ..runtime.explain import Row, collectors, count, note, recording, row
+from ..runtime.launch import taking
 from ..runtime.proof import Unproven
 from ..runtime.spec import Spec
 from ..runtime.threads import here
@@ -37,7 +38,7 @@ from ..runtime.transformed import has_values
 from .choice import Choice
 from .gradients import Gradient, Outputs, differentiable, gradient_of
 from .mapped import Batched, run_mapped, wrap_vmap
-from .measurements import unasked, untuned
+from .measurements import by_heuristics, unasked
 from .prover import plan_of, proven
 
 # A server sees prompts of any length: what has not been asked for lately is made again.
@@ -49,21 +50,15 @@ wrap_vmap()
 
 
 class Plan(NamedTuple):
-    """An operation's plan for a key.
+    """An operation's plan for a key."""
 
-    Attributes:
-        choice: the path, and why.
-        run: computes it from the arrays; launches on ``choice.path``, or the reference.
-        gradients: those of ``run``; MLX knows that of the reference.
-        reference: the same in MLX's operators, for arrays without values on ``host``.
-    """
-
-    choice: Choice | None
-    run: Callable[..., Any]
-    gradients: Sequence[Gradient] = ()
-    reference: Callable[..., Any] | None = None
+    choice: Choice | None  # the path, and why
+    run: Callable[..., Any]  # from the arrays; launches on that path, or the reference
+    gradients: Sequence[Gradient] = ()  # of `run`; MLX knows those of the reference
+    reference: Callable[..., Any] | None = None  # for arrays without values on `host`
 
 
+@dataclass(eq=False, slots=True)
 class Operation:
     """An operation that is dispatched.
 
@@ -88,21 +83,14 @@ class Operation:
         6.0
     """
 
-    __slots__ = ("batched", "besides", "compiled", "name", "plan", "recent", "sample")
-
-    def __init__(
-        self,
-        name: str,
-        plan: Callable[..., Plan],
-        compiled: bool = False,
-        sample: Callable[..., list[Any]] | None = None,
-        besides: Callable[..., tuple[list[mx.array], list[mx.array]]] | None = None,
-        batched: Batched | None = None,
-    ) -> None:
-        self.name, self.plan, self.compiled = name, plan, compiled
-        self.sample, self.besides, self.batched = sample, besides, batched
-        # By shapes, the last plan and the rest of its key: half of what the whole key's hash costs.
-        self.recent: dict[Any, tuple[tuple[Any, ...], _Prepared]] = {}
+    name: str
+    plan: Callable[..., Plan]
+    compiled: bool = False
+    sample: Callable[..., list[Any]] | None = None
+    besides: Callable[..., tuple[list[mx.array], list[mx.array]]] | None = None
+    batched: Batched | None = None
+    # By shapes, the last plan and the rest of its key: half of what the whole key's hash costs.
+    recent: dict[Any, tuple[tuple[Any, ...], _Prepared]] = field(default_factory=dict, init=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = self.name, self.plan, self.compiled, self.sample, self.besides, self.batched
@@ -258,7 +246,7 @@ def _planned(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]
     try:
         return plan_of(operation, static, specs)
     except (KernelError, ArithmeticError, TypeError) as error:
-        with untuned(keeps_plans=True):
+        with by_heuristics():
             plan = plan_of(operation, static, specs)
         note("tuning", "ignored", f"{operation.name}: {error}")
         return plan
@@ -301,7 +289,7 @@ def _guarded(
     rows: tuple[Row, ...],
 ) -> Callable[..., Any]:
     """On a CPU: the launch where it is only evaluated, else the plan for transformations."""
-    run, there = plan.run, _present(specs)
+    run, there = plan.run, taking([i for i, spec in enumerate(specs) if spec is not None])
     evaluate, depends = mx.async_eval, mx.depends
 
     # As is_transformed does, and count: on a CPU, calls of Python functions are a call's cost.
@@ -320,16 +308,6 @@ def _guarded(
         return run(*arrays)
 
     return guarded
-
-
-def _present(specs: Sequence[Any]) -> Callable[[tuple[Any, ...]], list[mx.array]]:
-    """A function that picks the arrays that are not None, without a Python frame."""
-    indices = [i for i, spec in enumerate(specs) if spec is not None]
-    if len(indices) == len(specs):
-        return list
-    if len(indices) == 1:
-        return itemgetter(slice(indices[0], indices[0] + 1))
-    return itemgetter(*indices)
 
 
 def _with_values(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, cast
 
 import mlx.core as mx
@@ -33,10 +34,7 @@ def gradient_of(composed: Callable[..., Outputs], arrays: Arrays) -> tuple[Gradi
 
     def compute(given: Arrays, cotangents: list[mx.array], _: list[mx.array]) -> Sequence[mx.array]:
         def of_floats(*some: mx.array) -> list[mx.array]:
-            merged = list(given)
-            for i, a in zip(floats, some, strict=True):
-                merged[i] = a
-            made = listed(composed(*merged))
+            made = listed(composed(*replaced(given, floats, some)))
             # What a launch gives besides has no gradient.
             return made + [mx.zeros_like(c) for c in cotangents[len(made) :]]
 
@@ -56,22 +54,10 @@ def differentiable(
     GPU everything is lazy and one node does for all.
     """
     there = [i for i, spec in enumerate(specs) if spec is not None]
-    frozen = [i for i in there if not is_float(specs[i])]
-
-    def expanded(given: Sequence[Any]) -> list[Any]:
-        full: list[Any] = [None] * len(specs)
-        for i, a in zip(there, given, strict=True):
-            full[i] = a
-        return full
-
+    expanded = partial(replaced, [None] * len(specs), there)
     build = _at_once if backend() == "host" else _lazy
     node = build(lambda given: forward(*expanded(given)), _at(gradients, there, expanded))
-
-    def run(*arrays: Any) -> Outputs:
-        held = dict(zip(frozen, frozen_arrays(op, [arrays[i] for i in frozen]), strict=True))
-        return node([held.get(i, arrays[i]) for i in there])
-
-    return run
+    return lambda *arrays: node(with_frozen(op, [arrays[i] for i in there]))
 
 
 Compute = Callable[[list[mx.array], list[mx.array], list[mx.array]], Sequence[mx.array]]
@@ -166,9 +152,18 @@ def _at_once(
     return run
 
 
-def frozen_arrays(op: str, arrays: list[mx.array]) -> list[mx.array]:
-    """The arrays, which raise where somebody asks for the gradient of one."""
-    if not arrays:
+def replaced(items: Sequence[Any], at: Sequence[int], others: Sequence[Any]) -> list[Any]:
+    """Items, with others at some places."""
+    found = [*items]
+    for i, other in zip(at, others, strict=True):
+        found[i] = other
+    return found
+
+
+def with_frozen(op: str, arrays: list[mx.array]) -> list[mx.array]:
+    """The arrays; those that are not floating-point raise where somebody asks for a gradient."""
+    frozen = [i for i, a in enumerate(arrays) if not is_float(a)]
+    if not frozen:
         return arrays
 
     def refuse(given: Any, *_: Any) -> NoReturn:
@@ -181,7 +176,7 @@ def frozen_arrays(op: str, arrays: list[mx.array]) -> list[mx.array]:
     identity: Any = mx.custom_function(lambda *given: list(given))
     identity.vjp(refuse)
     identity.jvp(refuse)
-    return cast(list[mx.array], identity(*arrays))
+    return replaced(arrays, frozen, identity(*(arrays[i] for i in frozen)))
 
 
 def is_float(array: Any) -> bool:

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from ..runtime.backend import Mode, mode, use_backend, within
 from ..runtime.transformed import has_values, no_derivative
-from .gradients import frozen_arrays, is_float, listed
+from .gradients import is_float, listed, replaced, with_frozen
 
 Call = Callable[..., Any]
 Axes = Sequence[int | None]
@@ -81,39 +81,23 @@ def _vmap(stock: Any, fun: Call, in_axes: Any = 0, out_axes: Any = 0) -> Call:
 
 
 def run_mapped(name: str, call: Call, batched: Batched | None, *arrays: Any) -> Any:
-    """Make an operation's call inside of ``mx.vmap``.
-
-    Args:
-        name: of the operation.
-        call: it, as it runs outside.
-        batched: see :class:`Operation`.
-        arrays: as it takes them, None where an optional one is left out.
-    """
+    """Make an operation's call inside of ``mx.vmap``; ``call`` is how it runs outside."""
     there = [i for i, a in enumerate(arrays) if a is not None]
-    given = [arrays[i] for i in there]
+    given, expanded = [arrays[i] for i in there], partial(replaced, [None] * len(arrays), there)
 
     def of(*some: mx.array) -> Any:
-        full: list[Any] = [None] * len(arrays)
-        for i, a in zip(there, some, strict=True):
-            full[i] = a
-        return call(*full)
+        return call(*expanded(some))
 
     if has_values(given):
         with mode(Mode.EAGER):
             return of(*given)
 
     def at_once(axes: Axes) -> bool:
-        full: list[int | None] = [None] * len(arrays)
-        for i, axis in zip(there, axes, strict=True):
-            full[i] = axis
-        return batched is not None and batched(arrays, full)
+        return batched is not None and batched(arrays, expanded(axes))
 
     with use_backend("reference"), mode(Mode.TRANSFORMED):
         like = of(*(mx.zeros(a.shape, a.dtype) for a in given))  # which nobody evaluates
-    frozen = [i for i, a in enumerate(given) if not is_float(a)]
-    held = dict(zip(frozen, frozen_arrays(name, [given[i] for i in frozen]), strict=True))
-    whole = [held.get(i, a) for i, a in enumerate(given)]
-    outputs = _differentiable(of, whole, listed(like), at_once)
+    outputs = _differentiable(of, with_frozen(name, given), listed(like), at_once)
     return outputs if isinstance(like, (list, tuple)) else outputs[0]
 
 

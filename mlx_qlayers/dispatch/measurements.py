@@ -21,7 +21,7 @@ from ..measurements import entries as stored
 from ..measurements.entries import COMPUTED, Entry, Evidence
 from ..metal.record import Record
 from ..metal.records import RECORDS
-from ..runtime.backend import advance_epoch, backend
+from ..runtime.backend import advance_epoch, backend, within
 from ..runtime.backend import current as context
 from ..runtime.backend import epoch as current
 from ..runtime.explain import note
@@ -34,18 +34,11 @@ _version = cache(version)
 
 
 class Found(NamedTuple):
-    """A measurement that was found for a record.
+    """A measurement that was found for a record."""
 
-    Attributes:
-        path: ``"kernel"``; the path that was faster, ``"stock"``, ``"dequantized"``,
-            ``"tensor"`` or ``"codes"``; or ``"uncompared"`` where the kernel alone was timed.
-        config: the kernel's fastest configuration.
-        evidence: where that comes from.
-    """
-
-    path: str
-    config: Any
-    evidence: Evidence
+    path: str  # as an Entry has it
+    config: Any  # the kernel's fastest configuration
+    evidence: Evidence  # where that comes from
 
     @property
     def gain(self) -> float | None:
@@ -89,33 +82,33 @@ def decided(best: Found | None, unless: str | None, wins: str = "kernel") -> tup
 
 def questions() -> AbstractContextManager[dict[Record, None]]:
     """Collect what operations ask inside a ``with`` block, each record once."""
-    return _within(_questions, {})
+    return _afresh(_questions, {})
 
 
 def unasked() -> AbstractContextManager[None]:
     """Inside a ``with`` block, questions are not collected: they are about what would not run."""
-    return _within(_questions, None, keeps_plans=True)
+    return within(_questions, None)
 
 
-def untuned(*, keeps_plans: bool = False) -> AbstractContextManager[bool]:
-    """Inside a ``with`` block nothing that was tuned counts, for this thread or task.
+def untuned() -> AbstractContextManager[bool]:
+    """Inside a ``with`` block nothing that was tuned counts, for this thread or task."""
+    return _afresh(_heuristics_only, True)
 
-    With ``keeps_plans`` a plan that is made meanwhile is kept as if it were tuned.
-    """
-    return _within(_heuristics_only, True, keeps_plans=keeps_plans)
+
+def by_heuristics() -> AbstractContextManager[bool]:
+    """Likewise, for a plan that is kept as if it were tuned."""
+    return within(_heuristics_only, True)
 
 
 @contextmanager
-def _within(variable: ContextVar[Any], value: T, *, keeps_plans: bool = False) -> Iterator[T]:
-    token = variable.set(value)
+def _afresh(variable: ContextVar[Any], value: T) -> Iterator[T]:
+    """Let a variable have another value, and have plans made anew for it and after it."""
     try:
-        if not keeps_plans:
+        with within(variable, value):
             advance_epoch()
-        yield value
+            yield value
     finally:
-        variable.reset(token)
-        if not keeps_plans:
-            advance_epoch()
+        advance_epoch()
 
 
 @lru_cache(maxsize=_REMEMBERED)

@@ -30,7 +30,7 @@ from ..runtime.declaration import KernelError
 from ..runtime.proof import Launches, Unproven, trial
 from ..runtime.spec import Spec
 from .choice import refused
-from .gradients import differentiable, is_float, listed
+from .gradients import differentiable, is_float, listed, replaced
 
 # Seconds for a proof, most of them the compiler's; what is not back by then hangs.
 _PATIENCE = float(os.environ.get("MLX_QLAYERS_PROOF_SECONDS") or 60)
@@ -269,10 +269,7 @@ def _results(
         run = differentiable(job.operation.name, run, plan.gradients, specs)
 
     def of_some(*some: mx.array) -> list[mx.array]:
-        given = [*arrays]
-        for i, a in zip(of, some, strict=True):
-            given[i] = a
-        return listed(run(*given))[:1]
+        return listed(run(*replaced(arrays, of, some)))[:1]
 
     with mode(Mode.TRANSFORMED):
         primals = [arrays[i] for i in of]

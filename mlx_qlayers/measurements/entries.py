@@ -34,37 +34,23 @@ COMPUTED = "modelled"
 
 @dataclass(frozen=True)
 class Entry:
-    """A measurement on one device: of a problem, or values that rules go by.
+    """A measurement on one device: of a problem, or values that rules go by."""
 
-    Attributes:
-        config: the fields of the kernel's fastest configuration.
-        path: the fastest path: ``"kernel"``, ``"stock"``, ``"dequantized"``,
-            ``"tensor"`` or ``"codes"``; or ``"uncompared"`` where the kernel alone was timed.
-        seconds: what that path takes.
-        heuristic: what the kernel takes with the configuration that it has without tuning.
-        tried: how many configurations were tried.
-        source: the kernel's text, hashed; of what was not compared it may be left out.
-        mlx: the version of MLX.
-        paths: seconds of each path.
-        date: when it was measured.
-        command: by which command.
-        values: in place of a configuration, a number, text or a list of those, or a mapping to
-            them.
-        note: what values are, and on what they were measured.
-    """
-
-    config: Mapping[str, int | str] | None = None
+    config: Mapping[str, int | str] | None = None  # fields of the kernel's fastest configuration
+    # The fastest path: `"kernel"`, `"stock"`, `"dequantized"`, `"tensor"` or `"codes"`; or
+    # `"uncompared"` where the kernel alone was timed.
     path: str = ""
-    seconds: float = 0.0
-    heuristic: float = 0.0
-    tried: int = 0
-    source: str = ""
-    mlx: str = ""
-    paths: Mapping[str, float] = field(default_factory=dict)
-    date: str = ""
-    command: str = ""
+    seconds: float = 0.0  # what that path takes
+    heuristic: float = 0.0  # what the kernel takes with the configuration it has without tuning
+    tried: int = 0  # how many configurations were tried
+    source: str = ""  # the kernel's text, hashed; of what was not compared it may be left out
+    mlx: str = ""  # the version of MLX
+    paths: Mapping[str, float] = field(default_factory=dict)  # seconds of each path
+    date: str = ""  # when it was measured
+    command: str = ""  # by which command
+    # In place of a configuration, a number, text or a list of those, or a mapping to them.
     values: Any = None
-    note: str = ""
+    note: str = ""  # what values are, and on what they were measured
 
 
 @dataclass(frozen=True)

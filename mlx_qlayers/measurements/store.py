@@ -18,7 +18,7 @@ from typing import Any
 from ..runtime.backend import advance_epoch
 from ..runtime.cache_folder import make_folder
 from ..runtime.explain import note
-from ..runtime.staging import replace_file
+from ..runtime.staging import remove_leftovers, replace_file, turn
 from .entries import Entry, load, raw, read, unsaved, user_folder
 
 
@@ -29,7 +29,8 @@ def save(device: str, found: Mapping[str, Entry], folder: Path | None = None) ->
     """
     try:
         path = (folder or user_folder()) / f"{device}.json"
-        with _locked(path):
+        make_folder(path.parent)
+        with turn(path.with_suffix(".lock")):
             content = _content(path, device)
             content["entries"] |= {key: raw(entry) for key, entry in found.items()}
             content["entries"] = dict(sorted(content["entries"].items()))
@@ -94,8 +95,9 @@ def clear(device: str | None = None) -> int:
     """Delete the user's results, of one device or all; how many there were."""
     found = listed(device)
     for path in _files(device):
-        with _locked(path):
+        with turn(path.with_suffix(".lock")):
             path.unlink(missing_ok=True)
+            remove_leftovers(path.parent, f".{path.name}.*")
     for name in [device] if device else list(unsaved):
         unsaved.pop(name, None)
     advance_epoch()
@@ -130,16 +132,3 @@ def _text(value: Any, depth: int = 0) -> str:
         return json.dumps(value)
     lines = (f"{json.dumps(key)}: {_text(each, depth + 1)}" for key, each in value.items())
     return "{" + indent + " " + f",{indent} ".join(lines) + indent + "}"
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Lock a file between reading and writing, and remove leftovers of killed processes."""
-    import fcntl
-
-    make_folder(path.parent)
-    with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        for draft in path.parent.glob(f".{path.name}.*"):
-            draft.unlink(missing_ok=True)
-        yield

@@ -125,16 +125,12 @@ def check_report(
     if health.failed:
         declared = 1 <= health.code <= len(errors)
         meaning = errors[health.code - 1] if declared else "no meaning declared"
-        raise HealthError(
-            kernel,
-            health,
+        message = (
             f"error {health.code} ({meaning}), value {health.value:g}, at thread {health.thread} "
-            f"of {health.grid}; {health.failed} checks failed",
+            f"of {health.grid}; {health.failed} checks failed"
         )
-    if health.finished != prod(grid):
-        raise HealthError(
-            kernel,
-            health,
-            f"{health.started} of {prod(grid)} threads started, {health.finished} finished",
-        )
-    return rest
+    elif health.finished != (threads := prod(grid)):
+        message = f"{health.started} of {threads} threads started, {health.finished} finished"
+    else:
+        return rest
+    raise HealthError(kernel, health, message)

@@ -21,6 +21,13 @@ TemplateValue = bool | int | mx.Dtype
 Bound = Callable[[list[mx.array]], list[mx.array]]
 
 
+def taking(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """A function that takes what is at some places, without a Python frame."""
+    if len(places) == 1:  # of a single place it would be no sequence
+        return itemgetter(slice(places[0], places[0] + 1))
+    return itemgetter(*places)
+
+
 class Launching:
     """A launch with the operation's arrays at ``places``, and ``more`` behind them."""
 
@@ -28,9 +35,7 @@ class Launching:
 
     def __init__(self, launch: Bound, places: Iterable[int], more: Sequence[mx.array] = ()) -> None:
         self.launch, self.places, self.more = launch, (*places,), (*more,)
-        # Of a single place it would be no tuple.
-        one = slice(*self.places, self.places[0] + 1) if len(self.places) == 1 else None
-        self.taken = itemgetter(one) if one else itemgetter(*self.places)
+        self.taken = taking(self.places)
 
     def __call__(self, *arrays: Any) -> list[mx.array]:
         """Launch it with the operation's arrays."""

@@ -31,32 +31,21 @@ class Parameter:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A kernel's text and parameters; compares by identity, so that it can key a cache.
+    """A kernel's text and parameters; compares by identity, so that it can key a cache."""
 
-    Attributes:
-        name: the kernel's name, without MLX's prefix.
-        header: what the body uses, as MLX's ``header``.
-        source: the body, as MLX's ``source``.
-        input_names: the names of the inputs.
-        output_names: the names of the outputs.
-        inputs: the inputs' parameters, in order.
-        outputs: the outputs' parameters, in order; their types are without ``atomic<...>``.
-        template: its parameters' names and kinds (``"typename"``, ``"int"`` or ``"bool"``).
-        atomic_outputs: whether every output is an ``atomic<...>``.
-        ensure_row_contiguous: whether inputs are copied where they are not contiguous.
-        file_lines: where the lines of ``header`` and ``source`` come from, as ``"exp.metal:12"``.
-    """
-
-    name: str
-    header: str
-    source: str
+    name: str  # the kernel's name, without MLX's prefix
+    header: str  # what the body uses, as MLX's `header`
+    source: str  # the body, as MLX's `source`
     input_names: tuple[str, ...]
     output_names: tuple[str, ...]
+    # Their parameters, in order; types of outputs are without `atomic<...>`.
     inputs: tuple[Parameter, ...] = ()
     outputs: tuple[Parameter, ...] = ()
+    # Names and kinds (`"typename"`, `"int"` or `"bool"`) of the template's parameters.
     template: tuple[tuple[str, str], ...] = ()
-    atomic_outputs: bool = False
-    ensure_row_contiguous: bool = True
+    atomic_outputs: bool = False  # every output is an `atomic<...>`
+    ensure_row_contiguous: bool = True  # inputs are copied where they are not contiguous
+    # Where the lines of `header` and `source` come from, as `"exp.metal:12"`.
     file_lines: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
     @cached_property

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 _DAY = 24 * 3600
 
@@ -147,6 +148,32 @@ def _locked(path: Path, flags: int = 0) -> tuple[int, bool]:
     except OSError:
         return handle, False
     return handle, True
+
+
+@contextmanager
+def turn(lock: Path) -> Iterator[None]:
+    """Let one process at a time into a ``with`` block; the system ends the turn of a killed one."""
+    with _opened(lock) as file:
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+            # A forked child may hold the file open for longer.
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _opened(lock: Path) -> TextIO:
+    while True:
+        file = open(lock, "w")  # noqa: SIM115 - the caller closes it
+        # Some file systems have no locks: then all go in at once.
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        # Another process may have deleted it before it was locked, as done with or as a leftover.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(lock)):
+                return file
+        file.close()
 
 
 def _sync(path: Path) -> None:

@@ -214,12 +214,10 @@ class Evaluator(Generic[C]):
         found = self._times(paths, self.sets, 3)
         return min((sample.median for sample in found.values()), default=inf)
 
-    def compared(
-        self, configs: Sequence[C], paths: bool = True
-    ) -> tuple[list[Times], dict[str, Times]]:
+    def compared(self, configs: Sequence[C]) -> tuple[list[Times], dict[str, Times]]:
         """Configurations side by side, and the other paths."""
         own = {str(i): self._path(config) for i, config in enumerate(configs)}
-        every = own | (self._paths() if paths else {})
+        every = own | self._paths()
         cold = self._times(every, self.sets, 7)
         warm = self._times(every, self.sets[:1], 5)
         times = {name: Times(cold[name], warm[name]) for name in cold}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -9,13 +10,38 @@ from typing import Any
 import mlx.core as mx
 
 from ..backend import backend
-from . import apple, nvidia
-from .record import Device
+from .record import Device, limits
+
+# From the M3 on registers are given out as threads need them, and bfloat is a type of its own.
+# From the M5 on tensor operations have units of their own, on phones a generation later.
+_DYNAMIC_REGISTERS, _UNITS, _UNITS_OF_PHONES = 15, 17, 18
+# Whose measurements hold on all other NVIDIA GPUs: an H200.
+_MEASURED = "sm_90"
+
+
+def _apple(architecture: str) -> Device:
+    """The GPU that MLX calls so, as ``applegpu_g16s``; one that does not say counts as an M1."""
+    found = re.match(r"(applegpu_g(\d+))(p?)", architecture)
+    family, number, phone = found.groups() if found else ("", 0, "")
+    usual = {
+        "few_registers": int(number) < _DYNAMIC_REGISTERS,
+        "tensor_units": int(number) >= (_UNITS_OF_PHONES if phone else _UNITS),
+    }
+    others = *[family] * bool(family), "metal"
+    return Device("metal", architecture, others, **{**limits("metal"), **usual, **limits(family)})
+
+
+def _nvidia(architecture: str) -> Device:
+    """The GPU that MLX calls so, as ``sm_90``; one that does not say has an H200's memory."""
+    name, measured = architecture if architecture.startswith("sm_") else "", limits(_MEASURED)
+    usual = {"cores": measured["cores"]} if name else {**measured, "warpgroup_products": False}
+    return Device("cuda", name, (_MEASURED,), **{**limits("cuda"), **usual, **limits(name)})
+
 
 # By backend, from the architecture that MLX tells.
 DEVICES: dict[str, Callable[[str], Device]] = {
-    "metal": apple.device,
-    "cuda": nvidia.device,
+    "metal": _apple,
+    "cuda": _nvidia,
     # Kernels run there as Apple's compiler would have them, a thread after the other.
     "host": lambda _: Device("host", "cpu", others=("cpu",), gpu=False),
     # MLX's own operators, wherever they run.

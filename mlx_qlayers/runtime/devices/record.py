@@ -49,58 +49,36 @@ def limits(device: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Device:
-    """A device that kernels run on, as launch checks, rules and heuristics ask for it.
+    """A device that kernels run on, as launch checks, rules and heuristics ask for it."""
 
-    Attributes:
-        backend: the name of the backend that runs kernels there.
-        name: its architecture, as ``applegpu_g16s`` or ``sm_90``; "" where no such device is here.
-        others: the names of files whose measurements hold where it has none of its own.
-        cores: multiprocessors, among which products are divided; 0 where nobody divides by them.
-        gpu: whether it is a GPU: launches are nodes of a graph, and threads run side by side.
-        measured: whether kernels were measured on such devices, so that there are rules. Else
-            ``auto`` keeps to stock operators until something was measured on this machine.
-        needs_proof: whether ``auto`` only launches what was proven in this installation.
-        threadgroup_memory: bytes that a kernel may declare.
-        dynamic_memory: bytes that it may ask for in their place.
-        most_operations: of one launch, where a longer one would hold up the screen.
-        few_registers: whether threadgroups that are too large for their threads' registers are
-            refused, as on M1 and M2. Their matrix products widen bfloat, too.
-        spills: whether configurations may take more registers than M1 and M2 have.
-        tensor_cores: whether products of SIMD-group matrices run on units that multiply faster
-            than the others.
-        tensor_units: whether such units are there for Metal 4's tensor operations alone.
-        warpgroup_products: whether four SIMD groups multiply at once, from shared memory.
-        stock_is_tf32: whether MLX rounds float32 to TF32 in its own products.
-        stock_is_cudnn: whether MLX's attention is cuDNN's.
-        stock_needs_alignment: whether MLX's products misread views into the middle of a buffer.
-        stock_compiles: whether MLX compiles its own kernels when they are first asked for.
-        stock_least_bits: of the packed matrices that MLX's products take.
-        orders_threadgroups: whether a threadgroup sees what others wrote in the same launch.
-        launches_views: whether launches take and give parts of larger arrays.
-    """
-
-    backend: str
-    name: str = ""
+    backend: str  # the name of the backend that runs kernels there
+    name: str = ""  # its architecture, as `applegpu_g16s` or `sm_90`; "" where no such is here
+    # The names of files whose measurements hold where it has none of its own.
     others: tuple[str, ...] = ()
-    cores: int = 0
-    gpu: bool = True
+    cores: int = 0  # multiprocessors among which products are divided; 0 where nobody divides
+    gpu: bool = True  # launches are nodes of a graph, and threads run side by side
+    # Kernels were measured on such devices, so that there are rules. Else `auto` keeps to stock
+    # operators until something was measured on this machine.
     measured: bool = True
-    needs_proof: bool = False
-    threadgroup_memory: int = MAX_THREADGROUP_MEMORY
-    dynamic_memory: int = 0
-    most_operations: float = inf
+    needs_proof: bool = False  # `auto` only launches what was proven in this installation
+    threadgroup_memory: int = MAX_THREADGROUP_MEMORY  # bytes that a kernel may declare
+    dynamic_memory: int = 0  # bytes that it may ask for in their place
+    most_operations: float = inf  # of one launch, where a longer one would hold up the screen
+    # Threadgroups that are too large for their threads' registers are refused, as on M1 and M2.
+    # Their matrix products widen bfloat, too.
     few_registers: bool = False
-    spills: bool = False
+    spills: bool = False  # configurations may take more registers than M1 and M2 have
+    # Products of SIMD-group matrices run on units that multiply faster than the others.
     tensor_cores: bool = False
-    tensor_units: bool = False
-    warpgroup_products: bool = False
-    stock_is_tf32: bool = False
-    stock_is_cudnn: bool = False
-    stock_needs_alignment: bool = False
-    stock_compiles: bool = False
-    stock_least_bits: int = 1
-    orders_threadgroups: bool = False
-    launches_views: bool = False
+    tensor_units: bool = False  # such units are there for Metal 4's tensor operations alone
+    warpgroup_products: bool = False  # four SIMD groups multiply at once, from shared memory
+    stock_is_tf32: bool = False  # MLX rounds float32 to TF32 in its own products
+    stock_is_cudnn: bool = False  # MLX's attention is cuDNN's
+    stock_needs_alignment: bool = False  # MLX's products misread views into a buffer's middle
+    stock_compiles: bool = False  # MLX compiles its own kernels when they are first asked for
+    stock_least_bits: int = 1  # of the packed matrices that MLX's products take
+    orders_threadgroups: bool = False  # one sees what others wrote in the same launch
+    launches_views: bool = False  # launches take and give parts of larger arrays
 
     def operand_bytes(self, dtype: mx.Dtype) -> int:
         """Bytes of an element that is an operand of a matrix product."""

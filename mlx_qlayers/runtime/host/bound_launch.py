@@ -36,18 +36,12 @@ _ENVIRONMENT = "MLX_QLAYERS_HOST_CHECKS"
 
 @dataclass
 class Report:
-    """A summary of the checked launches of a ``with checks()`` block.
+    """A summary of the checked launches of a ``with checks()`` block."""
 
-    Attributes:
-        launches: the kernel's name and its counters, in order.
-        budget: the loop turns that each launch may take.
-        flush_subnormals: whether matrix products take subnormal halves for zero.
-        tensor_layout: how cooperative tensors are spread over lanes.
-    """
-
-    budget: int = DEFAULT_BUDGET
-    flush_subnormals: bool = False
-    tensor_layout: str = "random"
+    budget: int = DEFAULT_BUDGET  # the loop turns that each launch may take
+    flush_subnormals: bool = False  # whether matrix products take subnormal halves for zero
+    tensor_layout: str = "random"  # how cooperative tensors are spread over lanes
+    # The kernel's name and its counters, in order.
     launches: MutableSequence[tuple[str, Counters]] = field(default_factory=list)
 
     def total(self, name: str, kernel: str | None = None) -> int:

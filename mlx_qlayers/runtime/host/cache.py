@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import errno
-import fcntl
 import functools
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
-from typing import TextIO
 
 from ..backend import ToolchainError
 from ..cache_folder import cache_folder, check_owner, make_folder, own_folder
-from ..staging import locked_directory, remove, remove_leftovers, staged_directory
+from ..staging import locked_directory, remove, remove_leftovers, staged_directory, turn
 
 # What a compilation may need: on a full disk the compiler stops without a word.
 _ROOM = 16 << 20
@@ -84,7 +81,7 @@ def _entry(folder: Path, build: Callable[[Path], None]) -> Path:
     if _damage(folder) is None:
         return folder
     make_folder(folder.parent)
-    with _turn(folder):
+    with turn(folder.with_name(f".{folder.name}.lock")):
         if (damage := _damage(folder)) is None:
             return folder
         if os.path.lexists(folder):
@@ -132,30 +129,3 @@ def _files(folder: Path) -> dict[str, bytes]:
 def _checksums(name: str, files: dict[str, bytes]) -> bytes:
     lines = [f"{key} {len(data)} {sha256(data).hexdigest()}" for key, data in files.items()]
     return "\n".join([name, *lines]).encode()
-
-
-@contextlib.contextmanager
-def _turn(folder: Path) -> Iterator[None]:
-    """One process at a time builds a folder; the system ends the turn of one that is killed."""
-    path = folder.with_name(f".{folder.name}.lock")
-    with _locked(path) as lock:
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-            # A forked child may hold the file open for longer.
-            with contextlib.suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_UN)
-
-
-def _locked(path: Path) -> TextIO:
-    while True:
-        lock = open(path, "w")  # noqa: SIM115 - the caller closes it
-        # Some file systems have no locks: then each builds, and the first is kept.
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        # Another process may have deleted it before it was locked, as done with or as a leftover.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
-                return lock
-        lock.close()

@@ -1,0 +1,86 @@
+"""The time of each kernel of a step on an NVIDIA GPU, by PyTorch's profiler (CUPTI)."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from common import Table
+from decoding_model import begun
+
+from mlx_qlayers.metal.quantized_matmul import qmv as quantized_matmul
+
+
+def kernels(model: nn.Module, args: argparse.Namespace) -> None:
+    """The time of each kernel of a step on the device, by batch."""
+    for batch in args.batches:
+        table = Table({"kernel": 60, "batch": 7, "a step": 7, "us each": 8, "us a step": 9})
+        prompts = mx.random.randint(0, model.args.vocab_size, (batch, args.prompt_tokens))
+        start = begun(model, prompts)
+
+        def step(start: tuple[mx.array, list[Any]] = start) -> None:
+            y, cache = start
+            logits = model(y, cache=cache)
+            mx.eval((logits - mx.logsumexp(logits, keepdims=True)).argmax(-1))
+
+        found = kernel_times(step, repeats=8)
+        for name, count, seconds in found:
+            figures = {"us each": seconds / count * 1e6, "us a step": seconds * 1e6}
+            table.add(kernel=name, batch=batch, **{"a step": count}, **figures)
+        busy = sum(seconds for *_, seconds in found)
+        print(f"{busy * 1e3:.3f} ms a step\n", flush=True)
+
+
+# Parts of a kernel's name that say nothing: where it is, its hash and its arguments.
+_NOISE = re.compile(r"mlx::core::|cu::|custom_kernel_|_[0-9a-f]{16}(?=\()|void |\(.*|<.*")
+_PRODUCT = re.compile(r"(?:qmv|qmv_matrix|qmv_persistent|qmm_skinny)_([0-9a-f]+)")
+
+
+def can_run() -> bool:
+    """Whether there are a GPU and the profiler."""
+    return mx.cuda.is_available() and importlib.util.find_spec("torch") is not None
+
+
+def kernel_times(step: Callable[[], object], repeats: int) -> list[tuple[str, float, float]]:
+    """The kernels of a step: name, launches a step, seconds a step; the longest first."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.zeros(1, device="cuda")
+    step()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            step()
+        mx.synchronize()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = defaultdict(list)
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found[_short(event.name)].append(event.time_range.elapsed_us() * 1e-6)
+    rows = [(name, len(times) / repeats, sum(times) / repeats) for name, times in found.items()]
+    return sorted(rows, key=lambda row: -row[2])
+
+
+def _short(name: str) -> str:
+    name = _NOISE.sub("", name)
+    match = _PRODUCT.match(name)
+    return name if match is None else f"products: {_parts(int(match[1], 16))}"
+
+
+def _parts(omitted: int) -> str:
+    """The inputs of a launch of the qmv kernels, from its kernel's name."""
+    names = quantized_matmul._INPUTS + quantized_matmul._OUTPUTS
+    bits = f"{omitted:0{len(names)}b}"
+    given = {name for name, bit in zip(names, bits, strict=True) if bit == "0"}
+    matrices, results = (
+        sum(n in given for n in group) for group in (("w", "w1", "w2"), ("y", "y1", "y2"))
+    )
+    extras = [name for name in names if name in given and name[0] not in "wsby" and name != "x"]
+    gate = ["gate"] * (matrices > results)
+    return ", ".join([f"{matrices} matrices", *gate, *extras])
