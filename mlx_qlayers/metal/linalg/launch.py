@@ -175,11 +175,7 @@ def _solve(a: Spec, b: Spec) -> Bound:
     return _SOLVE.bind(
         [a, b],
         template={"THREADS": threads},
-        grid=(b.shape[0] * _whole(b.shape[2], threads), 1, 1),
+        grid=(b.shape[0] * -(-b.shape[2] // threads) * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[b.shape],
     )
-
-
-def _whole(size: int, of: int) -> int:
-    return -(-size // of) * of
