@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
+
+from ..conversion.verify import arrays_in
 
 
 class Example(NamedTuple):
@@ -31,8 +33,7 @@ class Example(NamedTuple):
     @property
     def arrays(self) -> list[mx.array]:
         """All arrays among the arguments."""
-        leaves: Any = tree_flatten(self.arguments)
-        return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
+        return arrays_in(self.arguments)
 
     def results(self, *arrays: mx.array) -> list[mx.array]:
         """The operation's results for other arrays in the place of the example's."""

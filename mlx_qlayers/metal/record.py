@@ -285,9 +285,9 @@ def too_much(used: int) -> str | None:
     return f"{used} bytes of threadgroup memory" if used > MAX_THREADGROUP_MEMORY else None
 
 
-def in_float32(x: mx.array) -> mx.array:
+def in_float32(x: Any) -> Any:
     """Numbers in float32, and all else as it is."""
-    return x.astype(mx.float32) if x.dtype in (mx.float16, mx.bfloat16) else x
+    return x.astype(mx.float32) if getattr(x, "dtype", None) in (mx.float16, mx.bfloat16) else x
 
 
 def in_parts(rows: int) -> list[slice]:
