@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from .conversion.attention_patch import is_patched, stock_class
 from .conversion.config import QuantizationConfig
-from .conversion.heads import find_heads, has_quantized, is_converted, read_heads
+from .conversion.heads import find_heads, is_converted, read_heads
 from .conversion.invariance import check_can_be, check_model
 from .conversion.loading import load_stock
 from .conversion.plan import (
@@ -273,7 +273,7 @@ def load_heads(
     heads = read_heads(find_heads(path_or_hf_repo, model, revision), model)
     if is_converted(model):
         options: dict[str, Any] = {"fuse": False, "verify": False, "calibrate": False}
-        convert_model(heads, linear=has_quantized(heads), **options)
+        convert_model(heads, linear=any("scales" in m for m in heads.modules()), **options)
     mx.eval(heads.parameters())
     return heads
 

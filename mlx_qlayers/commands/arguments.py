@@ -52,7 +52,8 @@ def _number(action: argparse.Action, text: str) -> Any:
 def check_argument(name: str, value: Any) -> None:
     """Check one argument of any command: an OSError for a wrong file, a ValueError else."""
     check_number(name, value)
-    if name in _OBJECTS and not isinstance(_parsed(value), dict):
+    parsed = json.loads(value) if name in _OBJECTS and isinstance(value, str) else value
+    if name in _OBJECTS and not isinstance(parsed, dict):
         raise ValueError(f"must be a JSON object, not {shown(value)}")
     for each in value if isinstance(value, list) else ():
         check_argument(name, each)
@@ -87,10 +88,6 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             check_argument(name, value)
         except (ValueError, OSError) as error:
             raise type(error)(f"{name}: {error}") from error
-
-
-def _parsed(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) else value
 
 
 def positive(text: str) -> int:

@@ -65,12 +65,9 @@ def _gpu() -> dict[str, str]:
 
     if not mx.metal.is_available():
         return {}
-    few = (
-        "128 registers a thread"
-        if device_of("metal").few_registers
-        else "registers without a limit"
-    )
-    return {"architecture": f"{mx.device_info().get('architecture')}, {few}"}
+    few = device_of("metal").few_registers
+    registers = "128 registers a thread" if few else "registers without a limit"
+    return {"architecture": f"{mx.device_info().get('architecture')}, {registers}"}
 
 
 def _proofs() -> str:

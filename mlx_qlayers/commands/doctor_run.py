@@ -126,7 +126,7 @@ def _outcome(check: Example, path: str, end: float) -> Outcome:
     """Run a check as asked for, beside the reference on the CPU, and see what auto would take."""
     import mlx.core as mx
 
-    from ..conversion.verify import in_float32
+    from ..metal.record import in_float32
     from ..reference.rounding import rounding_error
     from ..runtime.backend import use_backend
     from ..runtime.transformed import uncompiled

@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+from mlx.utils import tree_map
+
+from ..conversion.verify import arrays_in
 
 
 class Example(NamedTuple):
@@ -30,9 +33,7 @@ class Example(NamedTuple):
     @property
     def arrays(self) -> list[mx.array]:
         """All arrays among the arguments."""
-        found: list[mx.array] = []
-        mapped(found.append, self.arguments)
-        return found
+        return arrays_in(self.arguments)
 
     def results(self, *arrays: mx.array) -> list[mx.array]:
         """The operation's results for other arrays in the place of the example's."""
@@ -65,14 +66,7 @@ class Example(NamedTuple):
 
 def mapped(function: Callable[[mx.array], Any], tree: Any) -> Any:
     """Dictionaries, lists and tuples with a function of each array in them."""
-    if isinstance(tree, mx.array):
-        return function(tree)
-    if isinstance(tree, dict):
-        return {name: mapped(function, value) for name, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        parts = [mapped(function, value) for value in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-    return tree
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, mx.array) else leaf, tree)
 
 
 def _results(found: Any) -> list[mx.array]:

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 # The share of a step's time that others may have had in between for it to be a measurement.
 _OTHERS = 0.5
+# What mlx-lm's batch holds of each sequence.
+_LISTS = (
+    *("uids", "tokens", "samplers", "logits_processors", "max_tokens"),
+    *("stop_sequences", "_num_tokens", "_matchers"),
+)
 
 
 class GuessedBatch(GenerationBatch):
@@ -56,9 +61,7 @@ class GuessedBatch(GenerationBatch):
                 batch.tokens, tokens, batch.samplers, batch.logits_processors, keys, strict=True
             )
         ]  # fmt: skip
-        for name in ("uids", "tokens", "samplers", "logits_processors", "max_tokens"):
-            getattr(self, name).extend(getattr(batch, name))
-        for name in ("stop_sequences", "_num_tokens", "_matchers"):
+        for name in _LISTS:
             getattr(self, name).extend(getattr(batch, name))
         self.prompt_cache = _extend_cache(self.prompt_cache, batch.prompt_cache)
         self.rounds.caches = self.prompt_cache
@@ -155,9 +158,7 @@ class GuessedBatch(GenerationBatch):
             self.flight, self.rounds.texts = None, []
             self.rounds.report = SpeculationReport()
             self.prompt_cache.clear()
-        for name in ("uids", "tokens", "samplers", "logits_processors", "max_tokens", "said"):
-            setattr(self, name, [getattr(self, name)[i] for i in keep])
-        for name in ("stop_sequences", "_num_tokens", "_matchers"):
+        for name in (*_LISTS, "said"):
             setattr(self, name, [getattr(self, name)[i] for i in keep])
 
 

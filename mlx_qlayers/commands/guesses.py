@@ -6,10 +6,9 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, cast
-
-import mlx.core as mx
+from typing import Any
 
 _COMMANDS = ("generate", "chat", "server")
 _MOST = "--num-draft-tokens"
@@ -75,22 +74,20 @@ class Loads:
         self.load, self.names = load, dict[int, Any]()  # where models come from, by their identity
 
     def __call__(self, name: Any, *args: Any, **options: Any) -> Any:
-        before = mx.array(cast(Any, mx.random.state)[0])
-        found = self.load(name, *args, **options)
-        if self.names:
-            cast(Any, mx.random.state)[0][:] = before
+        from ..tuning.calibrate import same_random_state
+
+        with same_random_state() if self.names else nullcontext():
+            found = self.load(name, *args, **options)
         self.names[id(found[0])] = name
         return found
 
     def heads(self, model: Any, path: Any) -> Any:
         """The heads that are at a path, or for true of where the model comes from."""
         from ..convert import load_heads
+        from ..tuning.calibrate import same_random_state
 
-        before = mx.array(cast(Any, mx.random.state)[0])
-        try:
+        with same_random_state():
             return load_heads(self.names[id(model)] if path is True else path, model)
-        finally:
-            cast(Any, mx.random.state)[0][:] = before
 
 
 class Guessed:

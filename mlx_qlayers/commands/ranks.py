@@ -64,22 +64,18 @@ def together(group: mx.distributed.Group) -> Iterator[None]:
 def _watch(group: mx.distributed.Group) -> subprocess.Popen[str]:
     """The program beside this rank, connected with those of the others."""
     rank, size = str(group.rank()), str(group.size())
-    command = [sys.executable, "-I", rank_watch.__file__, rank, size]
+    command, token = [sys.executable, "-I", rank_watch.__file__, rank, size], secrets.token_hex()
+    if group.rank():
+        port, token = gathered(group, "")[0].split()
+        command += [port, *_hosts_of_first()]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    # By the environment: no other program shall know the token.
+    environment = {**os.environ, rank_watch.TOKEN: token}
+    watch = subprocess.Popen(command, text=True, env=environment, **pipes)
     if group.rank() == 0:
-        token = secrets.token_hex()
-        watch = subprocess.Popen(command, text=True, env=_with(token), **pipes)
         assert watch.stdout is not None
         gathered(group, f"{watch.stdout.readline().strip()} {token}")
-        return watch
-    port, token = gathered(group, "")[0].split()
-    command += [port, *_hosts_of_first()]
-    return subprocess.Popen(command, text=True, env=_with(token), **pipes)
-
-
-def _with(token: str) -> dict[str, str]:
-    """The environment with what no other program shall know."""
-    return {**os.environ, rank_watch.TOKEN: token}
+    return watch
 
 
 def _hosts_of_first() -> list[str]:

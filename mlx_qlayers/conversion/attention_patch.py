@@ -53,12 +53,9 @@ def patched_attention(
     return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
-def patched_gated_delta(
-    q: mx.array, k: mx.array, *arrays: Any, **options: Any
-) -> tuple[mx.array, mx.array]:
+def patched_gated_delta(*arrays: Any, **options: Any) -> tuple[mx.array, ...]:
     """Stands in for ``mlx_lm.models.gated_delta.gated_delta_ops``, which runs beside Metal."""
-    out, state = gated_delta(q, k, *arrays, **options)
-    return out, state
+    return tuple(gated_delta(*arrays, **options))
 
 
 def is_patched(module: nn.Module) -> bool:

@@ -248,8 +248,3 @@ def _load(heads: Heads, weights: dict[str, mx.array], formats: dict[str, Any]) -
 def is_converted(model: nn.Module) -> bool:
     """Whether a model has layers of this package, so that its heads are to have some."""
     return is_stepped(model) or any(isinstance(m, Counterpart) for m in model.modules())
-
-
-def has_quantized(heads: Heads) -> bool:
-    """Whether something in heads is quantized."""
-    return any("scales" in module for module in heads.modules())

@@ -56,6 +56,8 @@ def value_mixture(
         >>> sum(f.bits + f.v_bits for f in formats) / (2 * len(formats))
         4.0
     """
+    from mlx_lm.models.cache import make_prompt_cache
+
     text = shipped_text("test") if text is None else text
     tokens = windows(tokenizer.encode(text), samples, length)
     losses, sizes, number = dict[str, dict[str, float]](), dict[str, float](), 0
@@ -65,7 +67,8 @@ def value_mixture(
             found = losses[f"{number}.{part}"] = {}
             for bits in _WIDTHS:
                 widths = (bits, 8) if part == "keys" else (8, bits)
-                cache = quantized(layer.new_cache(), form.group_size, *widths, form.hadamard)
+                empty = make_prompt_cache(model)[layer.at]
+                cache = quantized(empty, form.group_size, *widths, form.hadamard)
                 wrong, whole = (x.astype(mx.float32) for x in (layer.run(cache), layer.output))
                 shares = mx.square(wrong - whole).sum(-1) / mx.square(whole).sum(-1)
                 found[str(bits)] = float(np.array(shares.mean()))

@@ -70,14 +70,14 @@ class CachedLayer(NamedTuple):
     Attributes:
         output: what it gives for all tokens.
         cache: its own, with all tokens; None if it has none.
+        at: where it stands among the caches of the model; -1 likewise.
         run: the same with another cache in the place of that one.
-        new_cache: makes an empty one of its own kind.
     """
 
     output: mx.array
     cache: Any
+    at: int
     run: Callable[[Any], mx.array]
-    new_cache: Callable[[], Any]
 
 
 def cached_layers(model: nn.Module, tokens: mx.array) -> Iterator[CachedLayer]:
@@ -90,18 +90,12 @@ def cached_layers(model: nn.Module, tokens: mx.array) -> Iterator[CachedLayer]:
         call = _call_of(model, layers, number, tokens, cache=own)
         state = call.args[0] if state is None else state
         given = [*call.args[1:], *call.options.values()]
-        at = next((i for i, c in enumerate(own) if any(c is each for each in given)), None)
-        cache = None if at is None else own[at]
+        at = next((i for i, c in enumerate(own) if any(c is each for each in given)), -1)
+        cache = None if at < 0 else own[at]
         run = partial(_with_cache, layer, call, state, cache)
         state = run(cache)
         mx.eval(state)
-        yield CachedLayer(state, cache, run, partial(_new_cache, model, at))
-
-
-def _new_cache(model: nn.Module, at: int | None) -> Any:
-    from mlx_lm.models.cache import make_prompt_cache
-
-    return None if at is None else make_prompt_cache(model)[at]
+        yield CachedLayer(state, cache, at, run)
 
 
 def _with_cache(layer: Any, call: _Call, state: mx.array, own: Any, other: Any) -> mx.array:

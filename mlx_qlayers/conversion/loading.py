@@ -56,9 +56,9 @@ def load_stock(
     together where their files differ or one has an error.
     """
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    given = tokenizer_config, model_config, adapter_path, lazy, trust_remote_code
     if group is None or group.size() == 1:
-        path = find_model(path_or_hf_repo, **options)
-        return _load(path, tokenizer_config, model_config, adapter_path, lazy, trust_remote_code)
+        return _load(find_model(path_or_hf_repo, **options), *given)
     if parallel not in (*PARALLEL, "data"):
         raise ValueError(f"parallel must be one of {', '.join(PARALLEL)}, not {parallel!r}")
     if adapter_path is not None and parallel != "data":
@@ -70,9 +70,7 @@ def load_stock(
     check_same(group, facts)
     share = (group, parallel) if parallel != "data" else None
     with stopping_together(group):
-        return _load(
-            path, tokenizer_config, model_config, adapter_path, lazy, trust_remote_code, share
-        )
+        return _load(path, *given, share)
 
 
 def _load(

@@ -127,14 +127,11 @@ def _even_heads(path: str, attention: Any, names: tuple[str, str], ranks: int) -
     if ranks % kv == 0 and each % (ranks // kv) == 0:
         total = ranks
         for layer in (k, v):
-            layer.update(
-                {
-                    name: mx.repeat(
-                        array.reshape(kv, -1, *array.shape[1:]), ranks // kv, 0
-                    ).reshape(-1, *array.shape[1:])
-                    for name, array in layer.parameters().items()
-                }
-            )
+            repeated = {
+                name: mx.repeat(array.reshape(kv, -1), ranks // kv, 0).reshape(-1, *array.shape[1:])
+                for name, array in layer.parameters().items()
+            }
+            layer.update(repeated)
     else:
         total = -(-kv // ranks) * ranks
         for layer, had in ((q, count), (k, kv), (v, kv)):

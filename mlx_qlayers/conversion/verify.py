@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from ..formats import GLOBAL_UNIT
 from ..layers.qlinear import Counterpart, QEmbedding
+from ..metal.record import in_float32
 from ..reference.rounding import rounding_error
 from ..runtime.cuda_ahead import compiled_in_parallel
 from ..runtime.devices import device_of
@@ -67,21 +68,17 @@ def _check_registered(
     ours, stock = copied(module), copied(module)
     ours.__class__ = cls
     stock.set_dtype(mx.float32)
-    actual, expected = _arrays(ours(*given)), _arrays(stock(*tree_map(in_float32, given)))
-    shapes = (a.shape for a in _arrays([given, module.parameters()]))
+    actual, expected = arrays_in(ours(*given)), arrays_in(stock(*tree_map(in_float32, given)))
+    shapes = (a.shape for a in arrays_in([given, module.parameters()]))
     terms = max((n for shape in shapes for n in shape), default=1)
     for mine, theirs in zip(actual, expected, strict=True):
         yield f"{path}: {cls.__name__}", mine, theirs, terms, _DEPTH
 
 
-def _arrays(tree: Any) -> list[mx.array]:
+def arrays_in(tree: Any) -> list[mx.array]:
+    """All arrays in lists, tuples and dictionaries, in their order."""
     leaves: Any = tree_flatten(tree)
     return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
-
-
-def in_float32(value: Any) -> Any:
-    """An array in float32, if it is of a shorter type; anything else as it is."""
-    return value.astype(mx.float32) if getattr(value, "dtype", None) in _FLOATS else value
 
 
 def _check_product(

@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from ..formats import Format
 from ..measurements.thresholds import threshold
-from ..ops.int8_matmul import int8_products
+from ..ops.int8_matmul import int8_matmul
 from ..reference.int8_matmul import MOST, block_of, rotated
 from ..runtime.backend import backend
 from .qlinear import QLinear
@@ -61,26 +61,21 @@ class Int8Linear(QLinear):
 
     def __call__(self, x: mx.array, with_bias: bool = True) -> mx.array:
         """(..., K) to (..., N)."""
-        if not takes_int8(self, x) or not self.goes_with(x.dtype):
+        if not self._rounds(x):
             return self._product(x, with_bias)
-        bias = self.get("bias") if with_bias else None
-        given = x, self["_int8"], self["_int8_scales"], bias
-        return int8_products(*given, block=block_of(x.shape[-1]))[0]
+        given = x, self["_int8"], self["_int8_scales"], self.get("bias") if with_bias else None
+        return int8_matmul(*given, block=block_of(x.shape[-1]))
 
-    def goes_with(self, dtype: mx.Dtype) -> bool:
-        """Whether the layer's result is in the dtype of its rows."""
+    def _rounds(self, x: mx.array) -> bool:
+        """Whether rows are multiplied in 8-bit integers: many, whose result is in their dtype."""
         bias = self.get("bias")
-        of_scales = self["scales"].dtype in (dtype, mx.uint8)
-        return of_scales and (bias is None or bias.dtype == dtype)
-
-
-def takes_int8(module: nn.Module, x: mx.array) -> bool:
-    """Whether rows are multiplied in 8-bit integers by a module whose layers can do that."""
-    if x.dtype == mx.float32 or module.training:
-        return False
-    # The same for all devices, as results are others with it.
-    least: int = threshold("int8_min_rows", device="cuda")
-    return x.size >= least * x.shape[-1]
+        of_scales = self["scales"].dtype in (x.dtype, mx.uint8)
+        in_dtype = of_scales and (bias is None or bias.dtype == x.dtype)
+        if self.training or x.dtype == mx.float32 or not in_dtype:
+            return False
+        # The same for all devices, as results are others with it.
+        least: int = threshold("int8_min_rows", device="cuda")
+        return x.size >= least * x.shape[-1]
 
 
 def join_int8(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, fields, replace
@@ -127,26 +127,16 @@ class Record(ABC):
 
     def near(self, config: Any) -> list[Any]:
         """The legal configurations that differ in one field."""
-        return self._legal(self._changed(config, self.values))
+        unique = dict.fromkeys(map(self.completed, self._changed(config)))
+        return [config for config in unique if self.why_not(config) is None]
 
-    def all(self, example: Any) -> list[Any]:
-        """Every legal configuration that differs in :attr:`values` alone."""
-        found = [example]
-        for name in self.values:
-            found += [new for config in found for new in self._changed(config, (name,))]
-        return self._legal(found)
-
-    def _changed(self, config: Any, names: Iterable[str]) -> Iterator[Any]:
+    def _changed(self, config: Any) -> Iterator[Any]:
         there = self.fields(config)
-        for name in (name for name in names if name in there):
+        for name in (name for name in self.values if name in there):
             for value in self.values[name]:
                 if value != getattr(config, name):
                     with suppress(ValueError):  # which its class does not take
                         yield replace(config, **{name: value})
-
-    def _legal(self, configs: Iterable[Any]) -> list[Any]:
-        unique = dict.fromkeys(map(self.completed, configs))
-        return [config for config in unique if self.why_not(config) is None]
 
     def check(self, config: Any) -> None:
         """Raise a ValueError for what no search tries, or no kernel takes."""
@@ -295,9 +285,9 @@ def too_much(used: int) -> str | None:
     return f"{used} bytes of threadgroup memory" if used > MAX_THREADGROUP_MEMORY else None
 
 
-def in_float32(x: mx.array) -> mx.array:
+def in_float32(x: Any) -> Any:
     """Numbers in float32, and all else as it is."""
-    return x.astype(mx.float32) if x.dtype in (mx.float16, mx.bfloat16) else x
+    return x.astype(mx.float32) if getattr(x, "dtype", None) in (mx.float16, mx.bfloat16) else x
 
 
 def in_parts(rows: int) -> list[slice]:

@@ -41,7 +41,7 @@ from .attention_choice import (
     why_not_decode,
     why_not_forward,
 )
-from .attention_invariant import plan_invariant
+from .attention_invariant import plan_invariant, with_casts
 from .tensor_choice import MEMORY, PATHS, by_tensors, in_turn, measured_beside
 
 # Bytes of dense keys and values of one layer that may be made of packed ones.
@@ -118,7 +118,7 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
     call = checked(arrays, *static)
     common = mx.result_type(*call.dtypes)
     if any(dtype != common for dtype in call.dtypes):
-        return Plan(None, _with_casts(static, common))
+        return Plan(None, with_casts(ATTENTION, static, common, len(arrays) - 2))
     if current.get().invariant:
         return plan_invariant(call)
     decoding = takes_decode(call)
@@ -176,17 +176,6 @@ def _lacks_packed(call: AttentionCall) -> str | None:
     if not {*bits} <= {*decode.BITS} or groups < CONSTANT_BELOW:
         return f"{bits} bits, {groups} groups"
     return why_no_kernel(call)
-
-
-def _with_casts(static: tuple[Any, ...], common: mx.Dtype) -> Run:
-    """In the dtype that those of q, k and v promote to."""
-
-    def run(*arrays: mx.array) -> list[mx.array]:
-        *parts, mask, sinks = arrays
-        cast = [a if a.dtype == mx.uint32 else a.astype(common) for a in parts]
-        return dispatch(ATTENTION, (*cast, mask, sinks), static)
-
-    return run
 
 
 def _unpacked(call: AttentionCall, operation: Operation, static: tuple[Hashable, ...]) -> Run:

@@ -11,6 +11,7 @@ from ..dispatch import Choice, Operation, Plan, choose, dispatch
 from ..metal.attention import decode
 from ..options import AttentionCall
 from ..reference import attention as reference
+from ..reference.attention import Run
 from ..runtime.backend import current
 from ..runtime.devices import device_of
 from ..runtime.program import CONSTANT_BELOW
@@ -50,17 +51,22 @@ def _plan(arrays: Sequence[Any], counts: tuple[int, int], scale: float, rule: st
     call = checked(most, counts, scale, rule, None, None)
     common = mx.result_type(*call.dtypes)
     if any(dtype != common for dtype in call.dtypes):
-
-        def cast(*given: Any) -> list[mx.array]:
-            *parts, mask, sinks, starts = given
-            parts = [a if a.dtype == mx.uint32 else a.astype(common) for a in parts]
-            return dispatch(ATTENTION_FROM, (*parts, mask, sinks, starts), (counts, scale, rule))
-
-        return Plan(None, cast)
+        count = 1 + len(call.k) + len(call.v)
+        return Plan(None, with_casts(ATTENTION_FROM, (counts, scale, rule), common, count))
     composed = reference.attention(call)
     if not current.get().invariant:  # the truth for a proof
         return Plan(None, lambda *given: composed(*given[:-1]))
     return plan_invariant(call, counted=True)
+
+
+def with_casts(operation: Operation, static: tuple[Any, ...], common: mx.Dtype, count: int) -> Run:
+    """The operation in the dtype that those of q, k and v, its first arrays, promote to."""
+
+    def run(*arrays: Any) -> list[mx.array]:
+        cast = [a if a.dtype == mx.uint32 else a.astype(common) for a in arrays[:count]]
+        return dispatch(operation, (*cast, *arrays[count:]), static)
+
+    return run
 
 
 def plan_invariant(call: AttentionCall, counted: bool = False) -> Plan:

@@ -14,8 +14,6 @@ from .attention import attention, choose_decode
 from .attention_checks import checked
 from .attention_choice import takes_decode
 
-__all__ = ["ATTENTION_ROWS"]
-
 
 def _plan(arrays: Sequence[Any], scale: float, causal: bool) -> Plan:
     """Of q, k and v with R rows, None, sinks and held (1,) int32: how many of the R rows count.

@@ -14,8 +14,6 @@ from ..options import PackedMatrix
 from ..runtime.devices import device_of
 from .signature import FLOATS, Signature
 
-__all__ = ["quantized_rows"]
-
 
 def quantized_rows(
     numbers: mx.array,

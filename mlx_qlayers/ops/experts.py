@@ -8,7 +8,6 @@ from math import prod
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from ..dispatch import KERNELS, Choice, Operation, Plan, dispatch, gradient_of
 from ..dispatch.choice import choose_measured
@@ -19,7 +18,7 @@ from ..reference import experts as reference
 from ..runtime.backend import requested
 from ..runtime.launch import Launching
 from ..runtime.spec import Spec
-from .fused_products import normed, with_squares
+from .fused_products import ACTIVATIONS, normed, with_squares
 from .gather_qmm import gather_qmm
 from .signature import Signature
 
@@ -27,7 +26,6 @@ _FORMAT = Format(64, 4)
 _INDICES = partial(Spec, dtype=mx.uint32)
 # Experts that a SIMD group chooses for a row, and chooses from.
 _MAX_CHOSEN, _MAX_EXPERTS = 32, 1024
-_ACTIVATIONS = {"silu": nn.silu, "gelu": nn.gelu, "gelu_approx": nn.gelu_approx}
 
 
 def experts_products(
@@ -182,9 +180,9 @@ def _plan_products(
     fmt, (x, experts, squares, *flat) = Format.checked(*fmt), arrays
     matrices = [PackedMatrix(*flat[i : i + 4]) for i in range(0, len(flat), 4)]
     _check(x, experts, matrices, fmt)
-    is_one = isinstance(gate, Clipped) or gate in _ACTIVATIONS
+    is_one = isinstance(gate, Clipped) or gate in ACTIVATIONS
     if gate is not None and (not is_one or len(matrices) != 2):
-        names = ", ".join(_ACTIVATIONS)
+        names = ", ".join(ACTIVATIONS)
         raise ValueError(f"gate must be one of {names} or Clipped, with two matrices")
     if len(matrices) > 2 or matrices[0].w.shape != matrices[-1].w.shape:
         raise ValueError("matrices must be one or two of one shape")
@@ -245,7 +243,7 @@ def _given(launch: Any, arrays: Sequence[Any], order: Iterable[int]) -> Any:
 def gated(gate: str | Clipped, y: mx.array, up: mx.array) -> mx.array:
     """The gated activation of the products with two matrices."""
     if isinstance(gate, str):
-        return _ACTIVATIONS[gate](y) * up
+        return ACTIVATIONS[gate](y) * up
     y, up = mx.minimum(y, gate.limit), mx.clip(up, -gate.limit, gate.limit)
     return (up + gate.shift) * (y * mx.sigmoid(gate.alpha * y))
 

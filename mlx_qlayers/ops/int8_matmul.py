@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
-from ..metal.int8.launch import DEPTH, int8_rows
-from ..metal.int8.launch import int8_products as launches
-from ..metal.quantized_matmul.qmv import Gate
+from ..metal.int8.launch import DEPTH, int8_product
 from ..reference.int8_matmul import int8_matmul as reference
 from ..reference.int8_matmul import rotated
 from ..runtime import tensor_ops
 from ..runtime.devices import device_of
-from .fused_products import ACTIVATIONS
 from .signature import Signature
 
 
 def int8_matmul(
-    x: mx.array, w: mx.array, scales: mx.array, bias: mx.array | None = None
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    bias: mx.array | None = None,
+    *,
+    block: int = 0,
 ) -> mx.array:
     """Multiply rows, each rounded to 8 bits with a scale of its own, with a matrix of 8 bits.
 
@@ -32,6 +34,8 @@ def int8_matmul(
         w: (N, K) int8, from -127 to 127.
         scales: (N,) float32.
         bias: (N,) in the dtype of ``x``.
+        block: columns of ``x`` that are mixed before they are rounded, as those of ``w`` were
+            (:func:`~mlx_qlayers.reference.int8_matmul.rotated`); 0 for none.
 
     Returns:
         (..., N) in the dtype of ``x``. Its gradient for ``x`` is that without rounding.
@@ -46,79 +50,35 @@ def int8_matmul(
 
     Source: LLM.int8() (Dettmers et al. 2022), without its outliers.
     """
-    return int8_products(x, w, scales, bias)[0]
-
-
-def int8_products(
-    x: mx.array,
-    *flat: mx.array | None,
-    other: mx.array | None = None,
-    block: int = 0,
-    eps: float | None = None,
-    gate: Gate | None = None,
-) -> list[mx.array]:
-    """The products of one input with several matrices, which is rounded once.
-
-    Args:
-        x: as for :func:`int8_matmul`.
-        flat: w, scales and bias or None of each matrix.
-        other: in the dtype of ``x``: with a gate what its activation is multiplied by, in the shape
-            of ``x``; with ``eps`` the weight (K,) of the norm, or None.
-        block: columns of what is rounded that are mixed first, as those of the matrices were
-            (:func:`~mlx_qlayers.reference.int8_matmul.rotated`); 0 for none.
-        eps: of an RMS norm that ``x`` goes through first; None for no norm.
-        gate: the activation of ``x`` where ``activation(x) * other`` is multiplied.
-
-    Raises:
-        ValueError: as :func:`int8_matmul`.
-
-    Example:
-        >>> w = mx.ones((8, 64), mx.int8), mx.ones(8), None
-        >>> [y.shape for y in int8_products(mx.ones((3, 64), mx.float16), *w, *w)]
-        [(3, 8), (3, 8)]
-    """
-    return dispatch(_INT8_PRODUCTS, (x, other, *flat), (block, eps, gate))
+    return dispatch(_INT8_MATMUL, (x, w, scales, bias), (block,))
 
 
 _TAKES = Signature("""
     x: float (..., K)
-    other: x (..., K) or None
     w: int8 (N, K)
     scales: float32 (N,)
     bias: x (N,) or None
 """)
 
 
-def _plan(arrays: Sequence[Any], block: int, eps: float | None, gate: Gate | None) -> Plan:
-    x, other, *flat = arrays
-    matrices = [flat[i : i + 3] for i in range(0, len(flat), 3)]
-    for matrix in matrices:
-        _TAKES.check(x, other, *matrix)
-    lacking = _lacking(x, min(w.shape[0] for w, *_ in matrices))
+def _plan(arrays: Sequence[Any], block: int) -> Plan:
+    _TAKES.check(*arrays)
+    x, w, _, bias = arrays
+    lacking = _lacking(x, w.shape[0])
     choice = choose("int8_matmul", () if lacking else KERNELS, unless=lacking)
 
-    def prepared(x: mx.array, other: Any = None) -> mx.array:
-        if gate is not None:
-            x = ACTIVATIONS[gate](x) * other
-        return rotated(x if eps is None else mx.fast.rms_norm(x, other, eps), block)
-
-    def composed(x: mx.array, other: mx.array | None, *flat: Any) -> list[mx.array]:
-        x = prepared(x, other)
-        return [reference(x, *flat[i : i + 3]) for i in range(0, len(flat), 3)]
+    def composed(x: mx.array, *matrix: Any) -> mx.array:
+        return reference(rotated(x, block), *matrix)
 
     def of_rows(arrays: Any, cotangents: list[mx.array], _: object) -> Sequence[mx.array]:
-        x, other, *flat = arrays
-        pairs = zip(cotangents, flat[::3], flat[1::3], strict=True)
-        dx: Any = sum((dy * s) @ w.astype(mx.float32) for dy, w, s in pairs)
-        given = [x] if other is None else [x, other]
-        return mx.vjp(prepared, given, [dx.astype(x.dtype)])[1]
+        (x, w, scales, _), (dy,) = arrays, cotangents
+        dx: Any = (dy * scales) @ w.astype(mx.float32)
+        return mx.vjp(lambda x: [rotated(x, block)], [x], [dx.astype(x.dtype)])[1]
 
-    products = composed
+    product: Callable[..., mx.array] = composed
     if choice.path != "reference":
-        rows = int8_rows(x, other, block, eps, gate)
-        products = launches(rows, x, [(w.shape[0], bias is not None) for w, _, bias in matrices])
-    of = (0,) if other is None else (0, 1)
-    return Plan(choice, products, (Gradient(of, of_rows),), composed)
+        product = int8_product(x, w.shape[0], bias is not None, block)
+    return Plan(choice, product, (Gradient((0,), of_rows),), composed)
 
 
 def _lacking(x: Any, n: int) -> str | None:
@@ -136,4 +96,4 @@ def _lacking(x: Any, n: int) -> str | None:
     return tensor_ops.missing() if device.gpu else None
 
 
-_INT8_PRODUCTS = Operation("int8_matmul", _plan)
+_INT8_MATMUL = Operation("int8_matmul", _plan)

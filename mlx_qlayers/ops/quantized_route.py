@@ -13,7 +13,7 @@ from ..dispatch.choice import UNMEASURED, unmeasured
 from ..dispatch.measurements import Found, configure, decided, found
 from ..formats import Format
 from ..measurements.thresholds import Evidence, gain, threshold
-from ..metal.quantized_matmul.dequantize import dequantize
+from ..metal.quantized_matmul.dequantize import dense_product
 from ..metal.quantized_matmul.qmm import qmm
 from ..metal.quantized_matmul.qmm_skinny import MAX_SKINNY_ROWS, skinny_config
 from ..metal.quantized_matmul.qmm_tensor import tensor_product
@@ -231,7 +231,7 @@ def product(to: Route, call: MatmulCall) -> Product:
 
 
 def _product(to: Route, call: MatmulCall) -> Product:
-    (x, matrix, transpose, fmt), path, kernel = call, to.choice.path, to.kernel
+    (x, _, transpose, fmt), path, kernel = call, to.choice.path, to.kernel
     if path == "reference":
         return by_reference(transpose, fmt)
     (rows, n, k), dtype = call.shape, x.dtype
@@ -254,15 +254,7 @@ def _product(to: Route, call: MatmulCall) -> Product:
         return qmm(call, configure("qmm", path, rows, n, k, dtype, fmt, transpose))
     if kernel in PATHS.values():
         return tensor_product(kernel == CODES, call)
-    unpack = dequantize([matrix], fmt, dtype)
-
-    def dense_product(x: mx.array, *given: mx.array | None) -> mx.array:
-        *packed, bias = given[:4]
-        dense = unpack(*(a for a in packed if a is not None))
-        dense = dense.T if transpose else dense
-        return x @ dense if bias is None else mx.addmm(bias, x, dense)
-
-    return dense_product
+    return dense_product(call)
 
 
 def by_reference(transpose: bool, fmt: Format) -> Product:

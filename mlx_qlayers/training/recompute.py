@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
+from ..conversion.verify import arrays_in
 from ..dispatch.gradients import forgetting, listed
 from ..layers.qlinear import QLinear
 from ..ops.quantized_matmul import quantized_matmul
@@ -86,7 +87,7 @@ def checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any, **options: Any) -> Any:
         given, made, before = _holes((args, options)), list[Any](), _key()
-        key, arrays = mx.array(before), _arrays((args, options))
+        key, arrays = mx.array(before), arrays_in((args, options))
         # What kernels on a CPU are given has values, and keeps what these were computed from.
         at_once = backend() == "host" and has_values(arrays)
 
@@ -101,14 +102,14 @@ def checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
         def flat(*held: mx.array) -> list[mx.array]:
             y = result(*cut(held))
             made[:] = [_holes(y)]
-            return cut(_arrays(y))
+            return cut(arrays_in(y))
 
         def again(*held: mx.array) -> list[mx.array]:
             now = mx.array(_key())
             if is_drawn:
                 _key()[:] = key
             try:
-                return _arrays(result(*held))
+                return arrays_in(result(*held))
             finally:
                 if is_drawn:
                     _key()[:] = now
@@ -139,12 +140,6 @@ def _key() -> mx.array:
     state: Any = mx.random.state
     key: mx.array = state[0]
     return key
-
-
-def _arrays(tree: Any) -> list[mx.array]:
-    found: list[mx.array] = []
-    tree_map(lambda a: found.append(a) if isinstance(a, mx.array) else None, tree)
-    return found
 
 
 def _holes(tree: Any) -> Any:

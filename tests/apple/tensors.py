@@ -9,14 +9,13 @@ import mlx.core as mx
 
 from mlx_qlayers import attention, explain, quantized_matmul, use_backend
 from mlx_qlayers.commands.examples import examples
-from mlx_qlayers.conversion.verify import in_float32
 from mlx_qlayers.dispatch.measurements import entry_of
 from mlx_qlayers.formats import Format
 from mlx_qlayers.measurements.store import save
 from mlx_qlayers.metal.attention.records import AttentionForwardRecord
 from mlx_qlayers.metal.gather_qmm.records import GatherRecord
 from mlx_qlayers.metal.quantized_matmul.records import QmmRecord
-from mlx_qlayers.metal.record import Record
+from mlx_qlayers.metal.record import Record, in_float32
 from mlx_qlayers.reference.rounding import rounding_error
 
 _ROWS, _K, _N, _WIDTH = 64, 128, 64, 64

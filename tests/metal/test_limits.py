@@ -320,8 +320,8 @@ def test_what_no_m1_or_m2_runs(device):
         gates, state = Spec((1, 3, 4), dtype), Spec((1, 4, values, keys), mx.float32)
         if gated_delta.takes(keys):
             gated_delta.gated_delta((q, q, v, gates, gates, state, None))
-    for k, gate in itertools.product((16, 512, 18944, 32768), (None, "silu")):
-        int8_rows(Spec((40, k), mx.bfloat16), Spec((40, k), mx.bfloat16), 16, gate=gate)
+    for k in (16, 512, 18944, 32768):
+        int8_rows(Spec((40, k), mx.bfloat16), 16)
 
 
 def test_gptq_and_routers(device):

@@ -97,9 +97,7 @@ def test_a_family_agrees_with_itself(name, asked, machine):
         machine(device)
         assert record.why_not(config) is None
         assert record.completed(config) == config
-        near = record.near(config)
-        assert set(near) < set(record.all(config))
-        assert bool(near) != record.is_fixed(config)
+        assert bool(record.near(config)) != record.is_fixed(config)
     machine("host")
     tuned = tune(record, budget_s=0, keep=False, evaluator=Counted)
     assert tuned.config == record.heuristic("metal") and not tuned.trials[0].problem

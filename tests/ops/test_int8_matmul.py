@@ -1,4 +1,4 @@
-"""Products in 8-bit integers: layouts of tensors, what is ahead of rows, layers and models."""
+"""Products in 8-bit integers: layouts of tensors, mixed columns, layers and models."""
 
 from contextlib import nullcontext
 
@@ -10,7 +10,8 @@ import pytest
 from mlx_qlayers import QLinear, convert_model, explain, revert_model, use_backend
 from mlx_qlayers.layers.int8_linear import Int8Linear
 from mlx_qlayers.metal.int8.launch import int8_rows
-from mlx_qlayers.ops.int8_matmul import int8_matmul, int8_products
+from mlx_qlayers.ops.int8_matmul import int8_matmul
+from mlx_qlayers.reference.int8_matmul import rotated
 from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.host.compiled_kernel import LAYOUTS
 from mlx_qlayers.runtime.spec import Spec
@@ -39,13 +40,9 @@ def test_exact_sums_in_every_layout_of_tensors(layout):
     call._replace(function=function).check("host")
 
 
-def _ahead(x, other, eps, gate, block):
+def _mixed(x, block):
     """In float64, what is rounded."""
-    x, other = to64(x), 1 if other is None else to64(other)
-    if gate == "silu":
-        x = x / (1 + np.exp(-x)) * other
-    if eps is not None:
-        x = x / np.sqrt((x**2).mean(1, keepdims=True) + eps) * other
+    x = to64(x)
     for _ in range(block.bit_length() - 1):  # a perfect shuffle of columns, and a butterfly
         halves = x.reshape(len(x), -1, block // 2, 2)
         both = halves[..., 0] + halves[..., 1], halves[..., 0] - halves[..., 1]
@@ -54,48 +51,37 @@ def _ahead(x, other, eps, gate, block):
 
 
 @pytest.mark.parametrize("path", ["host", *GPUS])
-@pytest.mark.parametrize(
-    ("k", "block", "eps", "gate"),
-    [(272, 16, None, None), (640, 128, 1e-6, None), (96, 32, 1e-3, None), (1408, 64, None, "silu")],
-)
-def test_what_is_ahead_of_rows_is_in_their_launch(k, block, eps, gate, path):
-    """Norm, gate and mixed columns; no code is further from it than half of one."""
+@pytest.mark.parametrize(("k", "block"), [(272, 16), (640, 128), (96, 32), (1408, 64), (48, 0)])
+def test_columns_are_mixed_in_the_launch_that_rounds(k, block, path):
+    """No code is further from the mixed column than half of one."""
     rng = np.random.default_rng(k)
-    dtype = HALVES[block % 3 - 1]
-    x = random(rng, (3, k), dtype, 3.0)
-    other = None if k in (96, 272) else random(rng, (3, k) if gate else (k,), dtype)
+    x = random(rng, (3, k), HALVES[block % 3 - 1], 3.0)
     with use_backend(path), checks() if path == "host" else nullcontext():
-        given = Spec.of(x), None if other is None else Spec.of(other)
-        codes, scales = int8_rows(*given, block, eps, gate)(x, other)
+        codes, scales = int8_rows(Spec.of(x), block)(x)
         mx.eval(codes, scales)
-    truth, unit = _ahead(x, other, eps, gate, block), to64(scales)[:, None]
+    truth, unit = _mixed(x, block), to64(scales)[:, None]
     assert (np.abs(to64(codes)).max(1) == 127).all()
     off = np.abs(to64(codes) * unit - truth) - 0.5 * unit
     assert off.max() <= ROUNDINGS[mx.float32] * EPSILON[mx.float32] * np.abs(truth).max()
 
 
-def test_gradients_of_what_is_ahead():
+def test_gradients_of_mixed_columns():
     """Those of the same without rounding to 8 bits."""
     rng = np.random.default_rng(7)
     w = mx.array(rng.integers(-127, 128, (24, 64)), mx.int8)
     scales = mx.array(rng.uniform(0.01, 0.02, 24), mx.float32)
-    for shape, ahead in (((64,), {"eps": 1e-5}), ((5, 64), {"gate": "silu"})):
-        given = [random(rng, (5, 64), mx.bfloat16), random(rng, shape, mx.bfloat16)]
+    x = random(rng, (5, 64), mx.bfloat16)
 
-        def unrounded(x, other, ahead=ahead):
-            rows = nn.silu(x) * other if "gate" in ahead else mx.fast.rms_norm(x, other, 1e-5)
-            return (rows @ (w * scales[:, None]).astype(x.dtype).T).sum()
+    def unrounded(x):
+        return (rotated(x, 64) @ (w * scales[:, None]).astype(x.dtype).T).sum()
 
-        def rounded(x, other, ahead=ahead):
-            return int8_products(x, w, scales, None, other=other, **ahead)[0].sum()
+    def rounded(x):
+        return int8_matmul(x, w, scales, block=64).sum()
 
-        wide = [each.astype(mx.float32) for each in given]
-        truth, base = (mx.grad(unrounded, argnums=(0, 1))(*arrays) for arrays in (wide, given))
-        for path in ("host", "reference"):
-            with use_backend(path):
-                found = mx.grad(rounded, argnums=(0, 1))(*given)
-            for one, true, other in zip(found, truth, base, strict=True):
-                assert_accurate(one, to64(true), other)
+    truth, base = mx.grad(unrounded)(x.astype(mx.float32)), mx.grad(unrounded)(x)
+    for path in ("host", "reference"):
+        with use_backend(path):
+            assert_accurate(mx.grad(rounded)(x), to64(truth), base)
 
 
 def test_a_layer_and_back():

@@ -44,7 +44,9 @@ def folder(tmp_path, monkeypatch):
 
 def test_finds_nearly_the_best_and_remembers_it():
     tuned = tune(SMALL, beam=1, **COUNTED)
-    everything = SMALL.all(RowSum())
+    everything = [RowSum()]
+    for config in everything:
+        everything += [new for new in SMALL.near(config) if new not in everything]
     trials = [*map(Counted(SMALL).attempt, everything)]
     assert tuned.seconds <= 1.05 * min(t.seconds for t in trials) and tuned.gain > 1
     assert len(tuned.trials) < len(everything)

@@ -39,14 +39,12 @@ _FORWARD = strided_kernel(
 )
 
 
-def _of_gradients(tiles: int, statistics: int, width: str) -> Callable[..., int]:
-    """Likewise in the kernels of gradients, whose results have the columns of D or DV."""
-
-    def registers(SPLIT: int, **values: Any) -> int:
-        columns = values["DV" if values.get("VALUES") else width]
-        return tiles * ROWS * TILE // 32 + ROWS * columns // SPLIT // 32 + statistics * ROWS // 8
-
-    return registers
+def _registers_of_gradient(
+    D: int, DV: int, SPLIT: int, VALUES: bool | None = None, **_: object
+) -> int:
+    """Likewise of the gradient of queries, with statistics, or without that of keys or values."""
+    statistics = 5 * ROWS // 8 if VALUES is None else 0
+    return 3 * ROWS * TILE // 32 + ROWS * (DV if VALUES else D) // SPLIT // 32 + statistics
 
 
 _QUERIES, _MASK = (
@@ -59,7 +57,7 @@ _QUERIES, _MASK = (
         registers=registers,
     )
     for name, omitted, registers in (
-        ("attention_tensor_queries", ("d_scores",), _of_gradients(3, 5, "D")),
+        ("attention_tensor_queries", ("d_scores",), _registers_of_gradient),
         ("attention_tensor_mask", ("d_q", "delta"), 3 * ROWS * TILE // 32 + 10),
     )
 )
@@ -67,7 +65,7 @@ _KEYS = strided_kernel(
     "attention_tensor_keys",
     "attention/tensor_keys.metal",
     threadgroup_memory=_threadgroup_memory,
-    registers=_of_gradients(3, 0, "D"),
+    registers=_registers_of_gradient,
 )
 
 

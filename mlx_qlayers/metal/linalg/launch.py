@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ...measurements.thresholds import threshold
 from ...runtime.devices import device_of
-from ...runtime.launch import Bound
+from ...runtime.launch import Bound, Launching
 from ...runtime.spec import Spec
 from ..common.kernels import strided_kernel
 
@@ -50,7 +50,7 @@ _SUBTRACT = strided_kernel(
 )
 
 
-def cholesky(w: Spec, block: int) -> Callable[[mx.array], tuple[mx.array, mx.array]]:
+def cholesky(w: Spec, block: int) -> Callable[[mx.array], list[mx.array]]:
     """Binds R of W = R^T R and info, from the upper triangle of W (batch, n, n).
 
     For each ``block`` rows one launch factorises the diagonal block, a second solves for the rest
@@ -69,7 +69,7 @@ def cholesky(w: Spec, block: int) -> Callable[[mx.array], tuple[mx.array, mx.arr
         update = subtract_product(below, left, right, upper=True) if rest else None
         steps.append((first, size, _factor(diagonal, first), solve, update))
 
-    def run(w: mx.array) -> tuple[mx.array, mx.array]:
+    def run(w: mx.array) -> list[mx.array]:
         if len(steps) == 1:
             return steps[0][2](w, none)
         # Each slice is written in place: nothing else has the array.
@@ -82,7 +82,7 @@ def cholesky(w: Spec, block: int) -> Callable[[mx.array], tuple[mx.array, mx.arr
                 (right,) = solve([r.swapaxes(1, 2), w[:, :size, size:]])
                 (w,) = update([w[:, size:, size:], right.swapaxes(1, 2), right])
                 whole[:, first:end, end:] = right
-        return whole, info
+        return [whole, info]
 
     return run
 
@@ -149,7 +149,8 @@ def product(batch: int, n: int, k: int, m: int) -> Callable[[mx.array, mx.array]
     return run
 
 
-def _factor(w: Spec, first: int) -> Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]:
+def _factor(w: Spec, first: int) -> Launching:
+    """Binds R and info of a diagonal block that begins at a row, from W and info so far."""
     batch, n, _ = w.shape
     threads = max(_TILE, 1 << (n - 1).bit_length())  # few programs for all sizes
     before, offset = Spec((batch,), mx.int32), mx.array(first)
@@ -161,12 +162,7 @@ def _factor(w: Spec, first: int) -> Callable[[mx.array, mx.array], tuple[mx.arra
         output_shapes=[w.shape, (batch,)],
         output_dtypes=[mx.float32, mx.int32],
     )
-
-    def run(w: mx.array, before: mx.array) -> tuple[mx.array, mx.array]:
-        r, info = launch([w, before, offset])
-        return r, info
-
-    return run
+    return Launching(launch, (0, 1), [offset])
 
 
 def _solve(a: Spec, b: Spec) -> Bound:
@@ -175,11 +171,7 @@ def _solve(a: Spec, b: Spec) -> Bound:
     return _SOLVE.bind(
         [a, b],
         template={"THREADS": threads},
-        grid=(b.shape[0] * _whole(b.shape[2], threads), 1, 1),
+        grid=(b.shape[0] * -(-b.shape[2] // threads) * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[b.shape],
     )
-
-
-def _whole(size: int, of: int) -> int:
-    return -(-size // of) * of

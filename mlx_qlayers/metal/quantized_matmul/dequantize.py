@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ...formats import Format
 from ...measurements.thresholds import threshold
-from ...options import PackedMatrix
+from ...options import MatmulCall, PackedMatrix
 from ...runtime.spec import Spec
 from ..common.kernels import large_kernel, without
 from .qmv import MAX_MATRICES
@@ -56,6 +56,19 @@ def dequantize(
         output_shapes=[(sum(rows), columns)],
     )
     return lambda *arrays: launch([*arrays, shape])[0]
+
+
+def dense_product(call: MatmulCall) -> Callable[..., mx.array]:
+    """Binds a product with a matrix that is unpacked first; of x, w, scales, biases and bias."""
+    unpack, transpose = dequantize([call.matrix], call.fmt, call.x.dtype), call.transpose
+
+    def run(x: mx.array, *given: mx.array | None) -> mx.array:
+        *packed, bias = given[:4]
+        dense = unpack(*(a for a in packed if a is not None))
+        dense = dense.T if transpose else dense
+        return x @ dense if bias is None else mx.addmm(bias, x, dense)
+
+    return run
 
 
 _AFFINE_ROWS = large_kernel(

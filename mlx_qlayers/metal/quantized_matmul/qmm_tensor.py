@@ -17,7 +17,6 @@ from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound
 from ...runtime.spec import Spec
 from ..common.kernels import large_kernel, numbered, without
-from .qmm import sum_of_parts
 from .qmv import GATES, Gate
 from .tile import packed_template
 
@@ -39,7 +38,6 @@ class TensorConfig:
     simds_m: int  # SIMD groups along the rows
     simds_n: int  # SIMD groups along the columns, 32 each
     ragged: bool  # whether `tile_k` does not divide the depth
-    parts: int = 1  # threadgroups that share the depth; above 1 a second launch adds their sums
     resident: int = 1  # on NVIDIA GPUs, threadgroups that a multiprocessor must have registers for
     staged: bool = False  # unpack the matrix once into threadgroup memory, not in each SIMD group
 
@@ -204,28 +202,21 @@ def qmm_tensor(
     matrix; those without a spec may be None.
 
     Raises:
-        ValueError: the codes are not packed as the configuration needs them, or the depth is
-            divided and a gate or a residual follows.
+        ValueError: the codes are not packed as the configuration needs them.
     """
     (x, matrix, transpose, fmt), (m, n, k) = call, call.shape
-    steps, parts = 1, 1
-    if isinstance(config, TensorConfig):
-        steps = -(-k // config.tile_k)
-        parts = min(config.parts, steps)
-    depth = -(-steps // parts) * getattr(config, "tile_k", k)
-    parts = -(-k // depth)
-    if parts > 1 and (residual is not None or gate is not None):
-        raise ValueError(f"{config} shares the depth, and nothing but a bias can follow")
-    sizes, threads = mx.array([m, n, k, depth], mx.int32), config.threads(x.dtype)
+    tile_k = getattr(config, "tile_k", k)
+    # No other threadgroup shares the depth, which is as long as whole steps.
+    sizes = mx.array([m, n, k, -(-k // tile_k) * tile_k], mx.int32)
+    threads = config.threads(x.dtype)
     specs = [x, *matrix, residual, *(other or PackedMatrix(None, None))]
-    taken = [None if parts > 1 and spec is matrix.bias else spec for spec in specs]
-    omitted = tuple(name for name, spec in zip(_INPUTS, taken, strict=True) if spec is None)
+    omitted = tuple(name for name, spec in zip(_INPUTS, specs, strict=True) if spec is None)
     whole = _KERNELS[type(config)]
     kernel = without(whole, omitted, whole.name + numbered(_INPUTS, omitted))
     sums, more = None, list[Spec]()
     values = packed_template(fmt, x.dtype, matrix.scales.dtype) | asdict(config)
     values |= {"transposed": transpose, "gate": GATES.index(gate)}
-    values |= {"O": mx.float32 if parts > 1 else x.dtype, "RESIDENT": values.get("resident", 1)}
+    values |= {"O": x.dtype, "RESIDENT": values.get("resident", 1)}
     # With tensor cores SIMD groups that have the same rows of x read them together.
     values["LOCKSTEP"] = values.get("simds_m") == 1 and not values["ragged"]
     if isinstance(config, CodesConfig):
@@ -233,18 +224,14 @@ def qmm_tensor(
             raise ValueError(f"{config} does not take this product: {why}")
         more = [Spec((m, 2 * k // fmt.group_size), mx.bfloat16)]
         sums = _group_sums(x, sizes[:3:2], fmt.group_size, more[0])
-    shape = (*x.shape[:-1], n)
     launch = kernel.bind(
-        [*(spec for spec in taken if spec is not None), *more, sizes],
+        [*(spec for spec in specs if spec is not None), *more, sizes],
         template={name: values[name] for name, _ in kernel.program.template},
-        grid=(-(-m // config.tile_m) * threads, -(-n // config.tile_n), parts),
+        grid=(-(-m // config.tile_m) * threads, -(-n // config.tile_n), 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[(parts, m, n) if parts > 1 else shape],
+        output_shapes=[(*x.shape[:-1], n)],
     )
-    given = itemgetter(*(i for i, spec in enumerate(taken) if spec is not None))
-    if parts > 1:
-        total = sum_of_parts((parts, m, n), x.dtype, shape, matrix.bias is not None)
-        return lambda *arrays: total(launch([*given(arrays), sizes])[0], arrays[4])
+    given = itemgetter(*(i for i, spec in enumerate(specs) if spec is not None))
     if sums is None:
         return lambda *arrays: launch([*given(arrays), sizes])[0]
     rows_and_depth = sizes[:3:2]

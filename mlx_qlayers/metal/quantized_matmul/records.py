@@ -30,7 +30,7 @@ from ..record import (
     too_much,
 )
 from . import qmm, qmv
-from .dequantize import dequantize
+from .dequantize import dense_product
 from .qmm_tensor import codes_config, tensor_config, tensor_product, why_no_codes
 from .qmv_config import matrix_config, qmv_config
 from .tile import PARAMETERS, Tile
@@ -232,7 +232,9 @@ class QmvRecord(Record):
     def paths(self, inputs: Inputs) -> dict[str, Path]:
         found = super().paths(inputs)
         if not self.kind:
-            found["dequantized"] = _dense(inputs, True, self.fmt)
+            x, *matrix = map(Spec.of, inputs)
+            call = MatmulCall(x, PackedMatrix(*matrix), True, self.fmt)
+            found["dequantized"] = partial(_launched, dense_product(call))
         return found
 
     def tolerances(self, outputs: int) -> list[float]:
@@ -316,21 +318,19 @@ class QmmRecord(Record):
         return MatmulCall(x, PackedMatrix(*matrix), self.transpose, self.fmt)
 
     def bind(self, inputs: Inputs, config: qmm.QmmConfig) -> Path:
-        launch = qmm.qmm(self._call(inputs), config)
-        return lambda inputs: [launch(inputs[0], *PackedMatrix(*inputs[1:]))]
+        return partial(_launched, qmm.qmm(self._call(inputs), config))
 
     def stock(self, inputs: Inputs) -> Inputs:
         return [_product(inputs[0], PackedMatrix(*inputs[1:]), self.transpose, self.fmt)]
 
     def paths(self, inputs: Inputs) -> dict[str, Path]:
         found = super().paths(inputs)
-        found["dequantized"] = _dense(inputs, self.transpose, self.fmt)
+        call = self._call(inputs)
+        found["dequantized"] = partial(_launched, dense_product(call))
         if backend() == "metal" and tensor_ops.missing() is None:
-            call = self._call(inputs)
             codes = tensor_ops.missing_codes() is None and why_no_codes(call) is None
             for path in ("tensor", "codes") if codes else ("tensor",):
-                launch = tensor_product(path == "codes", call)
-                found[path] = partial(_by_tensors, launch)
+                found[path] = partial(_launched, tensor_product(path == "codes", call))
         return found
 
 
@@ -364,16 +364,6 @@ def _product(x: mx.array, matrix: PackedMatrix, transpose: bool, fmt: Format) ->
     return mx.concatenate(list(parts))
 
 
-def _by_tensors(launch: Any, inputs: Inputs) -> Inputs:
+def _launched(launch: Any, inputs: Inputs) -> Inputs:
+    """The product of x with one matrix."""
     return [launch(inputs[0], *PackedMatrix(*inputs[1:]))]
-
-
-def _dense(inputs: Inputs, transpose: bool, fmt: Format) -> Path:
-    """The product of x with one matrix, which is dequantized first."""
-    unpack = dequantize([PackedMatrix(*map(Spec.of, inputs[1:]))], fmt, inputs[0].dtype)
-
-    def run(inputs: Inputs) -> Inputs:
-        dense = unpack(*inputs[1:])
-        return [inputs[0] @ (dense.T if transpose else dense)]
-
-    return run

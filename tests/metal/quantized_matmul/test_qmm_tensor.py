@@ -108,7 +108,7 @@ def test_on_cuda(fmt, dtype):
         # By itself, and together: warps that share rows of x.
         for tile_k, simds in ((32, (2, 2)), (64, (1, 4))):
             tiling = {"tile_k": tile_k, "simds_m": simds[0], "simds_n": simds[1]}
-            config = replace(config, parts=1 + transpose, resident=2, **tiling)
+            config = replace(config, resident=2, **tiling)
             with use_backend("cuda"):
                 y = qmm_tensor(x, *packed, None, transpose, fmt, config)
             check_product(y, x, packed, fmt, transpose)
@@ -124,22 +124,6 @@ def test_gate_on_cuda():
         with use_backend("cuda"):
             y = qmm_tensor(x, *both[0], True, AFFINE, config, other=both[1], gate="silu")
         check_fused([y], x, both, AFFINE, gate="silu")
-
-
-@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
-def test_threadgroups_that_share_the_depth(transpose):
-    """The last one has less of it; sums and bias are rounded once."""
-    rng, fmt, dtype = np.random.default_rng(4), Format(16, 4, "nvfp4"), mx.bfloat16
-    k, n = 80, 48
-    packed = random_packed(rng, *((n, k) if transpose else (k, n)), fmt, dtype)
-    x, bias = random(rng, (20, k), dtype), random(rng, (n,), dtype)
-    config = replace(tensor_config(20, k, dtype, fmt, transpose), parts=2)
-    with use_backend("host"), checks(tensor_layout=next(layouts)):
-        check_product(
-            qmm_tensor(x, *packed, bias, transpose, fmt, config), x, packed, fmt, transpose, bias
-        )
-        with pytest.raises(ValueError, match="nothing but a bias"):
-            qmm_tensor(x, *packed, bias, transpose, fmt, config, residual=x)
 
 
 def test_bias_is_added_before_rounding():
