@@ -1,5 +1,6 @@
 """The cross entropy of a layer's outputs beside that of MLX, its memory and its transformations."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import mlx.core as mx
@@ -8,10 +9,14 @@ import numpy as np
 import pytest
 
 from mlx_qlayers import linear_cross_entropy, log_probabilities, use_backend
+from mlx_qlayers.dispatch import dispatch
 from mlx_qlayers.ops import linear_cross_entropy as package
 from mlx_qlayers.ops.linear_cross_entropy import blocks
 from mlx_qlayers.ops.linear_cross_entropy.blocks import ROWS, STEP, WORDS, Blocks
-from tests.numerics import assert_accurate, assert_same_sums, to64
+from mlx_qlayers.ops.linear_cross_entropy.logits import OF_LOGITS, Scoring
+from mlx_qlayers.runtime.host import checks
+from tests.gpus import GPUS
+from tests.numerics import assert_accurate, assert_same_sums, random, round_to, to64
 
 NAMES = "x", "weight", "bias"
 
@@ -68,6 +73,58 @@ def given_gradients(function, arrays, up):
         (y,), gradients = mx.vjp(lambda *a: [function(*a)], arrays, up)
         mx.eval(y, gradients)
     return [y, *gradients]
+
+
+@pytest.mark.parametrize("path", ["host", "checked", *GPUS])
+@pytest.mark.parametrize(
+    ("rows", "words", "dtype", "softcap", "smoothing", "biased"),
+    [
+        (1, 1, mx.float32, None, 0.0, False),
+        (3, 257, mx.bfloat16, None, 0.0, True),
+        (9, 700, mx.float16, 3.0, 0.0, False),
+        (5, 1030, mx.bfloat16, 5.0, 0.2, True),
+        (17, 33, mx.float32, None, 0.1, False),
+    ],
+)
+def test_kernels_of_a_block_of_logits(path, rows, words, dtype, softcap, smoothing, biased):
+    """Beside float64; also numbers so large that only their differences have exponentials."""
+    rng = np.random.default_rng(words)
+    y = random(rng, (rows, words), dtype, 4.0) + (0 if softcap else 200 * (rows > 3))
+    targets = mx.array(rng.integers(-2, words + 2, rows).astype(np.int32))
+    bias = random(rng, (words,), mx.float32) if biased else None
+    scoring, backend = Scoring(softcap, smoothing, 3 * words), "host" if path == "checked" else path
+
+    def oracle(kind):
+        z = to64(y).astype(kind) + (0 if bias is None else to64(bias).astype(kind))
+        z = z if softcap is None else softcap * np.tanh(z / kind(softcap))
+        at = np.arange(words) == np.array(targets)[:, None]
+        top = z.max(1, keepdims=True)
+        lse = top + np.log(np.exp(z - top).sum(1, keepdims=True))
+        aims = (1 - smoothing) * at + smoothing / (3 * words)
+        g = np.exp(z - lse - kind(0.5)) - aims
+        g = g if softcap is None else g * (1 - (z / kind(softcap)) ** 2)
+        return lse[:, 0], (aims * z).sum(1), g, np.abs(z).max(), (aims * np.abs(z)).sum(1).max()
+
+    *truth, large, terms = oracle(np.float64)
+    *rounded, _, _ = oracle(np.float32)
+    with use_backend(backend), checks() if path == "checked" else nullcontext():
+        found = dispatch(OF_LOGITS, (y, targets, bias), (None, *scoring))
+        lse = mx.array(truth[0].astype(np.float32)) + 0.5
+        found += dispatch(OF_LOGITS, (y, targets, bias, lse), (dtype, *scoring))
+        mx.eval(found)
+    # An error of a logit is a relative one of its exponential.
+    for one, exact, other, size in zip(
+        found, truth, rounded, (large, terms, 1 + large), strict=True
+    ):
+        assert_accurate(one, exact, round_to(other, one.dtype), terms=size)
+
+
+@pytest.mark.parametrize("path", ["reference", "host", *GPUS])
+def test_logits_that_are_no_numbers(path):
+    y = mx.array([[1.0, float("nan"), 2.0], [1.0, float("inf"), 2.0], [-float("inf")] * 3])
+    with use_backend(path):
+        lse, _ = dispatch(OF_LOGITS, (y, mx.array([0, 0, 0]), None), (None, None, 0.0, 3))
+    assert np.array_equal(np.array(lse), [np.nan, np.inf, -np.inf], equal_nan=True)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -138,7 +195,7 @@ def test_blocks_of_a_gpu_are_no_more_than_two(monkeypatch):
     x = mx.random.normal((rows, width)) / width
     with use_backend("reference"):
         for count in (5, 9):
-            words = 4 * WORDS * count
+            words = 8 * WORDS * count
             weight, targets = mx.random.normal((words, width)), mx.random.randint(0, words, (rows,))
             gradient = mx.grad(partial(linear_cross_entropy, targets=targets, weight=weight))
             mx.eval(x, weight, targets)

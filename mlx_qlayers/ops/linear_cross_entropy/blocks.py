@@ -14,8 +14,10 @@ from ...runtime.transformed import without_graph
 from ..matmul import matmul
 from ..quantized_matmul import QUANTIZED_MATMUL
 from ..quantized_route import by_reference
+from .logits import OF_LOGITS, Scoring, composed
 
-# Logits of a block: 8 MB of float32 where there are so many rows, and on a GPU four times as many.
+# Logits of a block: 8 MB of float32 where there are so many rows, and on a GPU 16 times as many, of
+# which products of few rows would take twice the time.
 ROWS, WORDS = 2048, 1024
 # Rows of a block are left out in such numbers, so that there are few shapes of products.
 STEP = ROWS // 8
@@ -64,36 +66,15 @@ class Head(NamedTuple):
             y = dispatch(QUANTIZED_MATMUL, given, (transpose, *self.fmt))
         return y
 
-    def logits(self, rows: mx.array) -> mx.array:
-        """Those of rows, in float32."""
-        return _logits(self.times(rows, True), self.bias, self.softcap)
-
-
-def _logits(y: mx.array, bias: Any, softcap: float | None) -> mx.array:
-    z = y.astype(mx.float32)
-    if bias is not None:
-        z = z + bias.astype(mx.float32)
-    return z if softcap is None else softcap * mx.tanh(z / softcap)
-
-
-def _slopes(
-    softcap: float | None,
-    smoothing: float,
-    words: int,
-    dtype: mx.Dtype,
-    y: mx.array,
-    targets: mx.array,
-    lse: mx.array,
-    *bias: mx.array,
-) -> mx.array:
-    z = _logits(y, bias[0] if bias else None, softcap)
-    at = mx.arange(y.shape[1]) == targets
-    g = mx.exp(z - lse) - mx.where(at, 1 - smoothing, 0.0)
-    if smoothing:
-        g = g - smoothing / words
-    if softcap is not None:
-        g = g * (1 - mx.square(z / softcap))
-    return g.astype(dtype)
+    def of_logits(
+        self, y: mx.array, targets: mx.array, *lse: mx.array, scoring: Scoring, dtype: Any = None
+    ) -> list[mx.array]:
+        """The losses of products, or their slopes in a dtype."""
+        given = y, targets, None if self.bias is None else self.bias.astype(mx.float32), *lse
+        if on_cpu() and not self.at_once:  # as of products
+            return composed(scoring, dtype)(*given)
+        found: list[mx.array] = dispatch(OF_LOGITS, given, (dtype, *scoring))
+        return found
 
 
 def added(total: mx.array, part: mx.array) -> mx.array:
@@ -142,12 +123,12 @@ class Blocks(NamedTuple):
     @property
     def words(self) -> list[slice]:
         """Blocks of words."""
-        return _blocks(self.head.weight.shape[0], WORDS if on_cpu() else 4 * WORDS)
+        return _blocks(self.head.weight.shape[0], WORDS if on_cpu() else 8 * WORDS)
 
     @property
     def rows(self) -> list[slice]:
         """Blocks of rows."""
-        return _blocks(self.x.shape[0], ROWS)
+        return _blocks(self.x.shape[0], ROWS if on_cpu() else 2 * ROWS)
 
     def after(self, before: Sequence[mx.array]) -> Blocks:
         """The same, of which nothing is read before some arrays are there.
@@ -192,16 +173,16 @@ class Blocks(NamedTuple):
             found.append([lse - scores.sum(axis=1), lse, each - lse[:, None]])
         return [mx.concatenate(list(each)) for each in zip(*found, strict=True)]
 
+    @property
+    def scoring(self) -> Scoring:
+        """The options that logits depend on."""
+        return Scoring(self.head.softcap, self.smoothing, self.head.weight.shape[0])
+
     def _sums(self, rows: slice, words: slice) -> list[mx.array]:
         """Of each row the logarithm of the sum of some exponentials, and what the target has."""
-        z = self.head.part(words).logits(self.x[rows])
-        at = self.targets[rows, None] - words.start
-        inside = (at >= 0) & (at < z.shape[1])
-        picked = mx.take_along_axis(z, mx.where(inside, at, 0), axis=1)
-        score = (1 - self.smoothing) * mx.where(inside, picked, 0)[:, 0]
-        if self.smoothing:
-            score = score + self.smoothing / self.head.weight.shape[0] * z.sum(axis=1)
-        return [mx.logsumexp(z, axis=1), score]
+        head, targets = self.head.part(words), self.targets[rows] - words.start
+        y = head.times(self.x[rows], True)
+        return head.of_logits(y, targets, scoring=self.scoring)
 
     def counted(
         self, dy: mx.array, loss: mx.array, shares: mx.array, dtype: mx.Dtype
@@ -239,8 +220,7 @@ class Blocks(NamedTuple):
         self, rows: slice | mx.array, words: slice, lse: mx.array, dtype: mx.Dtype = mx.float32
     ) -> mx.array:
         """The derivatives of rows' losses by some logits without a bias or a cap."""
-        head = self.head.part(words)
-        given = head.times(self.x[rows], True), self.targets[rows][:, None] - words.start
-        bias = () if head.bias is None else (head.bias,)
-        options = head.softcap, self.smoothing, self.head.weight.shape[0], dtype
-        return in_one_pass(_slopes, *options)(*given, lse[rows][:, None], *bias)
+        head, targets = self.head.part(words), self.targets[rows] - words.start
+        y = head.times(self.x[rows], True)
+        (found,) = head.of_logits(y, targets, lse[rows], scoring=self.scoring, dtype=dtype)
+        return found
