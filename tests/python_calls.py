@@ -95,6 +95,11 @@ def operations(path: str) -> dict[str, Call]:
         "attention, causal": partial(
             attention, mx.repeat(q, 40, axis=2), keys, keys, scale=0.125, mask="causal"
         ),
+        "attention, masked": partial(
+            attention, q, keys, keys, scale=0.125, mask=mx.ones((1, 1, 1, 300), mx.bool_)
+        ),
+        "attention, packed": partial(attention, q, *[mx.quantize(keys)] * 2, scale=0.125),
+        "attention, with sinks": partial(attention, q, keys, keys, scale=0.125, sinks=mx.ones(4)),
         "grid_sample": partial(grid_sample, image, grid),
         "deform_conv2d": partial(
             deform_conv2d,
