@@ -206,23 +206,6 @@ def test_stock_is_taken_unless_the_kernel_is_surely_faster(share, path):
     assert tuned.seconds == store.listed()[DEVICE][SMALL.key].seconds
 
 
-def test_an_interrupt_keeps_what_was_found():
-    seen = []
-
-    def progress(trial):
-        seen.append(trial)
-        if len(seen) == 4:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        tune(SMALL, progress=progress, **COUNTED)
-    entry = store.listed()[DEVICE][SMALL.key]
-    best = min(seen, key=lambda trial: trial.seconds)
-    assert entry.seconds == best.seconds and entry.config == asdict(best.config)
-    assert entry.tried == 4 and entry.heuristic == seen[0].seconds
-    assert entry.path == "uncompared"
-
-
 def test_on_a_cpu_configurations_are_measured():
     with use_backend("host"):
         tuned = tune(SMALL, beam=1, budget_s=3)
