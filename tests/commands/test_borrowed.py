@@ -267,12 +267,3 @@ def test_no_option_hides_one_of_mlx_lm(name):
     borrowed.add_arguments(ours)
     options = set(ours._option_string_actions) & set(theirs[0]._option_string_actions)
     assert options == {"-h", "--help"}
-
-
-def test_errors_are_mlx_lms(capsys):
-    assert main(["server", "--nonsense", "3"]) == 2
-    assert "unrecognized arguments: --nonsense 3" in capsys.readouterr().err
-    assert main(["chat", "--model", "/nowhere/at/all"]) == 2
-    assert capsys.readouterr().err.count("mlx-qlayers: error:") == 1
-    assert main(["chat", "--backend", "nonsense"]) == 2
-    assert "backend must be one of" in capsys.readouterr().err
