@@ -32,16 +32,8 @@ FMT = Format(64, 4)
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    # Compiled kernels stay in the shared cache, results go to a folder of this test's own.
-    monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
+def on_conversion(monkeypatch):
     monkeypatch.setenv("MLX_QLAYERS_CALIBRATE", "1")
-    advance_epoch()
-    explain(reset=True)
-    yield tmp_path / "tuning"
-    entries.unsaved.clear()
-    monkeypatch.undo()
-    advance_epoch()
 
 
 @pytest.fixture

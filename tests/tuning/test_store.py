@@ -29,16 +29,6 @@ BEST = ("kernel", RowSum(upcast=2))
 ENTRY = Entry(asdict(RowSum(upcast=2)), "kernel", 1e-5, 2e-5, 10, "", version("mlx"))
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
-    advance_epoch()
-    explain(reset=True)
-    yield tmp_path / "tuning"
-    entries.unsaved.clear()
-    advance_epoch()
-
-
 def entry(**changes) -> Entry:
     return replace(ENTRY, source=RECORD.source, **changes)
 

@@ -13,7 +13,6 @@ from row_sum import RowSum, RowSumRecord
 from mlx_qlayers.dispatch.measurements import lookup
 from mlx_qlayers.measurements import store
 from mlx_qlayers.runtime import KernelTimeout, use_backend
-from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.tuning import evaluator
 from mlx_qlayers.tuning.evaluator import Times
 from mlx_qlayers.tuning.timing import Sample
@@ -30,16 +29,6 @@ class Small(RowSumRecord):
 
 
 SMALL = Small(*SHAPE)
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    # Compiled kernels stay in the shared cache, results go to a folder of this test's own.
-    monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
-    advance_epoch()
-    yield
-    monkeypatch.undo()
-    advance_epoch()
 
 
 def test_finds_nearly_the_best_and_remembers_it():
