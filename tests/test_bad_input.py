@@ -102,22 +102,6 @@ def test_a_model_without_quantized_layers(plain_model):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--prompt", ""], "prompt ''"),
-        (["--prompt", "x", "--max-tokens", "0"], "from 1 to 2**31 - 1, not 0"),
-        (["--prompt", "x", "--temp", "-0.1"], "-0.1"),
-        ([], "--prompt"),
-        (["--prompt", "\udcff"], "not text in UTF-8"),
-        (["--prompt", "x", "--tokens", "3"], "--tokens"),
-    ],
-    ids=ascii,
-)
-def test_bad_arguments(arguments, says, tiny_model):
-    assert says in refused("generate", "--model", tiny_model, *arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
         (["--group-size", "48"], "group_size"),
         (["--bits", "9"], "bits"),
         (["--mode", "int4"], "'int4'"),

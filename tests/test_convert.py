@@ -4,30 +4,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models import qwen2
-from numerics import assert_same_model
 from small_qwen import BASE, Q0, TOKENS, qwen, snapshot
 
-from mlx_qlayers import FusedAttention, QLinear, convert_model, revert_model
+from mlx_qlayers import QLinear, convert_model, revert_model
 from mlx_qlayers.layers import sharded
-from mlx_qlayers.layers.qlinear import QEmbedding
-
-
-def test_converts_in_place_and_reverts_exactly():
-    model = qwen()
-    before, logits = snapshot(model), model(TOKENS)
-    report = convert_model(model, config={"quantization": BASE})
-    assert report.counts == {"swapped": 17}
-    kinds = [row.kind for row in report.rows]
-    assert {k: kinds.count(k) for k in set(kinds)} == {"linear": 14, "embedding": 1, "attention": 2}
-    assert type(model.model.layers[0].mlp.up_proj) is QLinear
-    assert type(model.model.embed_tokens) is QEmbedding
-    attention = model.model.layers[1].self_attn
-    assert isinstance(attention, FusedAttention) and isinstance(attention, qwen2.Attention)
-    assert_same_model(model(TOKENS), logits, bits=None, what="converted")
-    assert revert_model(model).counts == {"reverted": 17}
-    assert snapshot(model) == before
-    assert mx.array_equal(model(TOKENS), logits)
 
 
 def test_frozen_state_is_kept():
@@ -80,27 +60,16 @@ def test_keeps_no_dequantized_weights():
     assert mx.get_active_memory() - before < smallest
 
 
-class TestRefusals:
-    """Every refusal leaves the model as it was."""
+def test_an_interrupt_in_the_middle_leaves_the_model_as_it_was(monkeypatch):
+    class Interrupting(nn.QuantizedLinear):
+        def __setattr__(self, name, value):
+            if name == "__class__":
+                raise KeyboardInterrupt
+            super().__setattr__(name, value)
 
-    def test_nothing_quantized(self):
-        model = qwen(quantized=False)
-        before = snapshot(model)
-        with pytest.raises(ValueError, match="the model has no quantized layer"):
-            convert_model(model)
-        assert snapshot(model) == before
-        assert convert_model(model, linear=False).counts == {"left": 15, "swapped": 2}
-
-    def test_an_interrupt_in_the_middle(self, monkeypatch):
-        class Interrupting(nn.QuantizedLinear):
-            def __setattr__(self, name, value):
-                if name == "__class__":
-                    raise KeyboardInterrupt
-                super().__setattr__(name, value)
-
-        model = nn.Sequential(nn.Linear(64, 64), nn.QuantizedLinear(64, 64), Interrupting(64, 64))
-        before = snapshot(model)
-        monkeypatch.setitem(sharded.COUNTERPARTS, Interrupting, QLinear)
-        with pytest.raises(KeyboardInterrupt):
-            convert_model(model, config={"quantization": BASE | {"layers.0": True}}, verify=False)
-        assert snapshot(model) == before
+    model = nn.Sequential(nn.Linear(64, 64), nn.QuantizedLinear(64, 64), Interrupting(64, 64))
+    before = snapshot(model)
+    monkeypatch.setitem(sharded.COUNTERPARTS, Interrupting, QLinear)
+    with pytest.raises(KeyboardInterrupt):
+        convert_model(model, config={"quantization": BASE | {"layers.0": True}}, verify=False)
+    assert snapshot(model) == before

@@ -10,7 +10,6 @@ import pytest
 import tiny_model
 from architectures import VOCABULARY, Architecture, build
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
-from mlx_lm.generate import generate_step
 from mlx_lm.models.qwen2 import TransformerBlock
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear
@@ -29,7 +28,6 @@ CONFIG: dict[str, Any] = tiny_model.CONFIG | {
     "quantization": {"group_size": 64, "bits": 4},
 }
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]])
-PROMPT = TOKENS[0]
 TOKENIZER = SimpleNamespace(
     eos_token_ids=[], decode=lambda ids: " ".join(map(str, ids)), save_pretrained=lambda path: None
 )
@@ -62,10 +60,6 @@ def assert_equal(found: dict[str, mx.array], stock: dict[str, mx.array]) -> None
     assert all(mx.array_equal(found[key], stock[key]) for key in stock)
 
 
-def generated(model: nn.Module, **kw: Any) -> list[int]:
-    return [int(token) for token, _ in generate_step(PROMPT, model, max_tokens=24, **kw)]
-
-
 class TestFiles:
     def test_save(self, model, stock, tmp_path):
         save(tmp_path, tmp_path, model, TOKENIZER, dict(CONFIG), donate_model=False)
@@ -86,16 +80,6 @@ class TestFiles:
         assert_same(model, stock, "loaded into the converted model")
         model.save_weights(path)
         assert_equal(mx.load(path), arrays(stock))
-
-
-class TestGeneration:
-    @pytest.mark.parametrize(
-        "options",
-        [{}, {"max_kv_size": 8}, {"kv_bits": 8, "kv_group_size": 32}, {"prefill_step_size": 3}],
-        ids=str,
-    )
-    def test_greedy(self, model, stock, options):
-        assert generated(model, **options) == generated(stock, **options)
 
 
 def adapted(model: nn.Module, **kw: Any) -> nn.Module:

@@ -1,5 +1,6 @@
 """Fine-tuning the shipped model with mlx-lm's own trainer, converted and stock."""
 
+from collections import Counter
 from pathlib import Path
 
 import mlx.core as mx
@@ -32,16 +33,11 @@ def adapted(convert: bool, directory: Path) -> tuple[nn.Module, list[float]]:
     return model, curve(model, tokenizer, directory, STEPS, SEQUENCES)
 
 
-@pytest.fixture(scope="module")
-def stock(tmp_path_factory):
-    _, losses = adapted(False, tmp_path_factory.mktemp("stock"))
-    assert_learned(losses, SEQUENCES, 0.6)
-    return losses
-
-
 @pytest.mark.slow
-def test_the_loss_curve_of_compiled_steps(tmp_path, stock):
+def test_the_loss_curve_of_compiled_steps(tmp_path):
     """Where ``mx.compile`` traces the step, as mlx-lm has it, the host backend cannot run."""
+    _, stock = adapted(False, tmp_path)
+    assert_learned(stock, SEQUENCES, 0.6)
     explain(reset=True)
     model, found = adapted(True, tmp_path)
     assert_same_losses(found, stock)
@@ -56,25 +52,6 @@ def launch_by_launch():
     with use_backend("host"):
         yield
     mx.enable_compile()
-
-
-def kernels(launches: list, *names: str) -> list[int]:
-    """How often the kernels ran whose names begin like these."""
-    return [sum(launch.kernel.startswith(name) for launch in launches) for name in names]
-
-
-ATTENTION = ("attention_forward", "attention_backward_queries", "attention_backward_keys")
-
-
-@pytest.mark.slow
-def test_the_loss_curve_by_kernels(tmp_path, stock, launch_by_launch):
-    """Products, attention and both gradients by kernels, in each layer and step."""
-    with trace() as launches:
-        _, found = adapted(True, tmp_path)
-    assert_same_losses(found, stock)
-    assert {launch.backend for launch in launches} == {"host"}
-    assert min(kernels(launches, *ATTENTION)) >= 6 * STEPS
-    assert sum(kernels(launches, "qm", "qvm")) >= (LAYERS + 1) * STEPS
 
 
 @pytest.mark.slow
@@ -92,4 +69,6 @@ def test_the_loss_curve_of_all_parameters(tmp_path, launch_by_launch):
             losses.append(curve(model, tokenizer, tmp_path, STEPS, SEQUENCES))
     assert_learned(losses[0], SEQUENCES, 0.7)
     assert_same_losses(*losses)
-    assert min(kernels(launches, *ATTENTION)) >= 6 * STEPS
+    counts = Counter(launch.kernel for launch in launches)
+    parts = "forward", "backward_queries", "backward_keys"
+    assert min(counts[f"attention_{part}"] for part in parts) >= 6 * STEPS

@@ -38,6 +38,8 @@ SMALLER = {
     "09_fine_tuning": {
         "SECONDS = 40": "SECONDS = 0.5",
         "BATCH, LENGTH = 4, 64": "BATCH, LENGTH = 1, 16",
+        "np.arange(16) * (len(held_out) // 16": "np.arange(4) * (len(held_out) // 4",
+        "max_tokens=60": "max_tokens=20",
     },
     "10_warp_and_match": {"(20, 50,": "(20, 5,", "(8, 40,": "(8, 4,", "(3, 30,": "(3, 3,"},
 }

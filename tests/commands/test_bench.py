@@ -77,8 +77,8 @@ def test_the_families_are_all_scripts_and_constants():
 
 
 def test_pictures_of_stored_results(tmp_path, capsys):
-    for path in RESULTS.glob("*.csv"):
-        shutil.copy(path, tmp_path)
+    for name in ("grid_sample", "grid_sample_cuda", "quantized_matmul", "generate"):
+        shutil.copy(RESULTS / f"{name}.csv", tmp_path)
     assert main(["bench", "--from", str(tmp_path)]) == 0
     drawn = [Path(line) for line in capsys.readouterr().out.splitlines()]
     assert {path.name for path in drawn} >= {

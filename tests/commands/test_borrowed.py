@@ -111,22 +111,23 @@ def test_chat_with_quantized_windows(talker, capsys, monkeypatch):
     assert wanted in capsys.readouterr().out
 
 
-def test_server_with_guesses(talker, tmp_path):
+def test_server_with_guesses(server, talker, tmp_path):
     """One text that was sampled with a seed, one that goes on from its caches, and one alone."""
-    answers, log = [], tmp_path / "log"
-    for flags in ([], ["--prompt-lookup", "--draft-model", str(talker)]):
-        with serving(talker, "--max-tokens", "24", *flags, log=log) as (address, _):
-            prompt, texts = PROMPT, []
-            for temperature in (0.8, 0.0):
-                body = {"prompt": prompt, "temperature": temperature, "seed": 5, "max_tokens": 24}
-                (answer,) = ask(address, COMPLETE, body)[1]["choices"]
-                texts.append(answer["text"])
-                prompt += answer["text"]
-            body["num_draft_tokens"] = 3
+    log = tmp_path / "log"
+
+    def said(address: str) -> list[str]:
+        prompt, texts = PROMPT, []
+        for temperature in (0.8, 0.0):
+            body = {"prompt": prompt, "temperature": temperature, "seed": 5, "max_tokens": 24}
             (answer,) = ask(address, COMPLETE, body)[1]["choices"]
-            assert answer["text"] == texts[-1]
-            answers.append(texts)
-    assert answers[0] == answers[1]
+            texts.append(answer["text"])
+            prompt += answer["text"]
+        (answer,) = ask(address, COMPLETE, body | {"num_draft_tokens": 3})[1]["choices"]
+        return [*texts, answer["text"]]
+
+    with serving(talker, "--prompt-lookup", "--draft-model", str(talker), log=log) as (address, _):
+        texts = said(address)
+    assert texts == said(server[0]) and texts[1] == texts[2]
     assert re.search(r"guesses: \d+ of \d+ accepted", log.read_text())
 
 
@@ -267,12 +268,3 @@ def test_no_option_hides_one_of_mlx_lm(name):
     borrowed.add_arguments(ours)
     options = set(ours._option_string_actions) & set(theirs[0]._option_string_actions)
     assert options == {"-h", "--help"}
-
-
-def test_errors_are_mlx_lms(capsys):
-    assert main(["server", "--nonsense", "3"]) == 2
-    assert "unrecognized arguments: --nonsense 3" in capsys.readouterr().err
-    assert main(["chat", "--model", "/nowhere/at/all"]) == 2
-    assert capsys.readouterr().err.count("mlx-qlayers: error:") == 1
-    assert main(["chat", "--backend", "nonsense"]) == 2
-    assert "backend must be one of" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from mlx_qlayers.commands.example import Example
 from mlx_qlayers.runtime import Kernel
 from mlx_qlayers.runtime.source import METAL, OPERATIONS
 from tests.gpus import HERE, on_gpus
+from tests.machine import zeros
 
 # Where threads run one by one.
 ON_CPUS = {
@@ -68,9 +69,6 @@ def test_on_gpus(gpu, capsys):
 def test_every_kernel_is_launched(device, other, machine, monkeypatch, capsys):
     """On a stand-in, which gives zeros: so each result is wrong, and the exit code 1."""
     launched = set[str]()
-
-    def zeros(*, output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
-        return [mx.zeros(*each) for each in zip(output_shapes, output_dtypes, strict=True)]
 
     def bind(kernel: Kernel, *given: Any, **options: Any) -> Any:
         launched.add(kernel.function or kernel.name)

@@ -70,8 +70,6 @@ def test_options_of_mlx_lm(exact_model, adapters, capsys):
 
     plain = generated(capsys, exact_model, prompt)
     assert plain == stock()
-    drafted = f"--draft-model={exact_model}", "--num-draft-tokens=2"
-    assert generated(capsys, exact_model, prompt, *drafted) == plain
     assert generated(capsys, exact_model, prompt, "--temp=2", "--top-k=1") == plain
     assert generated(capsys, exact_model, prompt, "--temp=2", "--top-p=1e-6") == plain
     assert generated(capsys, exact_model, prompt, "--verbose=False") == plain
@@ -106,6 +104,7 @@ def test_chat_template_is_used_where_there_is_one(exact_model, tmp_path, capsys)
 def test_guesses_change_no_text(temp, exact_model, capsys):
     """Of a look-up and of a draft model, here the model itself, whose guesses are right."""
     arguments = ["generate", f"--model={exact_model}", f"--prompt={PROMPT}", f"--temp={temp}"]
+    arguments.append("--max-tokens=30")
     assert main(arguments) == 0
     out, err = capsys.readouterr()
     assert "guesses" not in err
@@ -125,6 +124,7 @@ def test_heads_change_no_text(tmp_path, capsys, monkeypatch):
     other = tmp_path / "heads.safetensors"
     mx.save_safetensors(str(other), head_of("mimo"))
     arguments = ["generate", f"--model={path}", f"--prompt={PROMPT}", "--temp=0.9"]
+    arguments.append("--max-tokens=30")
     assert main(arguments) == 0
     out, _ = capsys.readouterr()
     for source in (["--heads"], ["--prompt-lookup", "--heads", str(other)]):

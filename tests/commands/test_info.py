@@ -20,9 +20,3 @@ def test_info_names_versions_device_and_backends(tiny_model, capsys):
     ):
         assert re.search(rf"^{name} +\S", out, re.MULTILINE), name
     assert "qwen2" in out and err == ""
-
-
-def test_info_does_not_convert(tiny_model, monkeypatch):
-    before = {path: path.read_bytes() for path in tiny_model.iterdir()}
-    assert main(["info", "--model", str(tiny_model)]) == 0
-    assert before == {path: path.read_bytes() for path in tiny_model.iterdir()}

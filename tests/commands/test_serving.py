@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_qlayers import convert_model
-from mlx_qlayers.cli import main
 from mlx_qlayers.commands.ranges import RANGES
 from mlx_qlayers.commands.requests import NUMBERS
 from mlx_qlayers.decode.quantized_caches import CacheFormat, PackedKVCache
@@ -304,7 +303,3 @@ def test_an_interrupt_ends_it_while_it_generates(tiny_model, tmp_path):
     with serving(tiny_model, log=log) as (address, process), start(address, "a") as client:
         assert client.recv(10)
         interrupt(process, log)
-
-
-def test_a_model_that_is_not_there_ends_the_command(tmp_path):
-    assert main(["server", "--model", str(tmp_path / "none")]) == 2

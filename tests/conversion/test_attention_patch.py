@@ -8,7 +8,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from architectures import VOCABULARY, Architecture, build
+from architectures import VOCABULARY
+from converted import pair
 from mlx_lm.models import cache as caches
 from mlx_lm.models.cache import (
     BatchKVCache,
@@ -23,10 +24,9 @@ from mlx_lm.models.cache import (
 )
 from numerics import assert_same_model
 
-from mlx_qlayers import convert_model, use_backend
+from mlx_qlayers import use_backend
 from mlx_qlayers.runtime import trace
 
-QWEN = Architecture(2, {"tie_word_embeddings": True}, format=(64, 4, "affine"))
 PADDING = [2, 0, 5]
 # Tokens that a model sees at once: a prompt, a few, one after the other.
 CHUNKS = (11, 5, 1, 1)
@@ -52,13 +52,6 @@ def without_compilation():
     mx.disable_compile()
     yield
     mx.enable_compile()
-
-
-def pair(name: str = "qwen2", description: Architecture = QWEN) -> tuple[nn.Module, nn.Module]:
-    """The stock model, and the same one converted."""
-    stock, converted = (build(name, description) for _ in range(2))
-    convert_model(converted)
-    return stock, converted
 
 
 def attention_kernels(launches: list[Any]) -> set[str]:

@@ -72,13 +72,10 @@ def test_other_tools_formats_are_left_to_the_arrays():
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ([64, 4], "quantization must be an object"),
-        (BASE | {"group_size": 48}, r"quantization\.group_size must be 32, 64, 128 .* not 48"),
         (BASE | {"bits": 4.0}, r"quantization\.bits must be .* not 4.0"),
         (BASE | {"mode": "nvfp4"}, r"quantization\.group_size must be 16 in mode 'nvfp4'"),
         (BASE | {"lm_head": {"bits": 7}}, r"quantization\.lm_head\.bits must be"),
         (BASE | {5: False}, r"quantization: the key 5 must be a string"),
-        (BASE | {"model.layers.0.q": 8}, r"quantization\.model\.layers\.0\.q must be an object"),
     ],
 )
 def test_bad_entries(entry, message):
@@ -88,15 +85,9 @@ def test_bad_entries(entry, message):
 
 def test_read_from_files(tmp_path):
     path = tmp_path / "config.json"
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        QuantizationConfig.read(path)
     path.write_text(json.dumps({"quantization": BASE}))
     for where in (path, tmp_path, str(tmp_path)):
         assert QuantizationConfig.read(where).default == Format(64, 4)
-    for text in ("", "{", "[1]", '"x"', "{'a': 1}"):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=r"config\.json: (not JSON|the )"):
-            QuantizationConfig.read(path)
     for value in (3, ["config.json"]):
         with pytest.raises(ValueError, match="config must be"):
             QuantizationConfig.read(value)

@@ -3,13 +3,12 @@
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from architectures import VOCABULARY, Architecture, build
-from converted import add_adapters
+from architectures import VOCABULARY
+from converted import add_adapters, pair
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from numerics import assert_same_model, assert_same_states
 
-from mlx_qlayers import convert_model
 from mlx_qlayers.conversion import long_prompts
 from mlx_qlayers.decode import engine
 
@@ -34,17 +33,10 @@ def evaluated(gpu_path, monkeypatch):
     return found
 
 
-def pair(name: str) -> tuple[nn.Module, nn.Module]:
-    config = {"num_hidden_layers": 3}
-    stock, model = (build(name, Architecture(3, config, (64, 4, "affine"))) for _ in range(2))
-    convert_model(model)
-    return stock, model
-
-
 @compiled
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 def test_prompts_and_tokens(name, evaluated):
-    stock, model = pair(name)
+    stock, model = pair(name, num_hidden_layers=3)
     results = []
     for m in (stock, model):
         cache = make_prompt_cache(m)
@@ -58,7 +50,7 @@ def test_prompts_and_tokens(name, evaluated):
 
 @compiled
 def test_a_prompt_with_a_gradient(evaluated):
-    stock, model = pair("qwen2")
+    stock, model = pair(num_hidden_layers=3)
     for m in (stock, model):
         add_adapters(m, 2)
         m.eval()
@@ -75,7 +67,7 @@ def test_a_prompt_with_a_gradient(evaluated):
 
 @pytest.mark.parametrize("gpu_path", ["kernels"], indirect=True)
 def test_a_cache_that_a_prompt_fills_keeps_nothing_else(evaluated):
-    _, model = pair("qwen2")
+    _, model = pair(num_hidden_layers=3)
     tokens = mx.zeros((1, 256), mx.int32)
     caches, held = [make_prompt_cache(model) for _ in range(2)], 0
     for cache in caches:  # what is kept for all calls is there after the first

@@ -37,22 +37,6 @@ def decoded(model: nn.Module, cache: list[Any], begin: int, end: int) -> mx.arra
     )
 
 
-# A rotating cache that keeps its first tokens, and begins with fewer.
-
-
-@pytest.mark.parametrize("ring", [(16, 4), (8, 4), (7, 2)], ids=str)
-@pytest.mark.parametrize("prompt", [1, 2, 3])
-def test_rings_that_begin_with_fewer_tokens_than_they_keep(ring, prompt, graphs):
-    """More than twice around."""
-    results = []
-    for model in pair("phi3"):
-        cache = [RotatingKVCache(*ring) for _ in make_prompt_cache(model)]
-        model(TOKENS[:, :prompt], cache=cache)
-        results.append(decoded(model, cache, prompt, prompt + 40))
-    assert len(graphs) >= 40
-    assert_same_model(*reversed(results), bits=None, what=f"{ring}, prompt of {prompt}")
-
-
 # Changes of a model between two tokens.
 
 
@@ -135,14 +119,14 @@ def doubled():
 
 
 @pytest.mark.usefixtures("doubled")
-@pytest.mark.parametrize("name", ["qwen2", "gemma3_text"])
-def test_every_change_of_a_model_is_seen(name, compiled_steps):
+@pytest.mark.parametrize(("name", "count"), [("qwen2", len(CHANGES)), ("gemma3_text", 6)])
+def test_every_change_of_a_model_is_seen(name, count, compiled_steps):
     """In place, too: what was computed of a weight follows it (of Gemma's norms 1 + w)."""
     models = models_of(name, ARCHITECTURES[name]._replace(format=(64, 4, "affine")))
     caches, results, at = [make_prompt_cache(model) for model in models], list[Any](), 3
     for model, cache in zip(models, caches, strict=True):
         model(TOKENS[:, :at], cache=cache)
-    for change in CHANGES:
+    for change in CHANGES[:count]:
         before = [mx.array(0.0)] * 2
         for changed in (False, True):
             results = []
@@ -235,8 +219,7 @@ def test_a_model_in_training_mode_decodes_as_one_graph(name, graphs):
 # What fails with one cache.
 
 
-@pytest.mark.parametrize("name", ["phi3", "gemma3_text"])
-@pytest.mark.parametrize("size", [4096, 19])
+@pytest.mark.parametrize(("name", "size"), [("phi3", 19), ("gemma3_text", 4096)])
 def test_rings_that_are_trimmed_right_behind_a_prompt(name, size, graphs):
     """They run as graphs, and so do caches that come later."""
     results = []

@@ -120,21 +120,6 @@ def test_every_call_is_counted_once(on_a_gpu):
     assert calls == {"quantized_matmul": 4}
 
 
-def test_wrong_arguments_are_named(on_a_gpu):
-    x, (w, scales, biases) = problem()
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"x of shape \(3, 100\) must have 128 columns"):
-            quantized_matmul(x[:, :100], w, scales, biases)
-        with pytest.raises(ValueError, match="biases is missing"):
-            quantized_matmul(x, w, scales)
-        for bits in ([4], 4.0):
-            with pytest.raises(ValueError, match="bits must be"):
-                quantized_matmul(x, w, scales, biases, bits=bits)
-    assert mx.array_equal(
-        quantized_matmul(x, w, scales, biases, bits=4), quantized_matmul(x, w, scales, biases)
-    )
-
-
 def test_shapes_of_arrays_are_told_apart():
     """The same extents, cut elsewhere, or an array that is left out."""
     made = []
@@ -150,20 +135,11 @@ def test_shapes_of_arrays_are_told_apart():
     assert made == [[(2, 3), (4,)], [(2,), (3, 4)], [(2, 3), None]]
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "named"),
-    [
-        ({"w": "text"}, ValueError, "w must be an mx.array, not str"),
-        ({"w": None}, ValueError, "w must be an mx.array, not NoneType"),
-        ({"scales": "x"}, TypeError, "arrays of MLX, not (array, array, str, array, None, None)"),
-    ],
-    ids=["text", "None", "only the dispatcher sees it"],
-)
-def test_what_is_no_array_is_named(change, kind, named):
-    x, (w, scales, biases) = problem()
-    arrays = {"x": x, "w": w, "scales": scales, "biases": biases} | change
-    with pytest.raises(kind, match=re.escape(named)):
-        quantized_matmul(**arrays)
+def test_what_is_no_array_is_named():
+    x, (w, _, biases) = problem()
+    named = "arrays of MLX, not (array, array, str, array, None, None)"
+    with pytest.raises(TypeError, match=re.escape(named)):
+        quantized_matmul(x, w, "x", biases)
 
 
 def test_options_that_cannot_be_a_key():

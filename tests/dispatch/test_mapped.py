@@ -12,6 +12,11 @@ from tests.numerics import assert_same_sums
 ITEMS = 3
 
 
+@pytest.fixture(autouse=True)
+def the_same_numbers():
+    mx.random.seed(0)
+
+
 @pytest.fixture(params=["host", "reference"])
 def backend(request):
     with use_backend(request.param):

@@ -72,6 +72,8 @@ _MATMUL = Calls(
         ({"x": _ones((2, 64))}, r"x of shape \(2, 64\) must have 128 columns to go with w"),
         ({"w": _M["w"][0]}, r"w must be \(\.\.\., N, W\), but its shape is \(16,\)"),
         ({"w": _M["w"][:, :8]}, "w of shape"),
+        ({"w": "text"}, "w must be an mx.array, not str"),
+        ({"w": None}, "w must be an mx.array, not NoneType"),
         ({"scales": _M["scales"][:8]}, "scales of shape"),
         ({"biases": _M["biases"][:, :1]}, "biases of shape"),
         ({"biases": _M["biases"].astype(mx.complex64)}, "biases must be floating"),

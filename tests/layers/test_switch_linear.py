@@ -1,7 +1,5 @@
 """QSwitchLinear is mlx-lm's layer, but for how it computes; and a model of them is converted."""
 
-from pathlib import Path
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -10,12 +8,12 @@ from architecture_table import ARCHITECTURES
 from architectures import build
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from mlx_qlayers import convert_model, explain, revert_model, use_backend
+from mlx_qlayers import convert_model, explain, use_backend
 from mlx_qlayers.conversion.plan import counterpart_of, stock_of
 from mlx_qlayers.layers.switch_linear import QSwitchLinear
 from mlx_qlayers.runtime import trace
+from tests.machine import zeros
 from tests.numerics import assert_same_sums, random
 
 FORMATS = [{}, {"group_size": 32, "bits": 3}, {"group_size": 32, "mode": "mxfp4"}]
@@ -73,10 +71,6 @@ def test_counterparts():
 def test_tokens_on_a_gpu_go_to_the_stock_layer_undispatched(machine, monkeypatch):
     """Where ``auto`` would take the stock operator, a token does not wait for the dispatcher."""
     layer, chosen = QSwitchLinear(64, 8, 2, False), mx.array([0, 0, 1, 1])
-
-    def zeros(*, output_shapes, output_dtypes, **_):
-        return [mx.zeros(*each) for each in zip(output_shapes, output_dtypes, strict=True)]
-
     monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **_: zeros)
     cases = ("metal", 4, False), ("cuda", 1, False), ("cuda", 2, True), ("host", 1, True)
     for device, tokens, ours in cases:
@@ -108,43 +102,9 @@ def test_experts_few_and_many_tokens(tokens):
     assert kernels == ["gather_qmm_rows"] * 3 + ["gather_qmm_columns"] * 3
 
 
-def test_saved_loaded_and_reverted(tmp_path: Path):
-    name = "qwen3_moe"
-    model, other = (build(name, ARCHITECTURES[name]) for _ in range(2))
-    stock = [(path, type(m)) for path, m in model.named_modules()]
-    report = convert_model(model)
-    rows = [row for row in report.rows if row.kind == "experts"]
-    assert rows and {row.action for row in rows} == {"swapped"}
-    file = str(tmp_path / "weights.safetensors")
-    model.save_weights(file)
-    other.update({"lm_head": {"scales": mx.zeros_like(other.lm_head.scales)}})
-    other.load_weights(file)
-    assert same_arrays(model, other)
-    reverted = revert_model(model)
-    assert [row.path for row in reverted.rows if row.kind == "experts"] == [r.path for r in rows]
-    assert [(path, type(m)) for path, m in model.named_modules()] == stock
-    assert convert_model(model).counts == report.counts
-
-
 def test_a_damaged_expert_is_named():
     model = build("qwen3_moe", ARCHITECTURES["qwen3_moe"])
     experts = model.layers[0].mlp.switch_mlp.up_proj
     experts.scales = experts.scales[:, :3]
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.switch_mlp\.up_proj: scales of shape"):
         convert_model(model)
-
-
-def test_adapters_on_experts():
-    """mlx-lm puts LoRA around the converted layer, and its gradient goes through the kernels."""
-    model = build("qwen3_moe", ARCHITECTURES["qwen3_moe"])
-    convert_model(model)
-    model.freeze()
-    keys = ["mlp.switch_mlp.up_proj"]
-    linear_to_lora_layers(model, 1, {"rank": 2, "scale": 1.0, "dropout": 0.0, "keys": keys})
-    assert isinstance(model.layers[-1].mlp.switch_mlp.up_proj.linear, QSwitchLinear)
-    tokens = mx.array([[3, 1, 4, 1, 5]])
-    mx.disable_compile()
-    _, gradients = nn.value_and_grad(model, lambda t: mx.sum(model(t) ** 2))(tokens)
-    mx.enable_compile()
-    flat = dict(tree_flatten(gradients))
-    assert flat and all("lora" in key and mx.isfinite(a).all() for key, a in flat.items())

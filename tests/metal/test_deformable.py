@@ -17,17 +17,8 @@ from mlx_qlayers.runtime.backend import use_backend
 from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.spec import Spec
 from mlx_qlayers.runtime.tracing import trace
-from tests.examples.arrays import running
-from tests.gpus import GPUS
 
 SHAPES = ((5, 7), (3, 2))
-
-
-@pytest.fixture(params=["checked", *GPUS])
-def backend(request):
-    """The host backend's build with checks, or for some tests the fast one too; and GPUs."""
-    with running(request.param):
-        yield "host" if request.param == "checked" else request.param
 
 
 def run(arrays, options, config=None):

@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 from attention_cases import DTYPES, expect, make
 from numerics import assert_accurate
+from pairwise import in_turn, pairwise
 
 from mlx_qlayers.ops.attention import attention
 from mlx_qlayers.runtime import explain, trace, use_backend
@@ -19,9 +20,17 @@ def on_the_reference_path():
         yield
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["boolean", "additive", "causal"])
-@pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}, {"sinks": True}, {"window": 3}])
+@pytest.mark.parametrize(
+    ("kind", "extra", "dtype"),
+    in_turn(
+        pairwise(
+            ("boolean", "additive", "causal"),
+            ({}, {"softcap": 2.0}, {"sinks": True}, {"window": 3}),
+        ),
+        DTYPES,
+    ),
+    ids=str,
+)
 def test_a_fully_masked_row_averages_the_values_and_harms_no_other(kind, extra, dtype):
     # Causal with more queries than keys: the first ones see nothing.
     _, (q, k, v), options = make(5, (1, 4, 2, 12, 9, 32, 8), dtype, extra=extra)
@@ -44,14 +53,23 @@ def test_a_fully_masked_row_averages_the_values_and_harms_no_other(kind, extra, 
 
 
 @pytest.mark.parametrize(
-    "width, scale, why", [(36, 1.0, "heads of 36"), (64, -1.0, "a scale of -1"), (64, 1.0, "on a ")]
+    "width, v_width, scale, why",
+    [
+        (36, 40, 1.0, "heads of 36 and 40"),
+        (24, 24, 1.0, "heads of 24"),
+        (264, 64, 1.0, "heads of 264"),
+        (64, 0, 1.0, "nothing to compute"),
+        (64, 64, 0.0, "a scale of 0"),
+        (64, 64, -1.0, "a scale of -1"),
+        (64, 64, 1.0, "on a "),
+    ],
 )
-def test_auto_says_why_it_takes_no_kernel(width, scale, why, machine):
-    q = mx.ones((1, 2, 20, width))
+def test_auto_says_why_it_takes_no_kernel(width, v_width, scale, why, machine):
+    q, v = (mx.ones((1, 2, 20, n)) for n in (width, v_width))
     explain(reset=True)
     machine("host")
     with use_backend("auto"):
-        attention(q, q, q, scale=scale)
+        attention(q, q, v, scale=scale)
     (decision,) = (d for d in explain() if d.op == "attention")
     assert decision.path == "reference" and why.lower() in decision.reason.lower()
 
@@ -95,9 +113,16 @@ def test_launches_that_would_take_long_are_split(kind, monkeypatch):
         assert mx.array_equal(one, other)
 
 
-def test_a_batch_gives_each_member_what_a_batch_of_one_gives():
-    _, (q, k, v), options = make(8, (3, 4, 2, 1, 65, 64, 64), mx.bfloat16)
-    together = attention(q, k, v, **options)
-    for i in range(3):
-        part = slice(i, i + 1)
-        assert mx.array_equal(attention(q[part], k[part], v[part], **options), together[part])
+def test_the_parts_of_packed_keys_may_be_lists():
+    q, packed = mx.ones((1, 4, 1, 64)), mx.quantize(mx.ones((1, 2, 8, 64)), 64, 8)
+    expected = attention(q, tuple(packed), tuple(packed), scale=1.0)
+    for k, v in ((list(packed), list(packed)), (list(packed), tuple(packed))):
+        assert mx.array_equal(attention(q, k, v, scale=1.0), expected)
+
+
+def test_no_array_is_kept():
+    keys = mx.zeros((1, 2, 4096, 64))
+    mx.eval(attention(mx.ones((1, 4, 1, 64)), keys, keys, scale=1.0))
+    before, size = mx.get_active_memory(), keys.nbytes
+    del keys
+    assert before - mx.get_active_memory() >= size

@@ -194,23 +194,6 @@ def test_few_queries_on_a_gpu(on):
         assert unless(Q, plain, plain) is None
 
 
-@pytest.mark.parametrize(
-    "width, v_width, scale, why",
-    [
-        (36, 40, 1.0, "heads of 36 and 40"),
-        (24, 24, 1.0, "heads of 24"),
-        (264, 64, 1.0, "heads of 264"),
-        (64, 0, 1.0, "nothing to compute"),
-        (64, 64, 0.0, "a scale of 0"),
-        (64, 64, 1.0, None),
-    ],
-)
-def test_what_the_kernels_of_many_queries_lack(width, v_width, scale, why):
-    q, v = Spec((1, 1, 9, width), mx.float32), Spec((1, 1, 9, v_width), mx.float32)
-    checked = ops.checked((q, q, v, None, None), (0, 0), scale, None, None, None)
-    assert ops.why_no_kernel(checked) is None if why is None else why in ops.why_no_kernel(checked)
-
-
 # B, H, Hkv, L, S, D, Dv
 SHAPE, ONE_QUERY = (2, 4, 2, 16, 24, 32, 32), (2, 4, 2, 1, 24, 32, 32)
 

@@ -6,18 +6,10 @@ from deformable import NAMES, golden
 from numerics import assert_accurate
 
 from mlx_qlayers import deformable_attention
-from tests.examples.arrays import running
-from tests.gpus import GPUS
-
-
-@pytest.fixture(autouse=True, params=["reference", "host", "checked", *GPUS])
-def backend(request):
-    with running(request.param):
-        yield "host" if request.param == "checked" else request.param
 
 
 @pytest.mark.parametrize("group", ["levels", "level", "border", "special"])
-def test_golden(group):
+def test_golden(group, backend):
     given = golden(group)
     *primals, cotangent = (mx.array(given[name]) for name in (*NAMES, "cotangent"))
     padding, shapes = "border" if group == "border" else "zeros", mx.array(given["shapes"])

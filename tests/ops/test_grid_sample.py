@@ -84,19 +84,6 @@ def test_only_the_gradient_that_is_asked_for_is_computed(backend, asked, missing
     assert len(launches) > 1
 
 
-def test_nan_coordinates_do_not_spread():
-    x, grid, _ = inputs(7)
-    grid[0, 1, 2, 0] = float("nan")
-    for padding_mode in ("border", "reflection"):
-        gradients = mx.grad(
-            lambda *args, p=padding_mode: grid_sample(*args, padding_mode=p).sum(), (0, 1)
-        )(x, grid)
-        assert all(mx.isfinite(g).all().item() for g in gradients)
-        assert gradients[1][0, 1, 2, 0].item() == 0
-    out = grid_sample(x, grid)
-    assert mx.isnan(out).sum().item() == x.shape[-1]
-
-
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shape", [(1, 4, 5, 2), (1, 4, 5, 3, 2)], ids=["image", "volume"])

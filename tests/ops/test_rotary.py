@@ -6,29 +6,19 @@ import pytest
 
 from mlx_qlayers import explain, use_backend
 from mlx_qlayers.ops.rotary import rotary_embedding
-from tests.examples.arrays import running
 from tests.examples.elements import pairs_turned
-from tests.gpus import GPUS
 from tests.numerics import assert_accurate, random, to64
-
-
-@pytest.fixture(params=["reference", "host", "checked", *GPUS], autouse=True)
-def path(request):
-    """The reference, the fast and the checked build of the host backend, and GPUs."""
-    with running(request.param):
-        yield "host" if request.param == "checked" else request.param
-
 
 FREQS = mx.array(np.random.default_rng(9).uniform(1, 100, 12).astype(np.float32))
 
 
 @pytest.mark.parametrize("base", [500_000.0, None])
-def test_angles_are_as_exact_at_any_position(base, path):
+def test_angles_are_as_exact_at_any_position(base, backend):
     """As if cosine and sine were rounded once, where the last bit of an angle is worth 2^-7."""
     x = random(np.random.default_rng(4), (1, 1, 3, 24))
     freqs = FREQS if base is None else None
     found = rotary_embedding(x, x, mx.array(100_003), dims=24, base=base, freqs=freqs, scale=0.7)
-    if path == "reference":
+    if backend == "reference":
         return
     rates = 1 / to64(FREQS) if base is None else base ** (-np.arange(0, 24, 2) / 24)
     angle = 100_003 * 0.7 * rates
@@ -39,7 +29,7 @@ def test_angles_are_as_exact_at_any_position(base, path):
 
 
 @pytest.mark.parametrize("offset", [5, [3, 8]], ids=str)
-def test_positions_and_frequencies_have_no_gradient(offset):
+def test_positions_and_frequencies_have_no_gradient(offset, backend):
     """MLX's own operator refuses to be differentiated by its frequencies on a GPU."""
     rng = np.random.default_rng(3)
     q, k = random(rng, (2, 3, 4, 24)), random(rng, (2, 3, 2, 24))
@@ -52,9 +42,7 @@ def test_positions_and_frequencies_have_no_gradient(offset):
     assert mx.abs(d_q).max() > 0 and d_freqs.shape == FREQS.shape and not d_freqs.any()
 
 
-def test_nothing_to_turn_is_explained(path):
-    if path != "reference":
-        return
+def test_nothing_to_turn_is_explained():
     with use_backend("auto"):
         explain(reset=True)
         q, k = rotary_embedding(mx.zeros((1, 0, 2, 8)), mx.zeros((1, 0, 1, 8)), mx.array(0), dims=8)

@@ -19,7 +19,6 @@ from mlx_qlayers.runtime.backend import (
     set_backend,
     use_backend,
 )
-from mlx_qlayers.runtime.explain import Decision, explain
 
 from .kernels import HISTOGRAM
 
@@ -169,9 +168,3 @@ def test_the_host_backend_says_why_it_cannot_run_a_compiled_kernel(machine):
     machine("host")
     with pytest.raises(BackendError, match=r"kernel histogram: mx.compile or mx.vmap is tracing"):
         mx.compile(launch_histogram)(mx.zeros(16, mx.uint8))
-
-
-def test_launches_are_explained_too(metal):
-    launch_histogram(mx.zeros(16, mx.uint8))
-    launch_histogram(mx.zeros(16, mx.uint8))
-    assert explain() == [Decision("kernel histogram", "metal", "launched", calls=2)]

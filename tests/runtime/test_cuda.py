@@ -15,6 +15,7 @@ from mlx_qlayers.options import AttentionCall, Scores
 from mlx_qlayers.runtime import BackendError, Kernel, use_backend
 from mlx_qlayers.runtime import backend as backend_module
 from mlx_qlayers.runtime.cuda import translate
+from tests.machine import zeros
 from tests.numerics import assert_function, assert_same_sums
 from tests.packed import dequantize64
 
@@ -30,8 +31,7 @@ def launches(monkeypatch):
 
     def run(declaration: dict[str, Any], launch: dict[str, Any]) -> list[mx.array]:
         seen.append((declaration, launch))
-        shapes = zip(launch["output_shapes"], launch["output_dtypes"], strict=True)
-        return [mx.zeros(shape, dtype) for shape, dtype in shapes]
+        return zeros(**launch)
 
     monkeypatch.setattr(mx.fast, "cuda_kernel", kernel_that(run))
     monkeypatch.setitem(backend_module.missing, "cuda", lambda: None)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from machine import has_gpu
+from machine import has_gpu, zeros
 
 from mlx_qlayers import explain, quantized_matmul, use_backend
 from mlx_qlayers.runtime import backend, cuda_ahead
@@ -35,8 +35,7 @@ def machine(tmp_path, monkeypatch):
 
     def run(declaration, launch):
         launched.add(nvrtc.text_of(declaration, launch)[1])
-        shapes = zip(launch["output_shapes"], launch["output_dtypes"], strict=True)
-        return [mx.zeros(shape, dtype) for shape, dtype in shapes]
+        return zeros(**launch)
 
     def compile_one(command, *, input, **_):
         given.append(input)

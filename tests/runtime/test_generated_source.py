@@ -57,11 +57,6 @@ def test_inputs_of_every_dtype_and_rank(dtype, shape):
     agrees(program(source), [mx.zeros(shape, dtype)], [("T", dtype)], [dtype])
 
 
-def test_all_attributes_at_once():
-    source = "".join(f"use({attribute});" for attribute in reversed(generated.ATTRIBUTES))
-    agrees(program(source), [mx.zeros(9)], [], [mx.float32])
-
-
 @pytest.mark.parametrize(
     "words",
     [c for n in range(4) for c in itertools.combinations(("_shape", "_strides", "_ndim"), n)],

@@ -16,7 +16,6 @@ from mlx_lm import load as load_stock
 
 from mlx_qlayers import convert_model, explain, use_backend
 from mlx_qlayers.decode import engine
-from mlx_qlayers.dispatch.measurements import lookup
 from mlx_qlayers.formats import Format
 from mlx_qlayers.measurements import entries
 from mlx_qlayers.measurements.store import clear, listed
@@ -33,16 +32,8 @@ FMT = Format(64, 4)
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    # Compiled kernels stay in the shared cache, results go to a folder of this test's own.
-    monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
+def on_conversion(monkeypatch):
     monkeypatch.setenv("MLX_QLAYERS_CALIBRATE", "1")
-    advance_epoch()
-    explain(reset=True)
-    yield tmp_path / "tuning"
-    entries.unsaved.clear()
-    monkeypatch.undo()
-    advance_epoch()
 
 
 @pytest.fixture
@@ -215,17 +206,6 @@ def test_an_interrupt_loses_nothing(model, timed, monkeypatch):
     assert len(stored()) == 2
     json.loads((entries.user_folder() / "cpu.json").read_text())
     assert calibrate(model).left == 0
-
-
-def test_without_a_place_to_write_results_count_for_the_process(
-    model, timed, folder, capsys, monkeypatch
-):
-    folder.write_text("not a folder")
-    monkeypatch.setattr(module, "_SAVE", 0.0)
-    assert calibrate(model).measured
-    assert capsys.readouterr().err.count("measurements are not kept: ") == 1
-    best = lookup(next(iter(module._counted(model))), "cpu")
-    assert best is not None and best.evidence.source == "measured here"
 
 
 def test_two_processes_do_not_measure_at_once(model, timed, folder):

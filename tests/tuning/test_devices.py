@@ -165,10 +165,7 @@ def mac(request, machine, monkeypatch, tmp_path):
     monkeypatch.setattr(time, "perf_counter", lambda: mac.now)
     monkeypatch.setenv("MLX_QLAYERS_CALIBRATE", "1")
     advance_epoch()
-    yield mac
-    entries.unsaved.clear()
-    monkeypatch.undo()
-    advance_epoch()
+    return mac
 
 
 def converted():

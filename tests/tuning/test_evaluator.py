@@ -72,11 +72,6 @@ def test_what_remains_is_as_uncertain_as_what_is_left_out():
     assert steady.median == pytest.approx(1e-3) and steady.spread == pytest.approx(0)
 
 
-def test_a_configuration_is_verified_and_timed(measured):
-    trial = measured.attempt(RECORD.heuristic("cuda"))
-    assert trial.problem == "" and 0 < trial.seconds < 1
-
-
 @pytest.mark.cuda
 def test_the_clock_of_the_device_counts_nanoseconds():
     timer, chain = QueueTimer(), lambda y: [y @ timer._matrix for _ in range(8)]

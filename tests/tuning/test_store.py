@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -28,16 +27,6 @@ RECORD = RowSumRecord(64, 1024, mx.float16)
 KEY = RECORD.key
 BEST = ("kernel", RowSum(upcast=2))
 ENTRY = Entry(asdict(RowSum(upcast=2)), "kernel", 1e-5, 2e-5, 10, "", version("mlx"))
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
-    advance_epoch()
-    explain(reset=True)
-    yield tmp_path / "tuning"
-    entries.unsaved.clear()
-    advance_epoch()
 
 
 def entry(**changes) -> Entry:
@@ -118,40 +107,40 @@ def test_odd_entries_cost_the_others_nothing_and_are_kept(folder):
     assert set(listed()["gpu"]) == {KEY, "row_sum 1x1 float32"}
 
 
-def test_what_cannot_be_read_is_not_written_over(folder, monkeypatch, capsys):
-    save("gpu", {"row_sum 1x1 float32": entry()})
-    before = (folder / "gpu.json").read_text()
-    read_text = Path.read_text
-
-    def fails(self, *arguments, **options):
-        if self.name == "gpu.json":
-            raise OSError(5, "Input/output error")
-        return read_text(self, *arguments, **options)
-
-    monkeypatch.setattr(Path, "read_text", fails)
-    assert not save("gpu", {KEY: entry()})
-    # Neither is it lost for this process.
-    assert found() == BEST and "not kept" in capsys.readouterr().err
-    monkeypatch.undo()
-    monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(folder.parent))
-    assert (folder / "gpu.json").read_text() == before
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_a_pipe_or_a_folder_in_place_of_the_file_is_no_reason_to_wait(folder, make):
-    folder.mkdir(parents=True)
-    make(folder / "gpu.json")
-    assert found() is None
-    assert not save("gpu", {KEY: entry()}) and found() == BEST
-
-
-def test_without_a_home_folder_results_hold_for_the_process(monkeypatch):
+def no_home(folder, monkeypatch):
     def none():
         raise OSError("Could not determine home directory.")
 
     monkeypatch.setattr(entries, "cache_folder", none)
-    assert found() is None and listed() == {} and clear() == 0
+
+
+def unreadable(folder, monkeypatch):
+    def fails(self, *arguments, **options):
+        raise OSError(5, "Input/output error")
+
+    (folder / "gpu.json").touch()
+    monkeypatch.setattr(Path, "read_text", fails)
+
+
+OBSTACLES = {
+    "a pipe": lambda folder, _: os.mkfifo(folder / "gpu.json"),
+    "a folder": lambda folder, _: os.mkdir(folder / "gpu.json"),
+    "a file in place of the folder": lambda folder, _: (folder.rmdir(), folder.touch()),
+    "no home folder": no_home,
+    "a file that cannot be read": unreadable,
+}
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_what_cannot_be_kept_holds_for_the_process(obstacle, folder, monkeypatch, capsys):
+    """And what cannot be read is not written over."""
+    folder.mkdir(parents=True)
+    OBSTACLES[obstacle](folder, monkeypatch)
+    assert found() is None and not any(listed().values())
     assert not save("gpu", {KEY: entry()}) and found() == BEST
+    assert not save("gpu", {KEY: entry()})
+    assert capsys.readouterr().err.count("not kept") == 1
+    assert obstacle != "no home folder" or clear() == 0
 
 
 def _add(cache, number):
@@ -171,26 +160,8 @@ def test_two_processes_lose_nothing(folder, tmp_path):
     assert [p.name for p in folder.iterdir() if p.name.startswith(".")] == []
 
 
-def test_a_kill_in_the_middle_leaves_a_whole_file(folder, tmp_path):
-    program = (
-        "from mlx_qlayers.measurements.entries import Entry\n"
-        "from mlx_qlayers.measurements.store import save\n"
-        f"entry = {ENTRY!r}\n"
-        "print('ready', flush=True)\n"
-        "i = 0\n"
-        "while True:\n"
-        "    i += 1\n"
-        "    save('gpu', {f'row_sum {i % 50}x1 float32': entry})\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        time.sleep(0.1)
-        process.send_signal(signal.SIGKILL)
-    json.loads((folder / "gpu.json").read_text())
-    assert save("gpu", {KEY: entry()}) and found() == BEST
-
-
 def test_what_a_killed_save_leaves_is_removed_by_the_next(folder):
+    """And what was saved before is there."""
     program = (
         "import os, signal\n"
         "from mlx_qlayers.measurements.entries import Entry\n"
@@ -203,19 +174,8 @@ def test_what_a_killed_save_leaves_is_removed_by_the_next(folder):
         assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
         # The second removed what the first had left.
         assert len([*folder.glob(".*")]) == 1
-        assert end()
+        assert found() == BEST and end()
     assert [*folder.glob(".*")] == []
-
-
-def test_a_folder_that_cannot_be_written_keeps_results_for_the_process(
-    tmp_path, monkeypatch, capsys
-):
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(blocked))
-    assert not save("gpu", {KEY: entry()})
-    assert found() == BEST
-    assert "not kept" in capsys.readouterr().err
 
 
 def test_a_full_disk_leaves_the_old_file_and_no_litter(folder, monkeypatch):

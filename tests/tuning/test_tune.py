@@ -13,7 +13,6 @@ from row_sum import RowSum, RowSumRecord
 from mlx_qlayers.dispatch.measurements import lookup
 from mlx_qlayers.measurements import store
 from mlx_qlayers.runtime import KernelTimeout, use_backend
-from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.tuning import evaluator
 from mlx_qlayers.tuning.evaluator import Times
 from mlx_qlayers.tuning.timing import Sample
@@ -30,16 +29,6 @@ class Small(RowSumRecord):
 
 
 SMALL = Small(*SHAPE)
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    # Compiled kernels stay in the shared cache, results go to a folder of this test's own.
-    monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
-    advance_epoch()
-    yield
-    monkeypatch.undo()
-    advance_epoch()
 
 
 def test_finds_nearly_the_best_and_remembers_it():
@@ -206,23 +195,6 @@ def test_stock_is_taken_unless_the_kernel_is_surely_faster(share, path):
     tuned = tune(SMALL, beam=1, evaluator=Beside)
     assert tuned.path == path == lookup(SMALL, DEVICE).path
     assert tuned.seconds == store.listed()[DEVICE][SMALL.key].seconds
-
-
-def test_an_interrupt_keeps_what_was_found():
-    seen = []
-
-    def progress(trial):
-        seen.append(trial)
-        if len(seen) == 4:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        tune(SMALL, progress=progress, **COUNTED)
-    entry = store.listed()[DEVICE][SMALL.key]
-    best = min(seen, key=lambda trial: trial.seconds)
-    assert entry.seconds == best.seconds and entry.config == asdict(best.config)
-    assert entry.tried == 4 and entry.heuristic == seen[0].seconds
-    assert entry.path == "uncompared"
 
 
 def test_on_a_cpu_configurations_are_measured():

@@ -5,7 +5,6 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from mlx_qlayers import attention
 from mlx_qlayers.formats import Format
@@ -16,7 +15,7 @@ from tests.attention_cases import DTYPES
 from tests.attention_cases import check_output as check
 from tests.gpus import on_gpus
 from tests.launchers import attention_decode, decode_config
-from tests.numerics import assert_same_sums, to64
+from tests.numerics import to64
 from tests.packed import dequantize64
 from tests.pairwise import in_turn, pairwise
 
@@ -102,16 +101,6 @@ def test_packed_keys_and_values(bits, group_size, dtype, widths):
         packed = [tuple(mx.quantize(a, *f[:2])) for a, f in zip(dense, formats, strict=True)]
         exact = [(dequantize64(*a, f),) for a, f in zip(packed, formats, strict=True)]
         check(by_kernel((q, *packed), options, device), (q, *exact), options, device)
-
-
-@on_gpus
-@pytest.mark.parametrize(
-    ("shape", "kind", "extra", "dtype"), pairwise(SHAPES, MASKS, EXTRAS, DTYPES), ids=str
-)
-def test_on_gpus(gpu, shape, kind, extra, dtype):
-    arrays, options = make(0, shape, dtype=dtype, kind=kind, extra=extra)
-    with use_backend(gpu):
-        check(attention(*arrays, **options), arrays, options)
 
 
 @on_gpus
@@ -263,17 +252,3 @@ def test_one_launch_for_a_short_cache_and_two_for_a_long_one():
         with trace() as launches:
             by_kernel(arrays, options)
         assert [launch.kernel for launch in launches] == names
-
-
-@pytest.mark.parametrize("make_cache", [KVCache, lambda: QuantizedKVCache(32, 8)])
-def test_caches_of_mlx_lm(make_cache):
-    """A cache that is filled token by token gives on the kernel what it gives on the reference."""
-    (q, k, v), options = make(11, (1, 6, 2, 1, 300), dtype=mx.float32)
-    cache = make_cache()
-    for start, stop in ((0, 298), (298, 299), (299, 300)):
-        caches = cache.update_and_fetch(k[..., start:stop, :], v[..., start:stop, :])
-        with use_backend("host"):
-            actual = attention(q, *caches, **options)
-        with use_backend("reference"):
-            expected = attention(q, *caches, **options)
-        assert_same_sums(actual, expected)

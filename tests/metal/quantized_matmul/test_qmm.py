@@ -145,11 +145,8 @@ def test_moves_no_more_than_stock():
     """Device memory at 64 rows, beside MLX's own tiled kernel on the same machine."""
     m, n, k = 64, 128, 512
     x, packed = sample(np.random.default_rng(9), m, n, k // 64, AFFINE, mx.float16)
-    stock = mk.load("affine", "affine_qmm_t<half, 64, 4, false, false>", checked=True)
-    sizes = {name: mk.i32(value) for name, value in (("M", m), ("N", n), ("K", k))}
-    given = dict(zip(("w", "scales", "biases"), packed, strict=True)) | {"x": x} | sizes
-    y = {"y": mk.empty((m, n), x.dtype)}
-    theirs = mk.run(stock, given | mk.UNBATCHED, y, (n // 32, m // 32, 1), (32, 2, 2))
+    launch = "false, false", (n // 32, m // 32, 1), (32, 2, 2)
+    _, theirs = mk.affine_product("qmm_t", x, packed, n, (64, 4), *launch)
     # A GPU of NVIDIA's takes the second where the result has columns for all of its cores.
     for device, columns in (("metal", n), ("cuda", 1 << 17)):
         config = qmm_config(device, m, columns, k, x.dtype, AFFINE, True)

@@ -212,15 +212,8 @@ def test_moves_no_more_than_stock(gate, codes):
     m, n, k, dtype = 128, 128, 256, mx.float16
     rng = np.random.default_rng(9)
     x, packed = random(rng, (m, k), dtype), random_packed(rng, n, k, AFFINE, dtype)
-    stock = mk.load(
-        *("affine_nax", "affine_qmm_t_nax<half, 64, 4, true, false>"),
-        checked=True,
-        constants={200: False, 201: False, 202: False},
-    )
-    sizes = {name: mk.i32(value) for name, value in (("M", m), ("N", n), ("K", k))}
-    given = dict(zip(("w", "scales", "biases"), packed, strict=True)) | {"x": x} | sizes
-    y = {"y": mk.empty((m, n), x.dtype)}
-    theirs = mk.run(stock, given | mk.UNBATCHED, y, (n // 64, m // 64, 1), (32, 2, 2))
+    launch = "true, false", (n // 64, m // 64, 1), (32, 2, 2)
+    _, theirs = mk.affine_product("qmm_t_nax", x, packed, n, (64, 4), *launch)
     other = PackedMatrix(*packed) if gate else None
     config = codes_config(m) if codes else tensor_config(m, k, dtype, AFFINE, True, bool(gate))
     with use_backend("host"), checks() as report:

@@ -253,15 +253,10 @@ def test_reads_no_more_than_mlx(rows):
     """Beside MLX's own qmv, in the same checked build."""
     n, k, dtype = 64, 512, mx.float16
     x, packed = sample(np.random.default_rng(rows), rows, n, k // 64, AFFINE, dtype)
-    sizes = {"in_vec_size": mk.i32(k), "out_vec_size": mk.i32(n), "K": mk.i32(k), "N": mk.i32(n)}
-    given = {"x": x, **dict(zip(("w", "scales", "biases"), packed, strict=True)), **sizes}
-    given |= {"M": mk.i32(rows), "y": mk.empty((rows, n), dtype), **mk.UNBATCHED}
     name, groups = ("fast", rows) if rows == 1 else ("wide", -(-rows // 4))
     tail = "false" if rows == 1 else f"{min(rows, 4)}, 8, false"
-    stock = mk.load("affine", f"affine_qmv_{name}<half, 64, 4, {tail}>", checked=True)
-    buffers = {i: given[p.name] for i, p in stock.signature.buffers.items() if p.name in given}
-    y = next(i for i, p in stock.signature.buffers.items() if p.name == "y")
-    theirs = stock.run(buffers, (32 * groups, n // 8 * 2, 1), (32, 2, 1), writes=[y], fresh=[y])
+    launch = tail, (groups, n // 8, 1), (32, 2, 1)
+    _, theirs = mk.affine_product(f"qmv_{name}", x, packed, n, (64, 4), *launch)
     for device in ("cuda", "metal"):
         with checks() as report:
             by_kernel(x, packed, AFFINE, device=device)

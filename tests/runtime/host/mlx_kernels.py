@@ -1,6 +1,7 @@
 """MLX's own Metal kernels, from the headers in its wheel, launched as MLX launches them."""
 
 import ctypes
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -109,6 +110,67 @@ UNBATCHED = {"x_batch_ndims": i32(0), "w_batch_ndims": i32(0)} | {
     name: i64(0)
     for name in ("x_shape", "x_strides", "w_shape", "w_strides", "s_strides", "b_strides")
 }
+
+
+def affine_product(
+    kernel: str,
+    x: mx.array,
+    packed: Sequence[mx.array],
+    n: int,
+    fmt: tuple[int, int],
+    flags: str,
+    threadgroups: Sequence[int],
+    threads: tuple[int, int, int],
+    *,
+    checked: bool = True,
+    tensor_layout: str = "m5",
+) -> tuple[np.ndarray, Counters | None]:
+    """The product of x and a packed matrix, which gives n columns, by one of MLX's kernels.
+
+    ``fmt`` is a group's size and bits. It returns what the kernel did, too.
+    """
+    (m, k), nax = x.shape, kernel.endswith("_nax")
+    sizes = {"in_vec_size": k, "out_vec_size": n, "K": k, "N": n, "M": m}
+    given = {"x": x, **dict(zip(("w", "scales", "biases"), packed, strict=True)), **UNBATCHED}
+    given |= {name: i32(value) for name, value in sizes.items()}
+    name = f"affine_{kernel}<{METAL_NAMES[x.dtype]}, {fmt[0]}, {fmt[1]}, {flags}>"
+    constants = {200: False, 201: False, 202: False} if nax else None
+    loaded = load("affine_nax" if nax else "affine", name, checked=checked, constants=constants)
+    y = empty((m, n), x.dtype)
+    did = run(loaded, given, {"y": y}, threadgroups, threads, tensor_layout=tensor_layout)
+    return y, did
+
+
+def attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    tiles: tuple[int, int],
+    *,
+    causal: bool = False,
+    nax: bool = False,
+) -> tuple[np.ndarray, Counters | None]:
+    """Attention by MLX's kernel for many queries, in tiles of queries and keys; what it did, too.
+
+    The one for the M5 splits a head of 256 over two SIMD groups.
+    """
+    (_, h, length, d), (_, hk, keys, _), (bq, bk) = q.shape, k.shape, tiles
+    constants = {200: length % bq == 0, 201: keys % bk == 0, 300: False, 301: causal}
+    constants |= {302: False, 303: False}
+    t, split, family = METAL_NAMES[q.dtype], nax and d == 256, "attention_nax" * nax or "attention"
+    widths = f"{d}, 4, 2" if split else f"{d}, {d}, 4, 1"
+    name = f"{family}{'_dsplit' * split}<{t}, {bq}, {bk}, {widths}, {t}, float>"
+    loaded = load(family, name, checked=True, constants=constants)
+    nq, nk = -(-length // bq), -(-keys // bk)
+    strides = [(a * b * d, b * d, d) for a, b in ((h, length), (hk, keys), (hk, keys), (h, length))]
+    params = struct.pack(
+        "6if7i12q",
+        *(1, h, d, length, keys, h // hk, d**-0.5),
+        *(nq, nk, length // bq, keys // bk, length % bq, keys % bk, keys - length),
+        *(s for row in strides for s in row),
+    )
+    out, given = empty(q.shape, q.dtype), {"Q": q, "K": k, "V": v, "params": params}
+    return out, run(loaded, given, {"O": out}, (nq, h, 1), (32, 4, 2 if split else 1))
 
 
 def fp_product(

@@ -33,7 +33,7 @@ def note(
 def quantized(
     kernel: str, bits: int, group: int, dtype: mx.Dtype, shape: tuple[int, int, int]
 ) -> Any:
-    """Arguments and truth of one affine product; rows of w are groups along K, or along N."""
+    """x, a packed matrix and their product; rows of the matrix are groups along K, or along N."""
     m, n, k = shape
     mx.random.seed(bits * 1000 + group)
     transposed = kernel not in ("qvm", "qmm_n")
@@ -45,9 +45,7 @@ def quantized(
     # The tiled kernels keep weights in the dtype.
     weights = mk.float64(exact.astype(dtype) if "qmm" in kernel else exact, dtype)
     truth = mk.float64(x, dtype) @ (weights.T if transposed else weights)
-    names = {"in_vec_size": k, "out_vec_size": n, "K": k, "N": n, "M": m}
-    given = {name: mk.i32(value) for name, value in names.items()}
-    return {"w": wq, "scales": scales, "biases": biases, "x": x, **given, **mk.UNBATCHED}, truth
+    return x, (wq, scales, biases), truth
 
 
 def _affine(kernel: str, bits: int, group: int, dtype: mx.Dtype, checked: bool) -> float:
@@ -61,9 +59,8 @@ def _affine(kernel: str, bits: int, group: int, dtype: mx.Dtype, checked: bool) 
         "qmm_n": (37, 128, 96),
     }[kernel]
     k = max(k, group)
-    arguments, truth = quantized(kernel, bits, group, dtype, (m, n, k))
-    t = mk.METAL_NAMES[dtype]
-    tail, groups, threads = {
+    x, packed, truth = quantized(kernel, bits, group, dtype, (m, n, k))
+    launch = {
         "qmv_fast": ("false", (m, n // 8, 1), (32, 2, 1)),
         "qmv": ("false", (m, -(-n // 8), 1), (32, 2, 1)),
         "qmv_wide": ("4, 8, false", (2, -(-n // 8), 1), (32, 2, 1)),
@@ -72,9 +69,7 @@ def _affine(kernel: str, bits: int, group: int, dtype: mx.Dtype, checked: bool) 
         "qmm_t": ("false, false", (-(-n // 32), -(-m // 32), 1), (32, 2, 2)),
         "qmm_n": ("false", (n // 32, -(-m // 32), 1), (32, 2, 2)),
     }[kernel]
-    loaded = mk.load("affine", f"affine_{kernel}<{t}, {group}, {bits}, {tail}>", checked=checked)
-    y = mk.empty((m, n), dtype)
-    mk.run(loaded, arguments, {"y": y}, groups, threads)
+    y, _ = mk.affine_product(kernel, x, packed, n, (group, bits), *launch, checked=checked)
     return mk.error(mk.float64(y, dtype), truth, dtype)
 
 
@@ -215,28 +210,10 @@ def test_sdpa_vector_2pass(record_property):
 
 @pytest.mark.parametrize(("causal", "dtype"), [(True, mx.float16), (False, mx.float32)])
 def test_steel_attention(causal, dtype, record_property):
-    h, hk, length, keys, d, bq, bk = 4, 2, 45, 77, 64, 32, 32
-    q, k, v, truth = attention_inputs(dtype, (h, hk), (length, keys), d, causal)
-    constants = {200: False, 201: False, 300: False, 301: causal, 302: False, 303: False}
-    t = mk.METAL_NAMES[dtype]
-    loaded = mk.load(
-        "attention",
-        f"attention<{t}, {bq}, {bk}, {d}, {d}, 4, 1, {t}, float>",
-        checked=True,
-        constants=constants,
-    )
-    nq, nk = -(-length // bq), -(-keys // bk)
-    strides = [(a * b * d, b * d, d) for a, b in ((h, length), (hk, keys), (hk, keys), (h, length))]
-    params = struct.pack(
-        "6if7i12q",
-        *(1, h, d, length, keys, h // hk, d**-0.5),
-        *(nq, nk, length // bq, keys // bk, length % bq, keys % bk, keys - length),
-        *(s for row in strides for s in row),
-    )
-    out = mk.empty((1, h, length, d), dtype)
-    mk.run(loaded, {"Q": q, "K": k, "V": v, "params": params}, {"O": out}, (nq, h, 1), (32, 4, 1))
+    q, k, v, truth = attention_inputs(dtype, (4, 2), (45, 77), 64, causal)
+    out, _ = mk.attention(q, k, v, (32, 32), causal=causal)
     error = mk.error(mk.float64(out, dtype), truth, dtype)
-    case = f"{t}, {'causal' if causal else 'no mask'}"
+    case = f"{mk.METAL_NAMES[dtype]}, {'causal' if causal else 'no mask'}"
     note(record_property, "steel_attention", case, error, dtype)
 
 

@@ -4,8 +4,6 @@ They assume that layout, as MLX runs them on nothing else: under another one the
 is what the other layouts are for.
 """
 
-import struct
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -23,17 +21,11 @@ ALIGNED = {200: False, 201: False, 202: False}
 def _affine(bits: int, group: int, dtype: mx.Dtype, plain: bool, layout: str) -> float:
     name = "qmm_n" if plain else "qmm_t"
     n = 128 if plain else N
-    arguments, truth = quantized(name, bits, group, dtype, (M, n, K))
-    flags = "false" if plain else "false, false"
-    t = mk.METAL_NAMES[dtype]
-    loaded = mk.load(
-        *("affine_nax", f"affine_{name}_nax<{t}, {group}, {bits}, {flags}>"),
-        checked=True,
-        constants=ALIGNED,
+    x, packed, truth = quantized(name, bits, group, dtype, (M, n, K))
+    launch = "false" if plain else "false, false", (-(-n // TILE), -(-M // TILE), 1), (32, 2, 2)
+    y, _ = mk.affine_product(
+        *(f"{name}_nax", x, packed, n, (group, bits), *launch), tensor_layout=layout
     )
-    y = mk.empty((M, n), dtype)
-    groups = (-(-n // TILE), -(-M // TILE), 1)
-    mk.run(loaded, arguments, {"y": y}, groups, (32, 2, 2), tensor_layout=layout)
     return mk.error(mk.float64(y, dtype), truth, dtype)
 
 
@@ -69,25 +61,8 @@ def test_fp(mode, group, bits, record_property):
     [(64, True, mx.bfloat16), pytest.param(256, False, mx.float16, marks=pytest.mark.thorough)],
 )
 def test_attention(d, causal, dtype, record_property):
-    h, hk, length, keys, bq, bk = 2, 1, 75, 101, 64, 32
-    q, k, v, truth = attention_inputs(dtype, (h, hk), (length, keys), d, causal)
-    constants = {200: False, 201: False, 300: False, 301: causal, 302: False, 303: False}
-    t, split = mk.METAL_NAMES[dtype], d == 256
-    # A wide head is split over two SIMD groups.
-    name = f"attention_nax{'_dsplit' if split else ''}<{t}, {bq}, {bk}, {d}"
-    name += f", 4, 2, {t}, float>" if split else f", {d}, 4, 1, {t}, float>"
-    loaded = mk.load("attention_nax", name, checked=True, constants=constants)
-    nq, nk = -(-length // bq), -(-keys // bk)
-    strides = [(a * b * d, b * d, d) for a, b in ((h, length), (hk, keys), (hk, keys), (h, length))]
-    params = struct.pack(
-        "6if7i12q",
-        *(1, h, d, length, keys, h // hk, d**-0.5),
-        *(nq, nk, length // bq, keys // bk, length % bq, keys % bk, keys - length),
-        *(s for row in strides for s in row),
-    )
-    out = mk.empty((1, h, length, d), dtype)
-    threads = (32, 4, 2 if split else 1)
-    mk.run(loaded, {"Q": q, "K": k, "V": v, "params": params}, {"O": out}, (nq, h, 1), threads)
+    q, k, v, truth = attention_inputs(dtype, (2, 1), (75, 101), d, causal)
+    out, _ = mk.attention(q, k, v, (64, 32), causal=causal, nax=True)
     error = mk.error(mk.float64(out, dtype), truth, dtype)
     assert np.isfinite(error)
-    note(record_property, "attention_nax", f"{t}, D = {d}", error, dtype)
+    note(record_property, "attention_nax", f"{mk.METAL_NAMES[dtype]}, D = {d}", error, dtype)

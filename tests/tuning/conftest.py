@@ -1,0 +1,19 @@
+"""Results of a test's own."""
+
+import pytest
+
+from mlx_qlayers import explain
+from mlx_qlayers.measurements import entries
+from mlx_qlayers.runtime.backend import advance_epoch
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Where they are stored; compiled kernels stay in the shared cache."""
+    monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
+    advance_epoch()
+    explain(reset=True)
+    yield tmp_path / "tuning"
+    entries.unsaved.clear()
+    monkeypatch.undo()
+    advance_epoch()
