@@ -84,6 +84,8 @@ class AppendForm(Form):
         self.weights, self.caches = weights, caches
         if self.program.dynamic:
             raise Unsupported("its code computes with positions")
+        if self.length > 1 and self.states:
+            raise Unsupported("tokens that are dropped take states back, and all rows with them")
         groups: dict[int, list[int]] = {}
         for number in sorted(
             {int(n.split(".")[1]) for n in graph.outputs if n.startswith("append.")}
@@ -139,10 +141,9 @@ class AppendForm(Form):
     def dropped(
         self, own: Sequence[Any], state: AppendState, count: int
     ) -> tuple[AppendState, list[dict[str, Any]]] | None:
-        if state.states or any(each.held < count for each in state.append_buffers):
+        if any(each.held < count for each in state.append_buffers):
             return None
-        found = super().dropped(own, ({}, None), count)
-        items = found[1] if found else []
+        items = [{"offset": vars(c)["offset"] - count} for c in own]
         beside = [
             each._replace(held=each.held - count, left=each.left + count)
             for each in state.append_buffers
@@ -167,7 +168,7 @@ class AppendForm(Form):
         None where append buffers have no room, or the caches are of another kind.
         """
         room = min(each.left for each in state.append_buffers) >= self.length
-        if not room or state.states or self.caches != other.caches:
+        if not room or self.caches != other.caches:
             return None
         return self._state(own, state.append_buffers, state.at)
 

@@ -249,6 +249,8 @@ class Steps:
             left = min([*(count * length for count in steps), now.left])
             self.progress[own[0]] = now._replace(asked=asked, left=left)
             if isinstance(step, AppendForm):
+                if len(self.appending) >= _KEPT:
+                    self.appending.clear()
                 self.appending[asked] = step, found
             return logits
         raise AssertionError
