@@ -35,13 +35,13 @@ def int8_matmul(
         scales: (N,) float32.
         bias: (N,) in the dtype of ``x``.
         block: columns of ``x`` that are mixed before they are rounded, as those of ``w`` were
-            (:func:`~mlx_qlayers.reference.int8_matmul.rotated`); 0 for none.
+            (:func:`~mlx_qlayers.reference.int8_matmul.rotated`): 16, 32, 64 or 128; 0 for none.
 
     Returns:
         (..., N) in the dtype of ``x``. Its gradient for ``x`` is that without rounding.
 
     Raises:
-        ValueError: an argument has a shape or dtype that does not fit; it is named.
+        ValueError: an argument has a shape, dtype or value that does not fit; it is named.
 
     Example:
         >>> x, w = mx.random.normal((3, 64)), mx.full((8, 64), 2, mx.int8)
@@ -58,11 +58,15 @@ _TAKES = Signature("""
     w: int8 (N, K)
     scales: float32 (N,)
     bias: x (N,) or None
+    block: int
 """)
+_BLOCKS = 0, 16, 32, 64, 128
 
 
 def _plan(arrays: Sequence[Any], block: int) -> Plan:
-    _TAKES.check(*arrays)
+    columns = _TAKES.check(*arrays, block)["K"]
+    if block not in _BLOCKS or (block and columns % block):
+        raise ValueError(f"block must be one of {_BLOCKS} and divide {columns}, not {block}")
     x, w, _, bias = arrays
     lacking = _lacking(x, w.shape[0])
     choice = choose("int8_matmul", () if lacking else KERNELS, unless=lacking)

@@ -177,6 +177,9 @@ _INT8 = Calls(
         ({"w": _zeros((8, 16), mx.int8)}, r"w must be \(N, 32\), but its shape is \(8, 16\)"),
         ({"w": _zeros((8, 32))}, "w must be int8, not"),
         ({"scales": _zeros((8,), mx.float16)}, "scales must be float32"),
+        ({"block": 2**70}, r"block must be one of \(0, 16, 32, 64, 128\) and divide 32, not 118"),
+        ({"block": 64}, "block must be one of .* and divide 32, not 64"),
+        ({"block": 16.0}, r"block must be an integer, not 16\.0"),
     ],
 )
 _GPTQ = Calls(
