@@ -36,7 +36,7 @@ SMALLER = {
         "budget_s=20": "budget_s=2",
     },
     "09_fine_tuning": {
-        "SECONDS = 40": "SECONDS = 0.5",
+        "SECONDS = 60": "SECONDS = 0.5",
         "BATCH, LENGTH = 4, 64": "BATCH, LENGTH = 1, 16",
         "np.arange(16) * (len(held_out) // 16": "np.arange(4) * (len(held_out) // 4",
         "max_tokens=60": "max_tokens=20",
