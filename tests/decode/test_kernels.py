@@ -51,6 +51,14 @@ def families(kernels: list[str]) -> Counter[str]:
     return Counter("attention" if "attention" in name else name for name in names)
 
 
+def test_experts_of_the_same_rows_are_one_launch():
+    """Of Kimi K3 a gate and its factor meet behind an activation that no rule joins with them."""
+    model = build("kimi_k3", ARCHITECTURES["kimi_k3"])
+    with use_backend("host"):
+        _, kernels = logits(model, 1, graph=True)
+    assert families(kernels)["experts_products"] == 2
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_of_a_token(name):
     model = build(name, ARCHITECTURES[name])
