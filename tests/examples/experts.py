@@ -166,14 +166,15 @@ def _combined(case: SimpleNamespace, rng: np.random.Generator) -> Call:
         total = given.rounded((y * scores).sum(-2).astype(y.dtype))
         # Products are rounded to the dtype, and so may be what the scores make of them.
         lost = (large * np.abs(scores)).sum(-2) + unit * (np.abs(y * scores)).sum(-2)
-        found, terms = {"0": total + added}, {"0": lost + np.abs(added)}
+        most = 0.99 * float(mx.finfo(given.dtype).max)  # of what is rounded on the way
+        lost = np.where((np.abs(y) < most).all(-2), lost + np.abs(added), np.inf)
+        found, terms = {"0": total + added}, {"0": lost}
         if up:
             of, lost = given.back(up[0][..., None, :] * scores, 0)
             found |= {"x": of, "scores": summed(y * up[0][..., None, :]), "residual": up[0]}
             of_scores = ((large + unit * np.abs(y)) * np.abs(up[0][..., None, :])).sum(-1)
             # They are sums in their dtype of products in that of x: neither holds more than that.
-            kinds = given.dtype, dtype_of(case.scores)
-            most, most_of_sums = (0.99 * float(mx.finfo(kind).max) for kind in kinds)
+            most_of_sums = 0.99 * float(mx.finfo(dtype_of(case.scores)).max)
             held = (np.abs(y) < most).all(-1) & (of_scores < most_of_sums)
             of_scores = np.where(held, 2 * of_scores.max(initial=0), np.inf)
             terms |= {"scores": of_scores, "residual": 0.0}

@@ -58,7 +58,8 @@ def _gated_delta(case: SimpleNamespace, rng: np.random.Generator) -> Call:
                 n[name] = to64(round_to(n[name], dtype)).astype(kind)
         of = [_by_token(n)] + ([_by_token(n, True)] if kind == np.float64 else [])
         named = [dict(zip("01", each, strict=True)) for each in of]
-        return named[0], named[-1]
+        # Keys and queries are as exact as their norms: a sum, its root, a quotient and a product.
+        return named[0], {name: (1 + (norms is not None)) * a for name, a in named[-1].items()}
 
     full = (case.length > 0 and case.width % 32 == 0) or case.width == 16
     dtypes, shape = (dtype, mx.float32), (*gates, case.values)

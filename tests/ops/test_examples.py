@@ -15,7 +15,7 @@ from tests.numerics import assert_gradient, assert_same_sums
 AWKWARD = [(name, i) for name, each in RANDOM.items() for i in range(len(each.awkward))]
 
 
-@pytest.mark.parametrize("path", ["reference", "checked", *GPUS])
+@pytest.mark.parametrize("path", ["reference", "auto", "checked", *GPUS])
 @pytest.mark.parametrize(("name", "number"), AWKWARD)
 def test_awkward_calls_against_float64(name, number, path):
     """Results and gradients, by kernels where there are any."""

@@ -153,9 +153,9 @@ template <
 
   // Only a mask array can leave a row without a key inside its window.
   int first = windowed && seen < BOOLEAN ? max(0, keys - L - window + 1) : 0;
-  // No row sees keys behind those of the last query among them.
+  // No row sees keys behind those of the last query among them; one that sees none takes the mean of all.
   int last_row = first_row % L + rows - 1;
-  int end = seen == CAUSAL && last_row < L ? keys - L + last_row + 1 : keys;
+  int end = seen == CAUSAL && last_row < L && keys >= L ? keys - L + last_row + 1 : keys;
   for (int base = first; base < end; base += block) {
     int count = min(block, end - base);
     for (int i = 0; i < count; i++) {
