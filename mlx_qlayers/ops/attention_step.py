@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -132,7 +132,7 @@ def _plan(
     scale, epsilon = float(scale), float(epsilon)  # MLX takes no larger integers than int64
     check_rotation(rotation, call.freqs, width)
     share, shape = q.shape[2] // (kv_heads * width), (batch, kv_heads, size, width)
-    choice = _choose(q.dtype, share, shape, v_width, call.packing, q.shape[1])
+    choice = _choose(_Asked(q.dtype, share, shape, v_width, call.packing, q.shape[1]))
     composed = reference.attention_step(arrays, scale, rotation, epsilon)
     if choice.path == "reference":
         return Plan(choice, composed)
@@ -174,6 +174,17 @@ _NUMBERS = Signature("scale: number\nepsilon: number")
 ATTENTION_STEP = Operation("attention_step", _plan, sample=_sample)
 
 
+class _Asked(NamedTuple):
+    """What a choice depends on: a cache (B, Hkv, S, D), values' width, tokens of each sequence."""
+
+    dtype: mx.Dtype
+    share: int
+    k_shape: tuple[int, ...]
+    v_width: int
+    packing: Packing
+    tokens: int
+
+
 def why_not(
     dtype: mx.Dtype,
     share: int,
@@ -183,42 +194,30 @@ def why_not(
     tokens: int = 1,
 ) -> str | None:
     """Why the kernel should not be used for a cache (B, Hkv, S, D) of ``dtype`` here, if so."""
-    if not _covers(dtype, share, k_shape, v_width, packing, tokens):
+    asked = _Asked(dtype, share, k_shape, v_width, packing, tokens)
+    if not _covers(asked):
         return "no kernel for these shapes"
-    choice = _choose(dtype, share, k_shape, v_width, packing, tokens)
+    choice = _choose(asked)
     return choice.reason if choice.path == "reference" else None
 
 
-def _choose(
-    dtype: mx.Dtype,
-    share: int,
-    k_shape: tuple[int, ...],
-    v_width: int,
-    packing: Packing,
-    tokens: int,
-) -> Choice:
+def _choose(asked: _Asked) -> Choice:
     """The kernel, unless the stock operators were measured to be faster."""
-    bits = packing.bits
-    if not _covers(dtype, share, k_shape, v_width, packing, tokens):
+    if not _covers(asked):
         return choose("attention_step", ())
+    dtype, share, k_shape, v_width, packing, _ = asked
     failed = proof.failed("attention_step") if device_of().needs_proof else None
     # Several tokens go by a measurement of one: both read the same keys.
     q = Spec((k_shape[0], 1, share * k_shape[1] * k_shape[3]), dtype)
     best = found("attention_step", *kernels.question(q, Spec(k_shape, dtype), v_width, packing))
     if failed or not device_of().gpu:  # a CPU decodes by attention to rows
         best = None
-    by = f"attention_step_packed, {bits} bits" if bits else ""
+    by = f"attention_step_packed, {packing.bits} bits" if packing.bits else ""
     return choose("attention_step", unless=failed or unmeasured(), by=by, best=best)
 
 
-def _covers(
-    dtype: mx.Dtype,
-    share: int,
-    k_shape: tuple[int, ...],
-    v_width: int,
-    packing: Packing,
-    tokens: int,
-) -> bool:
+def _covers(asked: _Asked) -> bool:
+    dtype, share, k_shape, v_width, packing, tokens = asked
     width, bits = k_shape[3], packing.widest
     if not {*packing[1:]} <= {0, *BITS}:
         return False

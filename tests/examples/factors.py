@@ -13,12 +13,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from mlx_qlayers import linalg
-from mlx_qlayers.ops.linalg import subtract_product
 from tests.examples import arrays
 from tests.examples.arrays import filled, laid_out
 from tests.examples.calls import BACKENDS, Call, Numbers, Random
 from tests.numerics import EPSILON, random, to64
-from tests.oracles import product, sums
 
 EPS = EPSILON[mx.float32]
 _SIZE = st.sampled_from([*range(8), 31, 32, 33, 64, 70])
@@ -288,31 +286,6 @@ CHO_SOLVE = Random(
         for u in (False, True)
         for i in (False, True)
     ],
-)
-
-
-def _subtract_product(case: SimpleNamespace, rng: np.random.Generator) -> Call:
-    n, m, k = case.sizes
-    b, a, x = case.leading
-    names, shapes = "bax", ((*b, n, m), (*a, n, k), (*x, k, m))
-    given = arrays.placed(names, [random(rng, shape) for shape in shapes], case.layouts)
-
-    def expected(n: Numbers, up: list[np.ndarray], _: bool) -> tuple[Numbers, Numbers]:
-        terms = sums(-n["a"], n["x"], np.abs(n["x"]), n["b"])
-        return {"0": product(-n["a"], n["x"], n["b"])}, {"0": terms}
-
-    lead = np.broadcast_shapes(b, a, x)
-    full = np.prod(lead) * n * m * k > 0
-    return Call(subtract_product, given, {}, (*lead, n, m), expected, (), full)
-
-
-SUBTRACT_PRODUCT = Random(
-    {
-        "sizes": ((7, 9, 5), st.tuples(_SIZE, _SIZE, _SIZE)),
-        "leading": [((),) * 3, ((3, 1), (2,), ()), ((2,), (), (2,)), ((), (3,), ())],
-    },
-    _subtract_product,
-    [{"sizes": (41, 135, 37), "leading": ((3, 1), (2,), ())}],
 )
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.gather_qmm import gather_qmm
+from mlx_qlayers.ops.linalg import subtract_product
 from mlx_qlayers.ops.quantized_matmul import quantized_matmul
 from tests.examples import arrays
 from tests.examples.arrays import DTYPES, dtype_of, filled
@@ -331,4 +332,32 @@ GATHER_QMM = Random(
         {"fmt": FP4, "shapes": GATHERED[0], "dtypes": ("bfloat16",) * 2, "scaled": True},
         {"fmt": FP4, "shapes": GATHERED[1], "scaled": True, "transpose": False},
     ],
+)
+
+
+_SIZE = st.sampled_from([*range(8), 31, 32, 33, 64, 70])
+
+
+def _subtract_product(case: SimpleNamespace, rng: np.random.Generator) -> Call:
+    n, m, k = case.sizes
+    b, a, x = case.leading
+    names, shapes = "bax", ((*b, n, m), (*a, n, k), (*x, k, m))
+    given = arrays.placed(names, [random(rng, shape) for shape in shapes], case.layouts)
+
+    def expected(n: Numbers, up: list[np.ndarray], _: bool) -> tuple[Numbers, Numbers]:
+        terms = sums(-n["a"], n["x"], np.abs(n["x"]), n["b"])
+        return {"0": product(-n["a"], n["x"], n["b"])}, {"0": terms}
+
+    lead = np.broadcast_shapes(b, a, x)
+    full = np.prod(lead) * n * m * k > 0
+    return Call(subtract_product, given, {}, (*lead, n, m), expected, (), full)
+
+
+SUBTRACT_PRODUCT = Random(
+    {
+        "sizes": ((7, 9, 5), st.tuples(*[_SIZE] * 3)),
+        "leading": [((),) * 3, ((3, 1), (2,), ()), ((2,), (), (2,)), ((), (3,), ())],
+    },
+    _subtract_product,
+    [{"sizes": (41, 135, 37), "leading": ((3, 1), (2,), ())}],
 )

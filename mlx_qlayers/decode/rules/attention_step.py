@@ -13,13 +13,12 @@ turn. The new append buffers are outputs by the same names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ...options import Rotation, row_words
+from ...options import row_words
 from ..graph import (
     Graph,
     Node,
@@ -32,58 +31,8 @@ from ..graph import (
     fits,
     rewrite,
 )
+from .heads import VIEWS, Heads, reshaped, turned, turned_heads
 from .masks import shown
-from .rotary import finite
-
-
-def keeps_order(node: Node) -> bool:
-    """Whether a node gives the elements of its source in the same order."""
-    if node.op in ("Reshape", "Flatten", "Unflatten", "Squeeze", "ExpandDims"):
-        return True
-    source = node.src[0] if node.src else None
-    if node.op != "Transpose" or source is None:
-        return False
-    kept = [axis for axis in node.arg[0] if source.shape[axis] != 1]
-    return kept == sorted(kept)
-
-
-def views(node: Node) -> Iterator[Node]:
-    """A node and those before it that have its elements in its order."""
-    yield node
-    while keeps_order(node) and node.src[0] is not None:
-        node = node.src[0]
-        yield node
-
-
-def _seen_anew(root: Node) -> Node | None:
-    """An array that was reshaped and now has the shape again that it had."""
-    if not keeps_order(root):
-        return None
-    before = [*views(root)][1:]
-    same = next((each for each in before if each.shape == root.shape), None)
-    if same is None and len(before) > 1:
-        shape = root.arg if root.op == "Reshape" else (root.shape,)
-        return Node("Reshape", (before[-1],), shape, root.outputs)
-    return same
-
-
-def _turned_back(root: Node) -> Node | None:
-    """The source of two transpositions that cancel."""
-    source = root.src[0]
-    if source is None or source.op != "Transpose" or source.src[0] is None:
-        return None
-    undone = [source.arg[0][axis] for axis in root.arg[0]]
-    return source.src[0] if undone == [*range(len(undone))] else None
-
-
-VIEWS: list[Rule] = [
-    (Pattern(("Transpose",)), _turned_back),
-    (
-        Pattern(("Reshape", "Flatten", "Unflatten", "Squeeze", "ExpandDims", "Transpose")),
-        _seen_anew,
-    ),
-]
-
 
 # Caches that may have an append buffer, and which counts are the row and the position of a token;
 # the position of a batch is an array.
@@ -257,92 +206,6 @@ def _is_at(offset: Node | None, number: int, caches: TracedCaches) -> bool:
     return name.endswith(".offset") and caches.is_of(name, number)
 
 
-class _Heads(NamedTuple):
-    """The heads of a step's tokens: (B, H, L, D), or (B, L, H, D) if tokens are ``outside``."""
-
-    node: Node
-    tokens: int
-    outside: bool = False
-
-    def rows(self) -> Node:
-        """Heads side by side, (B, L, H * D)."""
-        in_order = self.outside or self.tokens == 1
-        node = self.node if in_order else _turned_heads(self.node)
-        batch, *others = node.shape
-        return _reshaped(node, (batch, self.tokens, prod(others) // self.tokens))
-
-    def behind(self, op: str) -> tuple[_Heads, Node | None]:
-        """What an operation takes of which these are a view, and the operation."""
-        now, width = self, self.node.shape[-1]
-        while now.node.op != op or now.node.shape[-1] != width:
-            source = now.node.src[0] if now.node.src else None
-            if source is None:
-                return self, None
-            if now.node.op == "Transpose" and now.node.arg[0] == _TURN:
-                now = now._replace(node=source, outside=not now.outside)
-            elif keeps_order(now.node):
-                now = now._replace(node=source)
-            else:
-                return self, None
-        source = now.node.src[0]
-        return (self, None) if source is None else (now._replace(node=source), now.node)
-
-
-_TURN = 0, 2, 1, 3
-
-
-def _reshaped(node: Node, shape: tuple[Any, ...]) -> Node:
-    return Node("Reshape", (node,), (shape,), (Spec(shape, node.dtype),))
-
-
-def _turned_heads(node: Node) -> Node:
-    """(B, H, L, D) as (B, L, H, D), or back."""
-    if node.op == "Transpose" and node.arg[0] == _TURN and node.src[0] is not None:
-        return node.src[0]
-    shape = tuple(node.shape[axis] for axis in _TURN)
-    return Node("Transpose", (node,), (_TURN,), (Spec(shape, node.dtype),))
-
-
-_SCALED = P("Multiply(x, -scale)")
-
-
-class _Turned(NamedTuple):
-    """Queries and keys as rows, and what attention does to both of them before they meet."""
-
-    q: Node
-    k: Node
-    scale: float
-    rotation: Rotation = Rotation(0)
-    epsilon: float = 0.0
-    freqs: Node | None = None
-    norms: tuple[Node | None, Node | None] = (None, None)
-
-
-def _turned(q: Node, k: Node, at: Callable[[Node | None], bool]) -> _Turned:
-    """Queries and keys before the rotary embedding and norms that attention does as well."""
-    scale = 1.0
-    found = fits(_SCALED, q)  # by a number, which may as well be part of the scale
-    if found is not None and found["x"].shape == q.shape:
-        scale, q = found["scale"], found["x"]
-    of_q, of_k = (_Heads(x, x.shape[2]) for x in (q, k))
-    given = _Turned(of_q.rows(), of_k.rows(), scale)
-    (of_q, one), (of_k, other) = of_q.behind("RoPE"), of_k.behind("RoPE")
-    if one is not None and other is not None:
-        if (one.arg, one.src[1:]) != (other.arg, other.src[1:]) or not at(one.src[1]):
-            return given
-        dims, traditional, base, factor, _ = one.arg
-        freqs = finite(one.src[2] if len(one.src) > 2 else None)
-        rotation = Rotation(dims, traditional, None if freqs else base, factor)
-        given = _Turned(of_q.rows(), of_k.rows(), scale, rotation, freqs=freqs)
-    elif one is not other:
-        return given
-    (of_q, one), (of_k, other) = of_q.behind("RMSNorm"), of_k.behind("RMSNorm")
-    if one is None or other is None or one.arg != other.arg or None in (one.src[1], other.src[1]):
-        return given
-    weights = one.src[1], other.src[1]
-    return given._replace(q=of_q.rows(), k=of_k.rows(), epsilon=one.arg[0], norms=weights)
-
-
 def _input(name: str, shape: tuple[Any, ...], dtype: mx.Dtype = mx.int32) -> Node:
     return Node("Input", (), (name,), (Spec(shape, dtype),))
 
@@ -367,7 +230,7 @@ def _step(
         return None
     if {a.q.dtype, keys.new.dtype, values.new.dtype} != {keys.buffers[-1].dtype}:
         return None
-    given = _turned(a.q, keys.new, lambda offset: _is_at(offset, number, caches))
+    given = turned(a.q, keys.new, lambda offset: _is_at(offset, number, caches))
     (batch, kv_heads, *_), rows = keys.buffers[0].shape, Size(0, (("append", 1),))
     specs = []
     for each in (keys, values):
@@ -386,7 +249,7 @@ def _step(
         like = sizes.setdefault(caches.first(number), (keys.buffers[0], appended[0]))
         mask = Node("Shown", (at, *like), settled, (hidden,))
     src = (
-        *(given.q, given.k, _Heads(values.new, tokens).rows()),
+        *(given.q, given.k, Heads(values.new, tokens).rows()),
         *(*keys.buffers, *values.buffers, *appended, at),
         *(given.freqs, mask, a.sinks, *given.norms, _input(f"semaphores.{count}", (8,))),
     )
@@ -410,8 +273,8 @@ def with_append_buffers(graph: Graph, caches: TracedCaches) -> Graph:
         if (step := _step(a, keys, values, caches, len(places), sizes)) is None:
             continue
         batch, tokens, _ = step.shape
-        heads = _reshaped(step.item(0), (batch, tokens, a.q.shape[1], node.shape[-1]))
-        places[node] = _reshaped(_turned_heads(heads) if tokens > 1 else heads, node.shape)
+        heads = reshaped(step.item(0), (batch, tokens, a.q.shape[1], node.shape[-1]))
+        places[node] = reshaped(turned_heads(heads) if tokens > 1 else heads, node.shape)
         for number, (name, each) in enumerate((("keys", keys), ("values", values)), 1):
             # Several attentions to one cache make the same append buffer.
             outputs.setdefault(f"append.{each.number}.{name}", step.item(number))

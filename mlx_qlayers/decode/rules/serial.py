@@ -14,7 +14,8 @@ from ...metal.attention.decode import MAX_QUERIES
 from ...options import Rotation
 from ..graph import Graph, Node, Pattern, Rule, Size, Spec, first_rows, rewrite
 from .attention import of_heads
-from .attention_step import VIEWS, of_packed
+from .attention_step import of_packed
+from .heads import VIEWS
 from .masks import seen_through
 from .rotary import finite
 

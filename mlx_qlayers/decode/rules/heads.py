@@ -1,0 +1,151 @@
+"""Heads of a step's tokens: the rows that they are made of, and what is done to them on the way.
+
+Attention takes queries and keys as rows, (B, L, H * D), and applies their norms and their rotary
+embedding itself. A model's code reshapes and transposes heads in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any, NamedTuple
+
+from ...options import Rotation
+from ..graph import Node, P, Pattern, Rule, Spec, fits
+from .rotary import finite
+
+# The axes of (B, H, L, D) as (B, L, H, D), and back.
+_TURN = 0, 2, 1, 3
+
+
+def keeps_order(node: Node) -> bool:
+    """Whether a node gives the elements of its source in the same order."""
+    if node.op in ("Reshape", "Flatten", "Unflatten", "Squeeze", "ExpandDims"):
+        return True
+    source = node.src[0] if node.src else None
+    if node.op != "Transpose" or source is None:
+        return False
+    kept = [axis for axis in node.arg[0] if source.shape[axis] != 1]
+    return kept == sorted(kept)
+
+
+def views(node: Node) -> Iterator[Node]:
+    """A node and those before it that have its elements in its order."""
+    yield node
+    while keeps_order(node) and node.src[0] is not None:
+        node = node.src[0]
+        yield node
+
+
+def _seen_anew(root: Node) -> Node | None:
+    """An array that was reshaped and now has the shape again that it had."""
+    if not keeps_order(root):
+        return None
+    before = [*views(root)][1:]
+    same = next((each for each in before if each.shape == root.shape), None)
+    if same is None and len(before) > 1:
+        shape = root.arg if root.op == "Reshape" else (root.shape,)
+        return Node("Reshape", (before[-1],), shape, root.outputs)
+    return same
+
+
+def _turned_back(root: Node) -> Node | None:
+    """The source of two transpositions that cancel."""
+    source = root.src[0]
+    if source is None or source.op != "Transpose" or source.src[0] is None:
+        return None
+    undone = [source.arg[0][axis] for axis in root.arg[0]]
+    return source.src[0] if undone == [*range(len(undone))] else None
+
+
+VIEWS: list[Rule] = [
+    (Pattern(("Transpose",)), _turned_back),
+    (
+        Pattern(("Reshape", "Flatten", "Unflatten", "Squeeze", "ExpandDims", "Transpose")),
+        _seen_anew,
+    ),
+]
+
+
+class Heads(NamedTuple):
+    """The heads of a step's tokens: (B, H, L, D), or (B, L, H, D) if tokens are ``outside``."""
+
+    node: Node
+    tokens: int
+    outside: bool = False
+
+    def rows(self) -> Node:
+        """Heads side by side, (B, L, H * D)."""
+        in_order = self.outside or self.tokens == 1
+        node = self.node if in_order else turned_heads(self.node)
+        batch, *others = node.shape
+        return reshaped(node, (batch, self.tokens, prod(others) // self.tokens))
+
+    def behind(self, op: str) -> tuple[Heads, Node | None]:
+        """What an operation takes of which these are a view, and the operation."""
+        now, width = self, self.node.shape[-1]
+        while now.node.op != op or now.node.shape[-1] != width:
+            source = now.node.src[0] if now.node.src else None
+            if source is None:
+                return self, None
+            if now.node.op == "Transpose" and now.node.arg[0] == _TURN:
+                now = now._replace(node=source, outside=not now.outside)
+            elif keeps_order(now.node):
+                now = now._replace(node=source)
+            else:
+                return self, None
+        source = now.node.src[0]
+        return (self, None) if source is None else (now._replace(node=source), now.node)
+
+
+def reshaped(node: Node, shape: tuple[Any, ...]) -> Node:
+    """The same elements in another shape."""
+    return Node("Reshape", (node,), (shape,), (Spec(shape, node.dtype),))
+
+
+def turned_heads(node: Node) -> Node:
+    """(B, H, L, D) as (B, L, H, D), or back."""
+    if node.op == "Transpose" and node.arg[0] == _TURN and node.src[0] is not None:
+        return node.src[0]
+    shape = tuple(node.shape[axis] for axis in _TURN)
+    return Node("Transpose", (node,), (_TURN,), (Spec(shape, node.dtype),))
+
+
+_SCALED = P("Multiply(x, -scale)")
+
+
+class Turned(NamedTuple):
+    """Queries and keys as rows, and what attention does to both of them before they meet."""
+
+    q: Node
+    k: Node
+    scale: float
+    rotation: Rotation = Rotation(0)
+    epsilon: float = 0.0
+    freqs: Node | None = None
+    norms: tuple[Node | None, Node | None] = (None, None)
+
+
+def turned(q: Node, k: Node, at: Callable[[Node | None], bool]) -> Turned:
+    """Queries and keys before the rotary embedding and norms that attention does as well."""
+    scale = 1.0
+    found = fits(_SCALED, q)  # by a number, which may as well be part of the scale
+    if found is not None and found["x"].shape == q.shape:
+        scale, q = found["scale"], found["x"]
+    of_q, of_k = (Heads(x, x.shape[2]) for x in (q, k))
+    given = Turned(of_q.rows(), of_k.rows(), scale)
+    (of_q, one), (of_k, other) = of_q.behind("RoPE"), of_k.behind("RoPE")
+    if one is not None and other is not None:
+        if (one.arg, one.src[1:]) != (other.arg, other.src[1:]) or not at(one.src[1]):
+            return given
+        dims, traditional, base, factor, _ = one.arg
+        freqs = finite(one.src[2] if len(one.src) > 2 else None)
+        rotation = Rotation(dims, traditional, None if freqs else base, factor)
+        given = Turned(of_q.rows(), of_k.rows(), scale, rotation, freqs=freqs)
+    elif one is not other:
+        return given
+    (of_q, one), (of_k, other) = of_q.behind("RMSNorm"), of_k.behind("RMSNorm")
+    if one is None or other is None or one.arg != other.arg or None in (one.src[1], other.src[1]):
+        return given
+    weights = one.src[1], other.src[1]
+    return given._replace(q=of_q.rows(), k=of_k.rows(), epsilon=one.arg[0], norms=weights)
