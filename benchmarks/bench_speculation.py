@@ -68,6 +68,11 @@ class Zeros:
     def propose(self, tokens: Sequence[int], depth: int, draw: Draw) -> mx.array:
         return mx.zeros(depth, mx.uint32)
 
+    def propose_behind(
+        self, tokens: Sequence[int], last: mx.array, right: mx.array, depth: int, draw: Draw
+    ) -> mx.array:
+        return mx.zeros(depth, mx.uint32)
+
     def finish(self, tokens: Sequence[int]) -> None:
         pass
 
@@ -114,7 +119,7 @@ def rounds(
     start, steps, tokens = tic, 0, 0
     flight = run.next()
     while tokens < args.tokens * len(prompts):
-        ahead = run.behind(flight) if run.goes_ahead and flight.checkpoint is None else None
+        ahead = run.behind(flight)
         new = run.read(flight)
         now = time.perf_counter()
         run.record(flight, new, now - tic, ahead)
@@ -124,7 +129,7 @@ def rounds(
         else:
             tokens += sum(map(len, new))
         steps, tic = steps + 1, now
-        if ahead is not None:
+        if ahead is not None and ahead.checkpoint is None:
             run.asked()
         flight = ahead or run.next()
     seconds = tic - start

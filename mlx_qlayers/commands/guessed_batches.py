@@ -121,7 +121,7 @@ class GuessedBatch(GenerationBatch):
         """
         began = perf_counter()
         flight, ahead = self.flight or self.rounds.next(), None
-        if goes_on and self.rounds.goes_ahead and flight.checkpoint is None:
+        if goes_on and flight.checkpoint is None:
             ahead = self.rounds.behind(flight)
         new = self.rounds.read(flight)
         seconds = perf_counter() - self.tic

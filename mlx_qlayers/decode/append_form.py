@@ -139,7 +139,7 @@ class AppendForm(Form):
         return [made["logits"], later, new, [made[name] for name in self.states]]
 
     def dropped(
-        self, own: Sequence[Any], state: AppendState, count: int
+        self, own: Sequence[Any], state: AppendState, count: int, gone: mx.array | None = None
     ) -> tuple[AppendState, list[dict[str, Any]]] | None:
         if any(each.held < count for each in state.append_buffers):
             return None
@@ -149,8 +149,16 @@ class AppendForm(Form):
             for each in state.append_buffers
         ]
         self._hold(items, beside)
-        at = [each + tokens_on(each.size, -count) for each in state.at]
-        return state._replace(append_buffers=beside, at=at), items
+        state = self.back(state, count if gone is None else count - gone)
+        return state._replace(append_buffers=beside), items
+
+    def back(self, state: AppendState, count: int | mx.array) -> AppendState:
+        """The state whose positions are so many tokens before; counts of caches stay."""
+        at = [
+            each + (tokens_on(n, -count) if isinstance(count, int) else -count * tokens_on(n, 1))
+            for each, n in ((each, each.size) for each in state.at)
+        ]
+        return state._replace(at=at)
 
     def begun(self, own: Sequence[Any], at: dict[str, int], goes_on: bool = False) -> AppendState:
         groups = [[own[i] for i in numbers] for numbers in self.groups]

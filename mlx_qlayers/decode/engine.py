@@ -64,29 +64,72 @@ def step(model: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None
     return steps.run(tokens, caches)
 
 
-def rewound(model: Any, caches: Sequence[Any], count: int) -> bool:
+def rewound(model: Any, caches: Sequence[Any], count: int, gone: mx.array | None = None) -> bool:
     """Whether the last tokens of caches were dropped so that the next step goes on as it would.
 
     Args:
         model: whose last step with these caches was by a graph, else they stay as they are.
         caches: as mlx-lm makes them; those whose tokens are dropped by their count alone.
-        count: tokens, no more than the last step had.
+        count: tokens that the steps behind the last look at the caches had.
+        gone: by how many positions went back before, see :func:`moved_back`.
     """
-    steps, own = _steps.get(id(model)), leaves(caches)
-    last = steps.progress.get(own[0]) if steps else None
-    if not steps or last is None or not last.held.same(own):
+    own = leaves(caches)
+    if (found := _last(model, own)) is None:
         return False
-    if any(
-        kind_of(c).__name__ not in ("KVCache", "QuantizedKVCache", "PackedKVCache") for c in own
-    ):
+    steps, last = found
+    if (after := last.step.dropped(own, last.state, count, gone)) is None:
         return False
-    if (found := last.step.dropped(own, last.state, count)) is None:
-        return False
-    state, items = found
+    state, items = after
     put(own, items)
     deque(map(dict.update, last.held.items, items), maxlen=0)
     steps.progress[own[0]] = last._replace(state=state, left=last.left + count)
     return True
+
+
+def moved_back(
+    model: Any, caches: Sequence[Any], count: mx.array, most: int, lengths: Sequence[int]
+) -> bool:
+    """Whether the next steps begin before the last tokens, whose number is not known here yet.
+
+    So these are launched before the last one was read. Until :func:`rewound` is told the number,
+    caches count all tokens, and nobody may look at them.
+
+    Args:
+        model: whose last step with these caches had append buffers, else nothing changes.
+        caches: as for :func:`rewound`.
+        count: () int32.
+        most: what that is at most.
+        lengths: tokens of the next steps, which go on with the same append buffers.
+    """
+    own = leaves(caches)
+    if (found := _last(model, own)) is None:
+        return False
+    steps, last = found
+    if not isinstance(last.step, AppendForm) or not steps.is_of_now():
+        return False
+    if last.left < sum(lengths) or any(b.held < most for b in last.state.append_buffers):
+        return False
+    (batch, _), dtype, place = last.asked
+    asked = (batch, lengths[0]), dtype, where() or _place()
+    if place != asked[2] or (asked != last.asked and steps.behind(asked, own, last) is None):
+        return False
+    steps.progress[own[0]] = last._replace(state=last.step.back(last.state, count))
+    return True
+
+
+def goes_on(model: Any, caches: Sequence[Any]) -> bool:
+    """Whether the last step with caches was by a graph, from which the next one goes on."""
+    return _last(model, leaves(caches)) is not None
+
+
+def _last(model: Any, own: list[Any]) -> tuple[Steps, Progress] | None:
+    """The progress of caches that are as their last step left them, and drop tokens by counting."""
+    steps = _steps.get(id(model))
+    last = steps.progress.get(own[0]) if steps else None
+    if not steps or last is None or not last.held.same(own):
+        return None
+    kinds = {kind_of(c).__name__ for c in own}
+    return (steps, last) if kinds <= {"KVCache", "QuantizedKVCache", "PackedKVCache"} else None
 
 
 def stopped(model: Any) -> str | None:
@@ -182,7 +225,7 @@ class Steps:
                 return self._goes_on(tokens, own, last)
             if all(c.empty() for c in own):
                 return None
-            if last is not None and (found := self._behind(asked, own, last)) is not None:
+            if last is not None and (found := self.behind(asked, own, last)) is not None:
                 return self._goes_on(tokens, own, found)
             released(own)
             some = [facts(c, tokens.shape[1]) for c in own]
@@ -255,7 +298,7 @@ class Steps:
             return logits
         raise AssertionError
 
-    def _behind(self, asked: Any, own: list[Any], last: Progress) -> Progress | None:
+    def behind(self, asked: Any, own: list[Any], last: Progress) -> Progress | None:
         """The progress from which a step goes on behind one of another number of tokens.
 
         Both have append buffers, which the caches keep.

@@ -83,9 +83,12 @@ class Form:
         return at, False if goes_on else None
 
     def dropped(
-        self, own: Sequence[Any], state: Any, count: int
+        self, own: Sequence[Any], state: Any, count: int, gone: mx.array | None = None
     ) -> tuple[Any, list[dict[str, Any]]] | None:
-        """The state, and attributes of caches, without the last so many tokens; None if unknown."""
+        """The state, and attributes of caches, without the last so many tokens; None if unknown.
+
+        Positions of append buffers, which are arrays, may have gone back by ``gone`` before.
+        """
         at, array = state
         names = {*self.counters}
         items = [{"offset": vars(c)["offset"] - count} for c in own]
@@ -170,7 +173,7 @@ class PaddedForm(Form):
         return [at + self.more, *(made[name] for name in ("logits", *self.states))]
 
     def dropped(
-        self, own: Sequence[Any], state: Any, count: int
+        self, own: Sequence[Any], state: Any, count: int, gone: mx.array | None = None
     ) -> tuple[Any, list[dict[str, Any]]] | None:
         found, (_, array) = super().dropped(own, state, count), state
         if found is None:

@@ -82,7 +82,7 @@ def texts(run: Rounds, max_tokens: int, is_kept: bool) -> Generator[tuple[int, m
     """The tokens of all rounds; behind them caches that somebody has hold what was taken."""
     tic, flight, count = perf_counter(), run.next(), 0
     while count != max_tokens:
-        ahead = run.behind(flight) if run.goes_ahead else None
+        ahead = run.behind(flight)
         (new,), taken = run.read(flight), 0
         run.record(flight, [new], perf_counter() - tic, ahead)
         try:
@@ -94,7 +94,7 @@ def texts(run: Rounds, max_tokens: int, is_kept: bool) -> Generator[tuple[int, m
         tic = perf_counter()
         run.settle(flight, [new], [taken])
         count += taken
-        if ahead is not None:
+        if ahead is not None and ahead.checkpoint is None:
             run.asked()  # guesses that there are now come behind the step under way
         if count != max_tokens:
             flight = ahead or run.next()
@@ -114,8 +114,7 @@ def batch(run: Rounds, ends: Collection[int], max_tokens: int) -> list[list[int]
     there, over = [*range(len(found))], False
     tic, flight = perf_counter(), run.next()
     while there:
-        ahead = run.behind(flight) if run.goes_ahead and flight.checkpoint is None else None
-        ahead = None if over else ahead
+        ahead = run.behind(flight) if flight.checkpoint is None and not over else None
         new = run.read(flight)
         run.record(flight, new, perf_counter() - tic, ahead)
         tic, taken = perf_counter(), list[int]()

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..decode.append_buffers import kind_of, released
 from ..decode.caches import RINGS, change
-from ..decode.engine import rewound
+from ..decode.engine import goes_on, moved_back, rewound
 from ..decode.twin import leaves
 
 # Models whose masks of several tokens have another window than their rings.
@@ -29,11 +29,15 @@ class Checkpoint:
         caches: as mlx-lm makes them.
         length: how many tokens they take.
         singly: whether these come one at a time, as those of a draft.
+
+    Attributes:
+        gone: by how many tokens positions went back before that was known here, if they did.
     """
 
     def __init__(
         self, model: Any, caches: Sequence[Any], length: int, singly: bool = False
     ) -> None:
+        self.gone: mx.array | None = None
         self.model, self.own, self.length = model, leaves(caches), length
         self.singly = singly or length == 1
         kinds = [kind_of(c).__name__ for c in self.own]
@@ -57,7 +61,8 @@ class Checkpoint:
         least = min(dropped)
         more = [n - least for n in dropped]
         if not any(more):
-            if least and not rewound(self.model, self.own, least):
+            asked = least or self.gone is not None
+            if asked and not rewound(self.model, self.own, least, self.gone):
                 for c, before in zip(self.own, self.kept, strict=True):
                     self._drop(c, before, least)
             return dropped
@@ -73,6 +78,28 @@ class Checkpoint:
             change(c, lambda each: _rolled(each, shift))
             c.offset, c.left_padding = c.offset - shift, c.left_padding + shift
         return dropped
+
+    def moves_back(self, count: mx.array, *lengths: int) -> bool:
+        """Whether the next steps begin before the last ``count`` () tokens.
+
+        Then they can be launched before that is known here; :meth:`back` is to be told, too.
+
+        Args:
+            count: how many tokens are dropped.
+            lengths: how many each of these steps has.
+        """
+        if not self.whole and moved_back(self.model, self.own, count, self.length, lengths):
+            self.gone = count
+        return self.gone is not None
+
+    def is_by_a_graph(self) -> bool:
+        """Whether its tokens were taken where these before them end, and not by the model's code.
+
+        That takes them behind all tokens that caches count; so they are dropped.
+        """
+        if not (found := goes_on(self.model, self.own)):
+            self.back([self.length])
+        return found
 
     def _drop(self, c: Any, before: Any, count: int) -> None:
         if not count:

@@ -15,7 +15,7 @@ from .depth import Depths
 from .drawing import Drawer, Drawn, accepted
 from .heads import Trunk
 from .rollback import Checkpoint, longest
-from .sources import Foreteller, Observer, Source
+from .sources import Draw, Foreteller, Observer, Pipelined, Source
 
 
 @dataclass
@@ -106,15 +106,34 @@ class Text:
         """The tokens (length,) of a step, and how many of them are guesses; zeros come behind."""
         fed, depth, count = mx.array(self.pending, mx.uint32), length - len(self.pending), 0
         if source is not None and depth:
-            key, before, pending = self.drawer.key(), self.before(), fed
-
-            def draw(logits: mx.array, guesses: list[mx.array]) -> mx.array:
-                return self.drawer(logits, before, mx.concatenate([pending, *guesses])).tokens
-
+            key, draw = self.drawer.key(), self._draw(fed)
             guesses = self.sources[source].propose(self.tokens, depth, draw)
             self.drawer.keep(key)
-            fed, count = mx.concatenate([pending, guesses]), guesses.size
+            fed, count = mx.concatenate([fed, guesses]), guesses.size
         return mx.pad(fed, (0, length - fed.size)) if fed.size < length else fed, count
+
+    def fed_behind(self, last: mx.array, right: mx.array, length: int) -> mx.array | None:
+        """The tokens (length,) of the round behind one that is not read yet, by the first source.
+
+        Args:
+            last: (2,) the last two tokens up to the one that this round drew.
+            right: () how many of its guesses were accepted.
+            length: of the step.
+        """
+        source, key = self.sources[0], self.drawer.key()
+        assert isinstance(source, Pipelined)
+        guesses = source.propose_behind(self.tokens, last, right, length - 1, self._draw(last[1:]))
+        self.drawer.keep(key)
+        return None if guesses is None else mx.concatenate([last[1:], guesses])
+
+    def _draw(self, pending: mx.array) -> Draw:
+        """Draws guesses behind tokens as the model draws tokens."""
+        before = self.before()
+
+        def draw(logits: mx.array, guesses: list[mx.array]) -> mx.array:
+            return self.drawer(logits, before, mx.concatenate([pending, *guesses])).tokens
+
+        return draw
 
 
 class Flight(NamedTuple):
@@ -180,8 +199,12 @@ class Rounds:
         known = [len(text.pending) for text in self.texts]
         return self._launched(mx.stack([*fed]), before, known, [*guesses], sources)
 
-    def behind(self, flight: Flight) -> Flight:
-        """Launch the step behind one without guesses, before its tokens are known here."""
+    def behind(self, flight: Flight) -> Flight | None:
+        """Launch the next step before the tokens of one are known here; None if it has to wait."""
+        if flight.checkpoint is not None:
+            return self._round_behind(flight)
+        if not self.goes_ahead:
+            return None
         start = perf_counter()
         pairs = zip(flight.before, flight.fed, strict=True)
         before = [None if b is None else mx.concatenate([b, fed]) for b, fed in pairs]
@@ -189,6 +212,36 @@ class Rounds:
         known, sources = [1] * len(before), [None for _ in before]
         fed = flight.found.astype(mx.uint32)
         found = self._launched(fed, before, known, nothing, [*sources])
+        return found._replace(launch=perf_counter() - start)
+
+    def _round_behind(self, flight: Flight) -> Flight | None:
+        """The next round of one text, whose source guesses behind what is not known here yet."""
+        start, text, checkpoint = perf_counter(), self.texts[0], flight.checkpoint
+        if (
+            flight.sources != [0]
+            or not isinstance(text.sources[0], Pipelined)
+            or flight.known != [1]
+            or flight.guesses != [flight.fed.shape[1] - 1]
+            or self.trunk is not None
+            or text.drawer.processors
+            or self._is_to_quantize()
+        ):
+            return None
+        sources, length = self.asked()
+        right = flight.found[0, 0]
+        left = flight.guesses[0] - right
+        if length == 1 or checkpoint is None or not checkpoint.moves_back(left, length):
+            return None
+        keys = flight.drawn[0].keys
+        key = mx.stack(keys)[right] if keys else text.drawer.key()
+        text.drawer.keep(key)
+        last = mx.stack([flight.fed[0, right], flight.found[0, 1 + right].astype(mx.uint32)])
+        if (fed := text.fed_behind(last, right, length)) is None:
+            return None
+        found = self._launched(fed[None], [None], [1], [length - 1], sources)
+        if found.checkpoint is not None and not found.checkpoint.is_by_a_graph():
+            text.drawer.keep(key)
+            return None
         return found._replace(launch=perf_counter() - start)
 
     def asked(self) -> tuple[list[int | None], int]:
@@ -209,11 +262,17 @@ class Rounds:
     def _room(self) -> int:
         """How many tokens a step can have, as caches treat all of them like the first."""
         room = min(longest(self.model, self.caches) or MAX_LENGTH, MAX_LENGTH)
-        if self.quantize["kv_bits"] is None:
+        if not self._is_to_quantize():
             return room
         start = self.quantize["quantized_kv_start"]
         left = [start - c.offset for c in self.caches if hasattr(c, "to_quantized")]
         return min([room, *(n for n in left if n > 0)])
+
+    def _is_to_quantize(self) -> bool:
+        """Whether caches are still to be quantized."""
+        return self.quantize["kv_bits"] is not None and any(
+            hasattr(c, "to_quantized") for c in self.caches
+        )
 
     def _launched(
         self,
@@ -271,7 +330,8 @@ class Rounds:
             count, tokens = (row[0], row[1:]) if flight.checkpoint else (0, row)
             tokens = tokens[flight.known[i] - min(flight.known) :]
             count = min(count, flight.guesses[i])  # behind guesses are zeros, which may be right
-            if (keys := flight.drawn[i].keys) and count + 1 < len(keys):
+            moved = flight.checkpoint is not None and flight.checkpoint.gone is not None
+            if (keys := flight.drawn[i].keys) and count + 1 < len(keys) and not moved:
                 self.texts[i].drawer.keep(keys[count])
             if flight.guesses[i]:
                 self.report.guesses += flight.guesses[i]
@@ -337,6 +397,9 @@ class Rounds:
     def finish(self, ahead: Flight | None) -> None:
         """Let all caches hold all tokens of a text, as they do behind ``mlx_lm.generate_step``."""
         (text,) = self.texts
+        if ahead is not None and ahead.checkpoint is not None:
+            ahead.checkpoint.back([ahead.fed.shape[1]])
+            ahead = None
         if text.pending and ahead is None:
             self.model(mx.array([text.pending], mx.uint32), cache=self.caches)
         for source in text.sources:

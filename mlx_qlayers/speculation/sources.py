@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from operator import eq
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -55,6 +55,25 @@ class Observer(Protocol):
         ...
 
 
+@runtime_checkable
+class Pipelined(Protocol):
+    """A source whose guesses need no value read: it is asked before the last round is."""
+
+    def propose_behind(
+        self, tokens: Sequence[int], last: mx.array, right: mx.array, depth: int, draw: Draw
+    ) -> mx.array | None:
+        """Guesses (depth,) behind a round that is not read yet; None if they have to wait.
+
+        Args:
+            tokens: up to the one before this round's guesses.
+            last: (2,) the last two tokens up to the one that the round drew.
+            right: () how many of its guesses were accepted.
+            depth: guesses.
+            draw: as for :meth:`Source.propose`.
+        """
+        ...
+
+
 class PromptLookup:
     """Takes what followed the last tokens where they stood before, in the prompt or behind it.
 
@@ -98,6 +117,14 @@ class PromptLookup:
         return next((self._ends[key] for key in keys if key in self._ends), None)
 
 
+class _Taken(NamedTuple):
+    """What a draft model took for a round: so many known tokens, and all guesses but the last."""
+
+    known: int
+    guesses: mx.array
+    checkpoint: Checkpoint
+
+
 class DraftModel:
     """A smaller model with the same tokens.
 
@@ -114,41 +141,65 @@ class DraftModel:
 
         self.model, self.chunk = model, chunk
         self.caches = make_prompt_cache(model) if caches is None else caches
-        # Tokens that the caches are known to hold; what they took since then, and from where.
+        # Tokens that the caches are known to hold, and what they took since then.
         self._held = 0
-        self._taken: tuple[list[int], mx.array, Checkpoint] | None = None
+        self._taken: list[_Taken] = []
 
     def ready(self, tokens: Sequence[int]) -> bool:
         return True
 
     def propose(self, tokens: Sequence[int], depth: int, draw: Draw) -> mx.array:
         self._follow(tokens, len(tokens) - MAX_LENGTH)
-        rest, guesses = [*tokens[self._held :]], list[mx.array]()
-        token = mx.array(rest, mx.uint32)
-        checkpoint = Checkpoint(self.model, self.caches, len(rest) + depth - 1, singly=True)
+        return self._proposed(mx.array([*tokens[self._held :]], mx.uint32), depth, draw)
+
+    def propose_behind(
+        self, tokens: Sequence[int], last: mx.array, right: mx.array, depth: int, draw: Draw
+    ) -> mx.array | None:
+        self._settle(tokens, 1)
+        if not self._taken:
+            return None
+        (before,) = self._taken
+        # The last of two tokens may be the guess that the caches did not take.
+        lengths = last.size, *[1] * (depth - 1)
+        if not before.checkpoint.moves_back(before.guesses.size - right, *lengths):
+            return None
+        return self._proposed(last, depth, draw)
+
+    def _proposed(self, token: mx.array, depth: int, draw: Draw) -> mx.array:
+        count, guesses = token.size, list[mx.array]()
+        checkpoint = Checkpoint(self.model, self.caches, count + depth - 1, singly=True)
         while len(guesses) < depth:
             logits = self._step(token)
             token = draw(logits[:, -1], guesses).astype(mx.uint32)
             mx.async_eval(token)
             guesses.append(token)
         made = mx.concatenate(guesses)
-        self._taken = rest, made[:-1], checkpoint
+        self._taken.append(_Taken(count, made, checkpoint))
         return made
 
     def finish(self, tokens: Sequence[int]) -> None:
         self._follow(tokens, len(tokens))
 
-    def _follow(self, tokens: Sequence[int], end: int) -> None:
-        """Let the caches hold nothing but these tokens, and those up to ``end`` at least."""
-        if self._taken is not None:
-            rest, made, checkpoint = self._taken
-            pairs = zip(
-                [*rest, *cast(list[int], made.tolist())], tokens[self._held :], strict=False
-            )
-            right = sum(1 for _ in takewhile(lambda pair: eq(*pair), pairs))
+    def _settle(self, tokens: Sequence[int], rounds: int = 0) -> None:
+        """Let the caches count what was right of their guesses, but for those of some rounds."""
+        while len(self._taken) > rounds:
+            count, guesses, checkpoint = self._taken.pop(0)
+            behind = tokens[self._held + count :]
+            if checkpoint.gone is not None:  # to before the last of the right ones
+                count -= 1
+            else:
+                guesses = guesses[:-1]
+            if len(tokens) < self._held + count:  # the text has ended before
+                count, behind = 0, behind[:0]
+            pairs = zip(cast(list[int], guesses.tolist()), behind, strict=False)
+            right = count + sum(1 for _ in takewhile(lambda pair: eq(*pair), pairs))
+            right = min(right, len(tokens) - 1 - self._held)  # the next step has a token, too
             (dropped,) = checkpoint.back([checkpoint.length - right])
             self._held += checkpoint.length - dropped
-            self._taken = None
+
+    def _follow(self, tokens: Sequence[int], end: int) -> None:
+        """Let the caches hold nothing but these tokens, and those up to ``end`` at least."""
+        self._settle(tokens)
         while self._held < end:
             some = [*tokens[self._held : min(self._held + self.chunk, end)]]
             self._step(mx.array(some, mx.uint32))

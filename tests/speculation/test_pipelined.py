@@ -1,0 +1,126 @@
+"""Rounds that are launched before the last one is read, as on a GPU."""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from architecture_table import ARCHITECTURES
+from architectures import build
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+from step_models import on_a_gpu
+
+from mlx_qlayers import convert_model, use_backend
+from mlx_qlayers.decode.append_form import AppendForm
+from mlx_qlayers.speculation import rollback
+from mlx_qlayers.speculation.loop import Speculation, speculative_generate_step
+
+PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], mx.uint32)
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu():
+    with on_a_gpu(), use_backend("reference"):
+        yield
+
+
+@pytest.fixture
+def moved(monkeypatch):
+    """Which steps went back by a number that was not known yet, and whether they could."""
+    found = []
+
+    def moved_back(*args: Any) -> bool:
+        found.append(stock(*args))
+        return found[-1]
+
+    stock = rollback.moved_back
+    monkeypatch.setattr(rollback, "moved_back", moved_back)
+    return found
+
+
+def models(name: str = "qwen2") -> tuple[Any, Any]:
+    """A model, and a draft that guesses most of its tokens."""
+    model, draft = (build(name, ARCHITECTURES[name]) for _ in range(2))
+    draft.model.norm.weight += 0.4 * mx.random.normal((128,), key=mx.random.key(2))
+    for each in (model, draft):
+        convert_model(each, verify=False)
+    return model, draft
+
+
+def written(model: Any, draft: Any, count: int, temp: float, caches: Any, **options: Any) -> Any:
+    mx.random.seed(5)
+    speculation = Speculation(draft, measured=False)
+    steps = speculative_generate_step(
+        PROMPT, model, speculation, prompt_cache=caches, num_draft_tokens=4,
+        sampler=make_sampler(temp=temp), **options,
+    )  # fmt: skip
+    return [token for _, (token, *_) in zip(range(count), steps, strict=False)], speculation.report
+
+
+def plain(model: Any, count: int, temp: float, **options: Any) -> list[int]:
+    mx.random.seed(5)
+    sampler = make_sampler(temp=temp)
+    steps = generate_step(PROMPT, model, max_tokens=count, sampler=sampler, **options)
+    return [int(token) for token, _ in steps]
+
+
+@pytest.mark.parametrize("temp", [0.0, 1.0])
+def test_the_text_and_the_caches_behind_it(temp, moved):
+    """Longer than append buffers, ended anywhere: in a round, behind it, and by the caller."""
+    model, draft = models()
+    right = plain(model, 300, temp)
+    for count, most in ((300, 300), (37, 37), (38, 38), (41, 300), (42, 300), (43, 300), (1, 9)):
+        caches = make_prompt_cache(model) + make_prompt_cache(draft)
+        found, report = written(model, draft, count, temp, caches, max_tokens=most)
+        assert found == right[:count]
+        assert 0 < report.accepted < report.guesses + (temp == 0) or count == 1
+        assert {c.offset for c in caches} == {len(PROMPT) + count}
+        one = mx.array([[7]])
+        for each, own in ((model, caches[:2]), (draft, caches[2:])):
+            behind = each(one, cache=own)
+            new = make_prompt_cache(each)
+            each(mx.concatenate([PROMPT, mx.array(found, mx.uint32)])[None], cache=new)
+            assert mx.allclose(behind, each(one, cache=new), atol=1e-4)
+    assert sum(moved) > 100
+
+
+def test_caches_that_are_looked_at_in_between(moved):
+    model, draft = models()
+    right, caches = plain(model, 60, 0.0), make_prompt_cache(model)
+    steps = speculative_generate_step(
+        PROMPT, model, Speculation(draft, measured=False), prompt_cache=caches,
+        num_draft_tokens=4, max_tokens=60,
+    )  # fmt: skip
+    found = []
+    for token, *_ in steps:
+        found.append(token)
+        if len(found) % 7 == 0:
+            mx.eval([c.state for c in caches])
+    assert found == right and 0 < sum(moved) < len(moved)
+
+
+@pytest.mark.parametrize("temp", [0.0, 1.0])
+def test_steps_that_fail_are_the_models(temp, monkeypatch):
+    """One of nine, of the model or of its draft, among them rounds behind others."""
+    model, draft = models()
+    right, calls, run = plain(model, 60, temp), [0], AppendForm.run
+
+    def failing(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] % 9 == 0:
+            raise MemoryError
+        return run(*args)
+
+    monkeypatch.setattr(AppendForm, "run", failing)
+    caches = make_prompt_cache(model)
+    found, _ = written(model, draft, 60, temp, caches, max_tokens=60)
+    assert found == right and calls[0] > 50 and {c.offset for c in caches} == {70}
+
+
+def test_quantized_caches(moved):
+    model, draft = models()
+    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 30}
+    right = plain(model, 80, 0.0, **options)
+    found, _ = written(model, draft, 80, 0.0, None, max_tokens=80, **options)
+    assert found == right and sum(moved) > 5
