@@ -168,10 +168,12 @@ class _Launched(Exception):
 def launched(run: Callable[[], object]) -> tuple[str, str]:
     """The text and the function that the host backend would compile for a call."""
 
-    def stop(program: object, function: str, text: str, checked: bool) -> None:
-        raise _Launched(bound_launch._PREAMBLE + text, function)
+    def stop(text: str, function: str, **_: object) -> None:
+        raise _Launched(text, function)
 
-    with use_backend("host"), mock.patch.object(bound_launch, "_compiled", stop):
+    # As if it were compiled for the first time.
+    again = mock.patch.object(bound_launch, "_compiled", bound_launch._compiled.__wrapped__)
+    with use_backend("host"), again, mock.patch.object(bound_launch, "compile_source", stop):
         try:
             run()
         except _Launched as found:
