@@ -38,7 +38,8 @@ from mlx_qlayers.speculation.depth import LENGTHS, Depths
 from mlx_qlayers.speculation.drawing import Drawer, Drawn
 from mlx_qlayers.speculation.loop import Speculation, batch_caches, speculative_generate_step
 from mlx_qlayers.speculation.rollback import Checkpoint
-from mlx_qlayers.speculation.rounds import Rounds, SpeculationReport, Text
+from mlx_qlayers.speculation.rounds import Rounds, SpeculationReport
+from mlx_qlayers.speculation.sequence import Text
 from mlx_qlayers.speculation.sources import Draw
 
 LINES = "The king gave one apple to the first son. The king gave two apples to the second son. "

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from mlx_qlayers.decode import engine
+from mlx_qlayers.decode import engine, rewinding
 
 TOKENS = mx.random.randint(0, 96, (3, 90), key=mx.random.key(1))
 PADDING = [2, 0, 4]
@@ -76,7 +76,7 @@ class Stepped:
 
     def drop(self, count: int) -> None:
         """Take the last tokens back."""
-        if not self.by_graph or not engine.rewound(self.model, self.cache, count):
+        if not self.by_graph or not rewinding.rewound(self.model, self.cache, count):
             assert {c.trim(count) for c in self.cache} == {count}
         self.at -= count
 

@@ -12,7 +12,8 @@ from mlx_lm.generate import GenerationBatch, _extend_cache
 from mlx_lm.sample_utils import greedy_sampler
 
 from ..speculation.drawing import Drawer
-from ..speculation.rounds import Flight, Rounds, SpeculationReport, Text
+from ..speculation.rounds import Flight, Rounds, SpeculationReport
+from ..speculation.sequence import Text
 
 if TYPE_CHECKING:
     from ..speculation.loop import Speculation

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from operator import is_
 from typing import Any
@@ -16,9 +15,9 @@ from ..runtime.explain import note
 from ..runtime.memory import uncollected
 from ..runtime.threads import here
 from ..runtime.transformed import is_transformed
-from .append_buffers import kind_of, released
+from .append_buffers import released
 from .append_form import AppendForm
-from .caches import REACH, Facts, arrays_of, facts, more_steps, put
+from .caches import REACH, Facts, arrays_of, facts, more_steps
 from .capture import Differs, Unsupported, stopping_line
 from .captured import MAX_BATCH, Step, captured, check, step_of
 from .effects import Effects
@@ -64,72 +63,11 @@ def step(model: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None
     return steps.run(tokens, caches)
 
 
-def rewound(model: Any, caches: Sequence[Any], count: int, gone: mx.array | None = None) -> bool:
-    """Whether the last tokens of caches were dropped so that the next step goes on as it would.
-
-    Args:
-        model: whose last step with these caches was by a graph, else they stay as they are.
-        caches: as mlx-lm makes them; those whose tokens are dropped by their count alone.
-        count: tokens that the steps behind the last look at the caches had.
-        gone: by how many positions went back before, see :func:`moved_back`.
-    """
-    own = leaves(caches)
-    if (found := _last(model, own)) is None:
-        return False
-    steps, last = found
-    if (after := last.step.dropped(own, last.state, count, gone)) is None:
-        return False
-    state, items = after
-    put(own, items)
-    deque(map(dict.update, last.held.items, items), maxlen=0)
-    steps.progress[own[0]] = last._replace(state=state, left=last.left + count)
-    return True
-
-
-def moved_back(
-    model: Any, caches: Sequence[Any], count: mx.array, most: int, lengths: Sequence[int]
-) -> bool:
-    """Whether the next steps begin before the last tokens, whose number is not known here yet.
-
-    So these are launched before the last one was read. Until :func:`rewound` is told the number,
-    caches count all tokens, and nobody may look at them.
-
-    Args:
-        model: whose last step with these caches had append buffers, else nothing changes.
-        caches: as for :func:`rewound`.
-        count: () int32.
-        most: what that is at most.
-        lengths: tokens of the next steps, which go on with the same append buffers.
-    """
-    own = leaves(caches)
-    if (found := _last(model, own)) is None:
-        return False
-    steps, last = found
-    if not isinstance(last.step, AppendForm) or not steps.is_of_now():
-        return False
-    if last.left < sum(lengths) or any(b.held < most for b in last.state.append_buffers):
-        return False
-    (batch, _), dtype, place = last.asked
-    asked = (batch, lengths[0]), dtype, where() or _place()
-    if place != asked[2] or (asked != last.asked and steps.behind(asked, own, last) is None):
-        return False
-    steps.progress[own[0]] = last._replace(state=last.step.back(last.state, count))
-    return True
-
-
-def goes_on(model: Any, caches: Sequence[Any]) -> bool:
-    """Whether the last step with caches was by a graph, from which the next one goes on."""
-    return _last(model, leaves(caches)) is not None
-
-
-def _last(model: Any, own: list[Any]) -> tuple[Steps, Progress] | None:
-    """The progress of caches that are as their last step left them, and drop tokens by counting."""
+def last_of(model: Any, own: Sequence[Any]) -> tuple[Steps, Progress] | None:
+    """The graphs of a model and the progress of caches that are as their last step left them."""
     steps = _steps.get(id(model))
     last = steps.progress.get(own[0]) if steps else None
-    if not steps or last is None or not last.held.same(own):
-        return None
-    kinds = {kind_of(c).__name__ for c in own}
-    return (steps, last) if kinds <= {"KVCache", "QuantizedKVCache", "PackedKVCache"} else None
+    return None if steps is None or last is None or not last.held.same(own) else (steps, last)
 
 
 def stopped(model: Any) -> str | None:
@@ -153,9 +91,9 @@ def where() -> Any:
     return state, here.number, str(mx.default_stream(device)), epoch.number
 
 
-def _place() -> Any:
-    """The key of steps whose calls run one by one."""
-    return current.get(), epoch.state, mx.default_device().type
+def place_now() -> Any:
+    """The key of steps that are made and used now, also where their calls run one by one."""
+    return where() or (current.get(), epoch.state, mx.default_device().type)
 
 
 class Steps:
@@ -216,7 +154,7 @@ class Steps:
         own = leaves(caches)
         if not own or is_transformed([tokens]):
             return None
-        asked = tokens.shape, tokens.dtype, where() or _place()
+        asked = tokens.shape, tokens.dtype, place_now()
         last = self.progress.get(own[0])
         key: Any = asked
         at: dict[str, int] = {}
@@ -288,7 +226,7 @@ class Steps:
             if not isinstance(step, AppendForm):
                 pairs = zip(some, own, strict=True)
                 steps += [more_steps(each, c, length) for each, c in pairs]
-            asked = tokens.shape, tokens.dtype, where() or _place()
+            asked = tokens.shape, tokens.dtype, place_now()
             left = min([*(count * length for count in steps), now.left])
             self.progress[own[0]] = now._replace(asked=asked, left=left)
             if isinstance(step, AppendForm):
@@ -342,7 +280,7 @@ class Steps:
                 yield found.programs[key]
         if alike:
             raise Unsupported("only prompts have a batch-invariant model's bits")
-        key = "listed", batch, place or _place()
+        key = "listed", batch, place_now()
         if key not in found.programs:
             on_cpu = mx.default_device().type == mx.cpu and backend() in ("host", "reference")
             found.programs[key] = Form(found.captured, found.graph, batch, binds=on_cpu)

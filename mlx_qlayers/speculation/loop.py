@@ -20,7 +20,8 @@ from ..decode.quantized_caches import maybe_quantize_kv_cache
 from .depth import Depths
 from .drawing import Drawer, Processor, Sampler
 from .heads import Heads, PredictionHeads, Trunk
-from .rounds import Rounds, SpeculationReport, Text
+from .rounds import Rounds, SpeculationReport
+from .sequence import Text
 from .sources import DraftModel, PromptLookup, Source
 
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..decode.append_buffers import kind_of, released
 from ..decode.caches import RINGS, change
-from ..decode.engine import goes_on, moved_back, rewound
+from ..decode.rewinding import goes_on, moved_back, rewound
 from ..decode.twin import leaves
 
 # Models whose masks of several tokens have another window than their rings.

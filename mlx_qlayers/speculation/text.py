@@ -162,7 +162,8 @@ def speculate_batch(
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     from .loop import Speculation, batch, batch_caches
-    from .rounds import Rounds, Text
+    from .rounds import Rounds
+    from .sequence import Text
 
     if not prompts:
         raise ValueError("there is no prompt")

@@ -10,7 +10,7 @@ from architectures import build
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 from mlx_qlayers import use_backend
-from mlx_qlayers.decode import engine
+from mlx_qlayers.decode import engine, rewinding
 from mlx_qlayers.runtime.host.launch_list import LaunchList
 
 PROMPT = mx.array([[5, 17, 3, 9]])
@@ -68,7 +68,7 @@ def test_steps_of_several_tokens_are_one_list_and_go_back(batch):
                 mx.eval(y)
                 made.append(y)
                 at += length - back
-                assert not back or engine.rewound(model, cache, back)
+                assert not back or rewinding.rewound(model, cache, back)
         assert lists(model) == 2  # all layers are in one
         bits.append(mx.concatenate(made, axis=1))
         assert all(c.offset == PROMPT.size + at for c in cache)

@@ -17,7 +17,8 @@ from mlx_qlayers import speculate
 from mlx_qlayers.speculation.depth import Depths
 from mlx_qlayers.speculation.drawing import Drawer, accepted
 from mlx_qlayers.speculation.loop import Speculation, batch, speculative_generate_step
-from mlx_qlayers.speculation.rounds import Rounds, Text
+from mlx_qlayers.speculation.rounds import Rounds
+from mlx_qlayers.speculation.sequence import Text
 from mlx_qlayers.speculation.sources import Draw, PromptLookup
 
 STATES = 6

@@ -24,7 +24,8 @@ from mlx_qlayers.speculation.loop import (
     batch_caches,
     speculative_generate_step,
 )
-from mlx_qlayers.speculation.rounds import Rounds, Text
+from mlx_qlayers.speculation.rounds import Rounds
+from mlx_qlayers.speculation.sequence import Text
 
 PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], mx.uint32)
 

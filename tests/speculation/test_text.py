@@ -20,7 +20,8 @@ from mlx_qlayers.speculation.loop import (
     batch_caches,
     speculative_generate_step,
 )
-from mlx_qlayers.speculation.rounds import Rounds, Text
+from mlx_qlayers.speculation.rounds import Rounds
+from mlx_qlayers.speculation.sequence import Text
 from mlx_qlayers.speculation.sources import Draw
 
 LENGTH = 40
