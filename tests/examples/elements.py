@@ -115,7 +115,10 @@ def _rotary(case: SimpleNamespace, rng: np.random.Generator) -> Call:
         for name, x, way in ways:
             y = turned(x, starts, dims, scale=way * case.scale, **turns)
             found[name] = y if way > 0 else y.swapaxes(1, 2)
-            terms[name] = np.abs(x).max(initial=0) * loose * (stock or way < 0) * (dims > 0)
+            # Ours: a unit of the sine and half of one each of product and sum, twice as many as one
+            # rounding; |a cos| + |b sin| is no more than the length of a pair.
+            often = loose if stock or way < 0 else 2 * np.sqrt(2)
+            terms[name] = np.abs(x).max(initial=0) * often * (dims > 0)
         return found, terms
 
     shape = case.batch, case.heads[0], case.length, case.width
