@@ -10,6 +10,7 @@ Source: ``mlx/backend/common/metal_kernel.cpp`` of MLX 0.32.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import mlx.core as mx
 
@@ -72,25 +73,38 @@ def generate(
 ) -> tuple[str, str]:
     """The name of the kernel function and the whole text, without MLX's preamble."""
     padded = [parameter.padded for parameter in program.inputs] or [False] * len(inputs)
-    kinds = [
+    kinds = tuple(
         (TYPES[x.dtype], x.ndim == 0 and not pad, x.size < CONSTANT_BELOW and not pad)
         for x, pad in zip(inputs, padded, strict=True)
-    ]
+    )
+    declared = ", ".join(_template_parameter(*item) for item in template)
     values = ", ".join(_template_value(value) for _, value in template)
+    return _generated(program, kinds, declared, values, tuple(TYPES[d] for d in output_dtypes))
+
+
+@lru_cache(maxsize=1024)
+def _generated(
+    program: Program,
+    kinds: tuple[_Input, ...],
+    declared: str,
+    values: str,
+    outputs: tuple[str, ...],
+) -> tuple[str, str]:
+    """The name and the text, which launches share: each would hold 10 KB of its own."""
     name = f"custom_kernel_{program.name}"
-    if template:
+    if values:
         name += "__" + values.replace(", ", "_")
     for kind, scalar, constant in kinds:
         name += f"_{kind}" + ("s" if scalar else "c" if constant else "")
-    name += "".join(f"_{TYPES[dtype]}" for dtype in output_dtypes)
+    name += "".join(f"_{kind}" for kind in outputs)
 
     text = program.header
-    if template:
-        text += f"template <{', '.join(_template_parameter(*item) for item in template)}>\n"
+    if values:
+        text += f"template <{declared}>\n"
     text += f"[[kernel]] void {name}(\n"
-    text += _parameters(program, kinds, output_dtypes)
+    text += _parameters(program, kinds, outputs)
     text += program.source + "\n}\n"
-    if template:
+    if values:
         instance = f"{name}<{values}>"
         text += f'\ntemplate [[host_name("{name}")]] [[kernel]] decltype({instance}) {instance};\n'
     return name, text
@@ -105,9 +119,7 @@ def _template_parameter(name: str, value: bool | int | mx.Dtype) -> str:
     return f"{kind} {name}"
 
 
-def _parameters(
-    program: Program, inputs: Sequence[_Input], output_dtypes: Sequence[mx.Dtype]
-) -> str:
+def _parameters(program: Program, inputs: Sequence[_Input], outputs: Sequence[str]) -> str:
     """The parameter list up to and including the brace that opens the body."""
     lines, index = [], 0
     for name, (kind, scalar, constant) in zip(program.input_names, inputs, strict=True):
@@ -118,9 +130,9 @@ def _parameters(
             lines.append(f"  const constant {word} [[buffer({index})]],\n")
             index += 1
     used = [attribute for attribute in ATTRIBUTES if attribute in program.source]
-    last = len(inputs) + len(output_dtypes) - 1
-    for name, dtype in zip(program.output_names, output_dtypes, strict=True):
-        kind_text = f"atomic<{TYPES[dtype]}>" if program.atomic_outputs else TYPES[dtype]
+    last = len(inputs) + len(outputs) - 1
+    for name, kind in zip(program.output_names, outputs, strict=True):
+        kind_text = f"atomic<{kind}>" if program.atomic_outputs else kind
         # MLX compares with the number of arrays, which leaves out the shape words: without an
         # attribute it closes the list early. Kernels here always use one.
         end = ",\n" if index < last or used else ") {\n"

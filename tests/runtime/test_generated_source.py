@@ -86,6 +86,16 @@ def test_options_that_are_not_in_the_text(init_value, contiguous):
     assert (recorded.grid, recorded.threadgroup) == (SIZES["grid"], SIZES["threadgroup"])
 
 
+def test_launches_of_other_sizes_share_a_text():
+    """Which a server, to whom every prompt is of another length, else holds once for each."""
+    made = program(inputs=("x",))
+    one, other, numbers = (
+        generated.generate(made, [mx.zeros((n, 64))], [("n", value)], [mx.float32])
+        for n, value in ((20, 1), (30, 1), (30, True))
+    )
+    assert one[1] is other[1] and "int n" in one[1] and "bool n" in numbers[1]
+
+
 names = st.sampled_from(["x", "w", "max", "x_shape", "scales", "A1"])
 arrays = st.builds(
     mx.zeros, st.lists(st.integers(0, 4), max_size=4).map(tuple), st.sampled_from(DTYPES)
