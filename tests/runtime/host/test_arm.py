@@ -17,10 +17,8 @@ OUTPUTS = 37  # a tile, and a part of one
 # The dot product that multiplies codes of 4 and of 8 bits.
 PROCESSORS = {
     "cortex-a76": {4: "sdot", 8: "udot"},
-    "neoverse-n1": {4: "sdot", 8: "udot"},
     "apple-m1": {4: "sdot", 8: "udot"},
     "neoverse-v1": {4: "usdot", 8: "usdot"},
-    "apple-m2": {4: "usdot", 8: "usdot"},
 }
 
 
