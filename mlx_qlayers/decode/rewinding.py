@@ -25,7 +25,7 @@ def rewound(model: Any, caches: Sequence[Any], count: int, gone: mx.array | None
     Args:
         model: whose last step with these caches was by a graph, else they stay as they are.
         caches: as mlx-lm makes them; those whose tokens are dropped by their count alone.
-        count: tokens that the steps behind the last look at the caches had.
+        count: tokens, of those taken since somebody last looked at the caches.
         gone: by how many positions went back before, see :func:`moved_back`.
     """
     own = leaves(caches)

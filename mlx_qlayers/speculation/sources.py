@@ -118,7 +118,7 @@ class PromptLookup:
 
 
 class _Taken(NamedTuple):
-    """What a draft model took for a round: so many known tokens, and all guesses but the last."""
+    """What a draft model took for a round: ``known`` tokens, and its guesses but for the last."""
 
     known: int
     guesses: mx.array

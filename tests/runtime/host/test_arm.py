@@ -80,7 +80,6 @@ def _case(rng, rows, k, fmt, values):
     ],
 )
 def test_sums_are_exact(cpu, group, bits, rows):
-    pytest.importorskip("unicorn", reason="the emulator, of the dev extra")
     fmt, rng = Format(group, bits), np.random.default_rng(bits * group + rows)
     processor = arm.Processor((_compiled(cpu, fmt, rows) / "kernel").read_bytes())
     several = [7] if cpu == "neoverse-v1" else [2, 7, 8]  # whose usdot takes long
