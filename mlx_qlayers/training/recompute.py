@@ -15,6 +15,7 @@ from mlx.utils import tree_map
 from ..conversion.verify import arrays_in
 from ..dispatch.gradients import forgetting, listed
 from ..layers.qlinear import QLinear
+from ..ops.add_low_rank import add_low_rank
 from ..ops.quantized_matmul import quantized_matmul
 from ..runtime.backend import backend, current, within
 from ..runtime.transformed import has_values, without_graph
@@ -23,8 +24,9 @@ from ..runtime.transformed import has_values, without_graph
 def recompute_activations(model: nn.Module, layers: bool = False) -> int:
     """Have a model in training mode keep less of its forward pass for the gradients.
 
-    Adapters keep their input as it is, not in their own precision, and those of DoRA no dense
-    matrix, with which they do not multiply; gated feed-forward layers keep the gate and the other
+    Adapters keep their input as it is, not in their own precision, and are computed by
+    :func:`~mlx_qlayers.ops.add_low_rank.add_low_rank`; those of DoRA keep no dense matrix, with
+    which they do not multiply; gated feed-forward layers keep the gate and the other
     factor, and neither the activation nor its product. The gradients compute these anew, which
     takes no product with a large matrix; results stay the same. Where kernels run on a CPU all that
     they are given would stay in memory, so there layers keep their input alone, as with ``layers``.
@@ -183,8 +185,8 @@ def _lora_class(cls: Any) -> Any:
         if backend() == "host" and frozen and has_values([x, z, *given]):
             dropped = [] if z is x else [z]
             return _joined(self.linear, self.scale, added)(x, *given, *dropped)
-        y: mx.array = self.linear(x) + checkpoint(added)(z, *given)
-        return y
+        y: mx.array = self.linear(x)
+        return add_low_rank(y, z.astype(y.dtype), *given, scale=self.scale)
 
     return _made(cls, call)
 
@@ -229,7 +231,7 @@ def _dora_class(cls: Any) -> Any:
     def call(self: Any, x: mx.array) -> mx.array:
         def scaled(x: mx.array, y: mx.array, *some: mx.array) -> mx.array:
             a, b, m, norms = some
-            y = y + (self.scale * ((x @ a) @ b)).astype(x.dtype)
+            y = add_low_rank(y, x.astype(y.dtype), a, b, scale=self.scale)
             return (m / norms).astype(x.dtype) * y
 
         a, b = self["lora_a"], self["lora_b"]

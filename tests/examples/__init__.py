@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx_qlayers.commands.example import Example, mapped
 from mlx_qlayers.commands.examples import examples, families
 from tests.examples import (
+    adapters,
     elements,
     experts,
     factors,
@@ -27,8 +28,8 @@ from tests.examples import (
 from tests.examples.calls import Random
 from tests.examples.invalid import OPERATIONS
 
-MODULES = elements, experts, factors, fused, heads, integers, losses, products, recurrent
-MODULES += rounding, sampled
+MODULES = adapters, elements, experts, factors, fused, heads, integers, losses, products
+MODULES += recurrent, rounding, sampled
 # Random and awkward calls by operation.
 RANDOM: dict[str, Random] = {
     name.lower(): each

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_qlayers.ops import (
+    add_low_rank,
     attention,
     attention_checks,
     experts,
@@ -99,6 +100,7 @@ def _array(
 
 
 DECLARED = [
+    Declared(add_low_rank.add_low_rank, add_low_rank._TAKES),
     Declared(elementwise.exp, elementwise._TAKES),
     Declared(rotary.rotary_embedding, rotary._TAKES, {"dims": 2}, {"D": 4}),
     Declared(gated_delta.gated_delta, gated_delta._TAKES),

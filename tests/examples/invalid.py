@@ -26,6 +26,7 @@ from mlx_qlayers.ops.linalg import subtract_product
 from mlx_qlayers.ops.quantized_matmul import quantized_matmul
 from mlx_qlayers.ops.rotary import rotary_embedding
 from mlx_qlayers.options import PackedMatrix, Rotation, Router
+from tests.examples.adapters import ADAPTERS
 from tests.examples.calls import Calls
 from tests.examples.images import IMAGES
 from tests.examples.losses import LOSSES
@@ -354,7 +355,7 @@ _DECODE = Calls(
     ],
 )
 _HERE = [calls for calls in globals().values() if isinstance(calls, Calls)]
-OPERATIONS = {calls.function.__name__: calls for calls in [*_HERE, *IMAGES, *LOSSES]}
+OPERATIONS = {calls.function.__name__: calls for calls in [*_HERE, *ADAPTERS, *IMAGES, *LOSSES]}
 INVALID = [
     (name, change, message)
     for name, calls in OPERATIONS.items()

@@ -1,0 +1,174 @@
+"""Products with two matrices of a small rank, as those of LoRA, added to others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ...dispatch import Gradient, Operation, Plan, choose, dispatch
+from ...metal.common.kernels import without
+from ...runtime.kernel import Kernel
+from ...runtime.spec import Spec
+from ..matmul import matmul
+from ..signature import Signature
+
+_FILE = Path("add_low_rank.metal")
+DOWN, UP, OUTER = (Kernel(f"low_rank_{name}", _FILE) for name in ("down", "up", "outer"))
+_ALONE = without(UP, ("y",))
+# Of the kernels: threads of a threadgroup, columns of low and rows of x of one of the first,
+# columns of a thread and rows of the second, rows of a part of the third.
+_THREADS, _BLOCK, _ROWS, _EACH, _TALL, _LONG = 256, 8, 8, 4, 16, 128
+# Ranks above read x again for each eighth of them, where dense products are as fast.
+_LARGEST = 32
+Size = tuple[int, int]
+_TAKES = Signature("""
+    y: float (*B, N)
+    x: y (*B, K)
+    a: float (K, R)
+    b: a (R, N)
+    scale: number
+""")
+
+
+def add_low_rank(
+    y: mx.array, x: mx.array, a: mx.array, b: mx.array, *, scale: float = 1.0
+) -> mx.array:
+    """``y + scale (x a) b`` with matrices of a small rank R, computed in float32 and rounded once.
+
+    On a GPU two launches read x and y once for ranks up to 32, with no copy of them in the dtype of
+    the matrices, and the gradients read x and the cotangent twice.
+
+    Args:
+        y: (..., N), such as the outputs of a linear layer; float32, float16 or bfloat16.
+        x: (..., K) in the dtype of ``y``, such as its inputs.
+        a: (K, R) in float32, float16 or bfloat16, as mlx-lm's ``lora_a``.
+        b: (R, N) in the dtype of ``a``, as ``lora_b``.
+        scale: of the product.
+
+    Returns:
+        (..., N) in the dtype of ``y``. It can be differentiated once, by all arrays.
+
+    Raises:
+        ValueError: an argument has a shape or dtype that does not fit; it is named.
+
+    Example:
+        >>> x, a, b = mx.ones((2, 5, 64)), mx.ones((64, 8)), mx.ones((8, 32))
+        >>> add_low_rank(mx.zeros((2, 5, 32)), x, a, b, scale=0.5)[0, 0, 0].item()
+        256.0
+
+    Source: LoRA: Low-Rank Adaptation of Large Language Models, arXiv 2106.09685.
+    """
+    return dispatch(_ADD, (y, x, a, b), (scale,))
+
+
+def _launch(
+    kernel: Kernel, inputs: Sequence[Spec], size: Size, scale: float, **template: Any
+) -> Callable[..., mx.array]:
+    """A launch, as a function of the kernel's arrays but for its shape and scale.
+
+    Args:
+        kernel: :data:`DOWN`, :data:`UP` or :data:`OUTER`, or one without y.
+        inputs: specs of those arrays.
+        size: rows and columns of the large one.
+        scale: of the product.
+        template: what the kernel is compiled for.
+    """
+    (rows, columns), rank = size, template["R"]
+    blocks, wide = -(-rank // _BLOCK), -(-columns // (_THREADS * _EACH))
+    grid, output = (wide, -(-rows // _TALL), 1), (rows, columns)
+    given = [mx.array(size, mx.int32), mx.array([scale], mx.float32)]
+    if kernel is DOWN:
+        grid, output, given = (blocks, -(-rows // _ROWS), 1), (rows, rank), given[:1]
+    elif kernel is OUTER:
+        matrix = (rank, columns) if template["transposed"] else (columns, rank)
+        grid, output = (wide, -(-rows // _LONG), blocks), (-(-rows // _LONG), *matrix)
+    launch = kernel.bind(
+        [*inputs, *map(Spec.of, given)],
+        template=template,
+        grid=(_THREADS * grid[0], *grid[1:]),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[output],
+    )
+    return lambda *arrays: launch([*arrays, *given])[0]
+
+
+# Of x (M, K), y and dy (M, N), a (K, R), b (R, N), low (M, R) and a scale s: x a; y + s low b;
+# dy b^T; s low a^T; and parts of the sums s x^T low and s low^T dy.
+Steps = Sequence[Callable[..., mx.array]]
+
+
+def _launches(y: Spec, a: Spec, b: Spec, sizes: tuple[Size, Size], scale: float) -> Steps:
+    (narrow, wide), rank, dtype = sizes, a.shape[1], y.dtype
+    rows, outputs = Spec(narrow, dtype), Spec(wide, dtype)
+    low = Spec((narrow[0], rank), mx.float32)
+    sums: Any = {"T": dtype, "R": rank}
+    both = sums | {"A": a.dtype}
+    return (
+        _launch(DOWN, [rows, a], narrow, scale, **both, transposed=False),
+        _launch(UP, [outputs, low, b], wide, scale, **both, transposed=False, added=True),
+        _launch(DOWN, [outputs, b], wide, scale, **both, transposed=True),
+        _launch(_ALONE, [low, a], narrow, scale, **both, transposed=True, added=False),
+        _launch(OUTER, [rows, low], narrow, scale, **sums, transposed=False),
+        _launch(OUTER, [outputs, low], wide, scale, **sums, transposed=True),
+    )
+
+
+def _operators(dtype: mx.Dtype, s: float) -> Steps:
+    def times(a: mx.array, b: mx.array) -> mx.array:
+        return matmul(a.astype(mx.float32), b.astype(mx.float32))
+
+    return (
+        times,
+        lambda y, low, b: (y.astype(mx.float32) + s * times(low, b)).astype(dtype),
+        lambda dy, b: times(dy, b.T),
+        lambda low, a: (s * times(low, a.T)).astype(dtype),
+        lambda x, low: s * times(x.T, low)[None],
+        lambda dy, low: s * times(low.T, dy)[None],
+    )
+
+
+def _plan(arrays: Sequence[Spec], scale: float) -> Plan:
+    y, x, a, b = arrays
+    _TAKES.check(*arrays, scale)
+    rank, rows = a.shape[1], prod(y.shape[:-1])
+    sizes = (rows, x.shape[-1]), (rows, y.shape[-1])
+    unless = None if rank <= _LARGEST else f"its rank {rank} is above {_LARGEST}"
+    choice, operators = choose("add_low_rank", unless=unless), _operators(y.dtype, scale)
+    if choice.path == "reference" or not (y.size and x.size and rank):
+        choice = choice._replace(path="reference")
+        return Plan(choice, *_of(operators, *sizes))
+    launches = _launches(y, a, b, sizes, scale)
+    return Plan(choice, *_of(launches, *sizes), _of(operators, *sizes)[0])
+
+
+def _of(steps: Steps, narrow: Size, wide: Size) -> tuple[Any, list[Gradient]]:
+    """The operation and its gradients, which keep nothing but its arrays."""
+    down, up, back, of_x, of_a, of_b = steps
+
+    def run(y: mx.array, x: mx.array, a: mx.array, b: mx.array) -> mx.array:
+        return up(y.reshape(wide), down(x.reshape(narrow), a), b).reshape(y.shape)
+
+    def gradient(given: Any, cotangents: list[mx.array], _: object) -> list[mx.array]:
+        _, x, a, b = given
+        rows, dy = x.reshape(narrow), cotangents[0].reshape(wide)
+        along = back(dy, b)
+        da, db = of_a(rows, along).sum(axis=0), of_b(dy, down(rows, a)).sum(axis=0)
+        return [of_x(along, a).reshape(x.shape), da.astype(a.dtype), db.astype(b.dtype)]
+
+    return run, [Gradient((0,), lambda _, dy, __: dy), Gradient((1, 2, 3), gradient)]
+
+
+_ADD = Operation("add_low_rank", _plan)
+
+
+def examples() -> Iterator[tuple[str, dict[str, Any], Sequence[str]]]:
+    """Calls: what each is of, the arguments by name, and those that are differentiated."""
+    for dtype, matrices, rank in ((mx.float32, mx.float32, 8), (mx.bfloat16, mx.float32, 3)):
+        y, x = (mx.random.normal((2, 9, n)).astype(dtype) for n in (37, 65))
+        a, b = (mx.random.normal(s).astype(matrices) / 8 for s in ((65, rank), (rank, 37)))
+        name = f"rank {rank}, {str(dtype).removeprefix('mlx.core.')}"
+        yield name, {"y": y, "x": x, "a": a, "b": b, "scale": 0.5}, ("y", "x", "a", "b")

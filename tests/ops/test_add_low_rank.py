@@ -1,0 +1,32 @@
+"""Which kernels compute products of a small rank and their gradients."""
+
+import mlx.core as mx
+import pytest
+
+from mlx_qlayers.ops.add_low_rank import add_low_rank
+from mlx_qlayers.runtime.backend import use_backend
+from mlx_qlayers.runtime.tracing import trace
+from tests.gpus import GPUS
+
+
+def _call(rank):
+    arrays = mx.ones((40, 1030)), mx.ones((40, 70)), mx.ones((70, rank)), mx.ones((rank, 1030))
+    return mx.vjp(lambda *given: [add_low_rank(*given)], arrays, [mx.ones((40, 1030))])
+
+
+@pytest.mark.parametrize("backend", ["host", *GPUS])
+def test_launches(backend):
+    """Large arrays are read as they are: two launches, and five of the gradients."""
+    with use_backend(backend), trace() as launches:
+        mx.eval(_call(9))
+    found = [(run.kernel.split("_")[2], run.grid) for run in launches]
+    down, up = ("down", (512, 5, 1)), ("up", (512, 3, 1))
+    assert sorted(found) == sorted(
+        [down, up, down, down, ("up", (256, 3, 1)), ("outer", (256, 1, 2)), ("outer", (512, 1, 2))]
+    )
+
+
+def test_a_rank_that_is_not_small():
+    with trace() as launches:
+        mx.eval(_call(33))
+    assert not launches
