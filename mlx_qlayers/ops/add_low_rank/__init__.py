@@ -138,8 +138,9 @@ def _plan(arrays: Sequence[Spec], scale: float) -> Plan:
     sizes = (rows, x.shape[-1]), (rows, y.shape[-1])
     unless = None if rank <= _LARGEST else f"its rank {rank} is above {_LARGEST}"
     choice, operators = choose("add_low_rank", unless=unless), _operators(y.dtype, scale)
-    if choice.path == "reference" or not (y.size and x.size and rank):
-        choice = choice._replace(path="reference")
+    if not (y.size and x.size and rank):
+        return Plan(choice._replace(path="reference"), lambda y, *_: y)
+    if choice.path == "reference":
         return Plan(choice, *_of(operators, *sizes))
     launches = _launches(y, a, b, sizes, scale)
     return Plan(choice, *_of(launches, *sizes), _of(operators, *sizes)[0])

@@ -4,8 +4,8 @@
 //
 // low_rank_down    low (M, R) = x (M, K) a. A threadgroup computes ROWS rows and BLOCK columns of low, and its SIMD
 //                  groups each a part of the sum over K. Grid (256 * ceil(R / BLOCK), ceil(M / ROWS)).
-// low_rank_up      y (M, N) + scale low b, or without y the product alone. A thread computes EACH columns of TALL
-//                  rows. Grid (256 * ceil(N / (256 * EACH)), ceil(M / TALL)).
+// low_rank_up      y (M, N) + low (scale b), or without y the product alone. A thread computes EACH columns of TALL
+//                  rows, and reads y first, as no load passes a store that may be to its address. Grid (256 * ceil(N / (256 * EACH)), ceil(M / TALL)).
 // low_rank_outer   parts (ceil(M / LONG), K, R) = scale x^T low, each the sum over LONG rows. A thread computes EACH
 //                  columns of x and BLOCK of low. Grid (256 * ceil(K / (256 * EACH)), ceil(M / LONG), ceil(R / BLOCK)).
 
@@ -33,6 +33,7 @@ template <typename T, typename A, int R, bool transposed>
   threadgroup float parts[SIMDS * ROWS * BLOCK];
   int rows = shape[0], columns = shape[1], row = group.y * ROWS, rank = group.x * BLOCK;
   float sums[ROWS][BLOCK] = {};
+#pragma unroll 4
   for (int k = thread_index; k < columns; k += THREADS) {
     float own[BLOCK];
 #pragma unroll
@@ -84,12 +85,22 @@ template <typename T, typename A, int R, bool transposed, bool added>
   low += size_t(row) * R;
   int count = min(TALL, rows - row);
   float sums[TALL][EACH] = {};
+  if (added) {
+    y += size_t(row) * columns;
+#pragma unroll
+    for (int m = 0; m < TALL; m++) {
+#pragma unroll
+      for (int i = 0; i < EACH; i++) {
+        sums[m][i] = float(y[size_t(min(m, count - 1)) * columns + min(first + i * THREADS, columns - 1)]);
+      }
+    }
+  }
   for (int r = 0; r < R; r++) {
     float own[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       int n = min(first + i * THREADS, columns - 1);
-      own[i] = float(b[transposed ? size_t(n) * R + r : size_t(r) * columns + n]);
+      own[i] = scale[0] * float(b[transposed ? size_t(n) * R + r : size_t(r) * columns + n]);
     }
 #pragma unroll
     for (int m = 0; m < TALL; m++) {
@@ -106,8 +117,7 @@ template <typename T, typename A, int R, bool transposed, bool added>
     for (int i = 0; i < EACH; i++) {
       int n = first + i * THREADS;
       if (m < count && n < columns) {
-        size_t at = size_t(row + m) * columns + n;
-        out[at] = T(added ? fma(scale[0], sums[m][i], float(y[at])) : scale[0] * sums[m][i]);
+        out[size_t(row + m) * columns + n] = T(sums[m][i]);
       }
     }
   }
@@ -125,6 +135,7 @@ template <typename T, int R, bool transposed>
   int rows = shape[0], columns = shape[1], first = group.x * THREADS * EACH + thread_index, rank = group.z * BLOCK;
   int end = min(int(group.y + 1) * LONG, rows);
   float sums[EACH][BLOCK] = {};
+#pragma unroll 8
   for (int row = group.y * LONG; row < end; row++) {
     float own[BLOCK];
 #pragma unroll
