@@ -10,8 +10,8 @@ from tests.gpus import GPUS
 
 
 def _call(rank):
-    arrays = mx.ones((40, 1030)), mx.ones((40, 70)), mx.ones((70, rank)), mx.ones((rank, 1030))
-    return mx.vjp(lambda *given: [add_low_rank(*given)], arrays, [mx.ones((40, 1030))])
+    arrays = mx.ones((40, 1032)), mx.ones((40, 70)), mx.ones((70, rank)), mx.ones((rank, 1032))
+    return mx.vjp(lambda *given: [add_low_rank(*given)], arrays, [mx.ones((40, 1032))])
 
 
 @pytest.mark.parametrize("backend", ["host", *GPUS])

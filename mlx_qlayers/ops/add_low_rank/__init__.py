@@ -19,9 +19,9 @@ from ..signature import Signature
 _FILE = Path("add_low_rank.metal")
 DOWN, UP, OUTER = (Kernel(f"low_rank_{name}", _FILE) for name in ("down", "up", "outer"))
 _ALONE = without(UP, ("y",))
-# Of the kernels: threads of a threadgroup, columns of low and rows of x of one of the first,
-# columns of a thread and rows of the second, rows of a part of the third.
-_THREADS, _BLOCK, _ROWS, _EACH, _TALL, _LONG = 256, 8, 8, 4, 16, 128
+# Of the kernels: threads of a threadgroup, ranks of a block, rows of a threadgroup of the first and
+# of the second, and of a part of the third.
+_THREADS, _BLOCK, _ROWS, _TALL, _LONG = 256, 8, 8, 16, 128
 # Ranks above read x again for each eighth of them, where dense products are as fast.
 _LARGEST = 32
 Size = tuple[int, int]
@@ -78,7 +78,8 @@ def _launch(
         template: what the kernel is compiled for.
     """
     (rows, columns), rank = size, template["R"]
-    blocks, wide = -(-rank // _BLOCK), -(-columns // (_THREADS * _EACH))
+    width = 1 if columns % 4 else 4
+    blocks, wide = -(-rank // _BLOCK), -(-columns // (_THREADS * width))
     grid, output = (wide, -(-rows // _TALL), 1), (rows, columns)
     given = [mx.array(size, mx.int32), mx.array([scale], mx.float32)]
     if kernel is DOWN:
@@ -88,7 +89,7 @@ def _launch(
         grid, output = (wide, -(-rows // _LONG), blocks), (-(-rows // _LONG), *matrix)
     launch = kernel.bind(
         [*inputs, *map(Spec.of, given)],
-        template=template,
+        template=template | {"W": width},
         grid=(_THREADS * grid[0], *grid[1:]),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[output],
@@ -109,9 +110,9 @@ def _launches(y: Spec, a: Spec, b: Spec, sizes: tuple[Size, Size], scale: float)
     both = sums | {"A": a.dtype}
     return (
         _launch(DOWN, [rows, a], narrow, scale, **both, transposed=False),
-        _launch(UP, [outputs, low, b], wide, scale, **both, transposed=False, added=True),
+        _launch(UP, [outputs, low, b], wide, scale, **both, transposed=True, added=True),
         _launch(DOWN, [outputs, b], wide, scale, **both, transposed=True),
-        _launch(_ALONE, [low, a], narrow, scale, **both, transposed=True, added=False),
+        _launch(_ALONE, [low, a], narrow, scale, **both, transposed=False, added=False),
         _launch(OUTER, [rows, low], narrow, scale, **sums, transposed=False),
         _launch(OUTER, [outputs, low], wide, scale, **sums, transposed=True),
     )

@@ -1,13 +1,17 @@
 // Products with matrices a (K, R) and b (R, N) of a small rank, in float32: y + scale (x a) b and its gradients.
 //
-// shape: rows, columns. A matrix is stored as (columns, R), or transposed as (R, columns).
+// shape: rows, columns. A matrix is stored as (columns, R), or transposed as (R, columns). A thread computes W
+// columns side by side: 4 where the number of columns is a multiple of that, else 1.
 //
-// low_rank_down    low (M, R) = x (M, K) a. A threadgroup computes ROWS rows and BLOCK columns of low, and its SIMD
-//                  groups each a part of the sum over K. Grid (256 * ceil(R / BLOCK), ceil(M / ROWS)).
-// low_rank_up      y (M, N) + low (scale b), or without y the product alone. A thread computes EACH columns of TALL
-//                  rows, and reads y first, as no load passes a store that may be to its address. Grid (256 * ceil(N / (256 * EACH)), ceil(M / TALL)).
-// low_rank_outer   parts (ceil(M / LONG), K, R) = scale x^T low, each the sum over LONG rows. A thread computes EACH
-//                  columns of x and BLOCK of low. Grid (256 * ceil(K / (256 * EACH)), ceil(M / LONG), ceil(R / BLOCK)).
+// low_rank_down    low (M, R) = x (M, K) a. A threadgroup computes ROWS rows and BLOCK columns of low, and its threads
+//                  each a part of the sum over K. Grid (256 * ceil(R / BLOCK), ceil(M / ROWS)).
+// low_rank_up      y (M, N) + low (scale b), or without y the product alone. A thread computes TALL rows, and reads y
+//                  first, as no load passes a store that may be to its address.
+//                  Grid (256 * ceil(N / (256 * W)), ceil(M / TALL)).
+// low_rank_outer   parts (ceil(M / LONG), K, R) = scale x^T low, each the sum over LONG rows, of which a thread computes
+//                  BLOCK columns of low. Grid (256 * ceil(K / (256 * W)), ceil(M / LONG), ceil(R / BLOCK)).
+
+#include "common/load.metal"
 
 #include <metal_stdlib>
 using namespace metal;
@@ -16,11 +20,60 @@ using namespace metal;
 #define SIMDS 8
 #define ROWS 8
 #define BLOCK 8
-#define EACH 4
 #define TALL 16
 #define LONG 128
 
-template <typename T, typename A, int R, bool transposed>
+// Loads `count` elements, of which 4 or 8 lie at a multiple of their number.
+template <int count, typename T>
+METAL_FUNC void load_floats(thread float* to, const device T* array, size_t at) {
+  if (count % 4 == 0) {
+    alignas(16) uint words[(count * sizeof(T) + 3) / 4];
+    load_words<(count * int(sizeof(T)) + 3) / 4>(words, array, at);
+    const thread T* values = reinterpret_cast<const thread T*>(words);
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+      to[i] = float(values[i]);
+    }
+  } else {
+    to[0] = float(array[at]);
+  }
+}
+
+// Loads a row of BLOCK of R numbers; those beyond the last are the last.
+template <int R, typename T>
+METAL_FUNC void load_ranks(thread float* to, const device T* rows, size_t row, int rank) {
+  if (R % BLOCK == 0) {
+    load_floats<BLOCK>(to, rows, row * R + rank);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < BLOCK; j++) {
+    to[j] = float(rows[row * R + min(rank + j, R - 1)]);
+  }
+}
+
+// Loads BLOCK ranks of W columns of a matrix.
+template <int R, bool transposed, int W, typename A>
+METAL_FUNC void load_block(thread float* to, const device A* matrix, int columns, int column, int rank) {
+  if (!transposed) {
+#pragma unroll
+    for (int i = 0; i < W; i++) {
+      load_ranks<R>(to + i * BLOCK, matrix, column + i, rank);
+    }
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < BLOCK; j++) {
+    float some[W];
+    load_floats<W>(some, matrix, size_t(min(rank + j, R - 1)) * columns + column);
+#pragma unroll
+    for (int i = 0; i < W; i++) {
+      to[i * BLOCK + j] = some[i];
+    }
+  }
+}
+
+template <typename T, typename A, int R, bool transposed, int W>
 [[kernel]] void low_rank_down(
     const device T* x,
     const device A* a,
@@ -33,20 +86,22 @@ template <typename T, typename A, int R, bool transposed>
   threadgroup float parts[SIMDS * ROWS * BLOCK];
   int rows = shape[0], columns = shape[1], row = group.y * ROWS, rank = group.x * BLOCK;
   float sums[ROWS][BLOCK] = {};
-#pragma unroll 4
-  for (int k = thread_index; k < columns; k += THREADS) {
-    float own[BLOCK];
+#pragma unroll 2
+  for (int k = int(thread_index) * W; k < columns; k += THREADS * W) {
+    float own[W * BLOCK], values[ROWS][W];
+    load_block<R, transposed, W>(own, a, columns, k, rank);
 #pragma unroll
-    for (int j = 0; j < BLOCK; j++) {
-      int r = min(rank + j, R - 1);
-      own[j] = float(a[transposed ? size_t(r) * columns + k : size_t(k) * R + r]);
+    for (int i = 0; i < ROWS; i++) {
+      load_floats<W>(values[i], x, size_t(min(row + i, rows - 1)) * columns + k);
     }
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
-      float value = float(x[size_t(min(row + i, rows - 1)) * columns + k]);
 #pragma unroll
-      for (int j = 0; j < BLOCK; j++) {
-        sums[i][j] = fma(value, own[j], sums[i][j]);
+      for (int w = 0; w < W; w++) {
+#pragma unroll
+        for (int j = 0; j < BLOCK; j++) {
+          sums[i][j] = fma(values[i][w], own[w * BLOCK + j], sums[i][j]);
+        }
       }
     }
   }
@@ -71,7 +126,7 @@ template <typename T, typename A, int R, bool transposed>
   }
 }
 
-template <typename T, typename A, int R, bool transposed, bool added>
+template <typename T, typename A, int R, bool transposed, bool added, int W>
 [[kernel]] void low_rank_up(
     const device T* y,
     const device float* low,
@@ -81,49 +136,58 @@ template <typename T, typename A, int R, bool transposed, bool added>
     device T* out,
     uint3 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]]) {
-  int rows = shape[0], columns = shape[1], row = group.y * TALL, first = group.x * THREADS * EACH + thread_index;
-  low += size_t(row) * R;
-  int count = min(TALL, rows - row);
-  float sums[TALL][EACH] = {};
+  int rows = shape[0], columns = shape[1], row = group.y * TALL, column = (group.x * THREADS + thread_index) * W;
+  if (column >= columns) {
+    return;
+  }
+  float sums[TALL][W] = {};
   if (added) {
-    y += size_t(row) * columns;
 #pragma unroll
     for (int m = 0; m < TALL; m++) {
-#pragma unroll
-      for (int i = 0; i < EACH; i++) {
-        sums[m][i] = float(y[size_t(min(m, count - 1)) * columns + min(first + i * THREADS, columns - 1)]);
-      }
+      load_floats<W>(sums[m], y, size_t(min(row + m, rows - 1)) * columns + column);
     }
   }
-  for (int r = 0; r < R; r++) {
-    float own[EACH];
+  for (int rank = 0; rank < R; rank += BLOCK) {
+    float own[W * BLOCK];
+    load_block<R, transposed, W>(own, b, columns, column, rank);
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      int n = min(first + i * THREADS, columns - 1);
-      own[i] = scale[0] * float(b[transposed ? size_t(n) * R + r : size_t(r) * columns + n]);
+    for (int i = 0; i < W * BLOCK; i++) {
+      own[i] = rank + i % BLOCK < R ? scale[0] * own[i] : 0.0f;
     }
 #pragma unroll
     for (int m = 0; m < TALL; m++) {
-      float value = low[min(m, count - 1) * R + r];
+      float values[BLOCK];
+      load_ranks<R>(values, low, min(row + m, rows - 1), rank);
 #pragma unroll
-      for (int i = 0; i < EACH; i++) {
-        sums[m][i] = fma(value, own[i], sums[m][i]);
+      for (int w = 0; w < W; w++) {
+#pragma unroll
+        for (int j = 0; j < BLOCK; j++) {
+          sums[m][w] = fma(values[j], own[w * BLOCK + j], sums[m][w]);
+        }
       }
     }
   }
 #pragma unroll
   for (int m = 0; m < TALL; m++) {
+    if (row + m < rows) {
+      device T* to = out + size_t(row + m) * columns + column;
+      alignas(16) T rounded[4];
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      int n = first + i * THREADS;
-      if (m < count && n < columns) {
-        out[size_t(row + m) * columns + n] = T(sums[m][i]);
+      for (int w = 0; w < W; w++) {
+        rounded[w] = T(sums[m][w]);
+      }
+      if (W == 1) {
+        to[0] = rounded[0];
+      } else if (sizeof(T) == 2) {
+        *reinterpret_cast<device uint2*>(to) = *reinterpret_cast<thread uint2*>(rounded);
+      } else {
+        *reinterpret_cast<device uint4*>(to) = *reinterpret_cast<thread uint4*>(rounded);
       }
     }
   }
 }
 
-template <typename T, int R, bool transposed>
+template <typename T, int R, bool transposed, int W>
 [[kernel]] void low_rank_outer(
     const device T* x,
     const device float* low,
@@ -132,33 +196,33 @@ template <typename T, int R, bool transposed>
     device float* parts,
     uint3 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]]) {
-  int rows = shape[0], columns = shape[1], first = group.x * THREADS * EACH + thread_index, rank = group.z * BLOCK;
+  int rows = shape[0], columns = shape[1], column = (group.x * THREADS + thread_index) * W, rank = group.z * BLOCK;
+  if (column >= columns) {
+    return;
+  }
   int end = min(int(group.y + 1) * LONG, rows);
-  float sums[EACH][BLOCK] = {};
+  float sums[W][BLOCK] = {};
 #pragma unroll 8
   for (int row = group.y * LONG; row < end; row++) {
-    float own[BLOCK];
+    float own[BLOCK], values[W];
+    load_ranks<R>(own, low, row, rank);
+    load_floats<W>(values, x, size_t(row) * columns + column);
 #pragma unroll
-    for (int j = 0; j < BLOCK; j++) {
-      own[j] = low[size_t(row) * R + min(rank + j, R - 1)];
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      float value = float(x[size_t(row) * columns + min(first + i * THREADS, columns - 1)]);
+    for (int w = 0; w < W; w++) {
 #pragma unroll
       for (int j = 0; j < BLOCK; j++) {
-        sums[i][j] = fma(value, own[j], sums[i][j]);
+        sums[w][j] = fma(values[w], own[j], sums[w][j]);
       }
     }
   }
   parts += size_t(group.y) * columns * R;
 #pragma unroll
-  for (int i = 0; i < EACH; i++) {
+  for (int w = 0; w < W; w++) {
 #pragma unroll
     for (int j = 0; j < BLOCK; j++) {
-      int k = first + i * THREADS, r = rank + j;
-      if (k < columns && r < R) {
-        parts[transposed ? size_t(r) * columns + k : size_t(k) * R + r] = scale[0] * sums[i][j];
+      int k = column + w, r = rank + j;
+      if (r < R) {
+        parts[transposed ? size_t(r) * columns + k : size_t(k) * R + r] = scale[0] * sums[w][j];
       }
     }
   }
