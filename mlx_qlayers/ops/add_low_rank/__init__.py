@@ -20,8 +20,8 @@ _FILE = Path("add_low_rank.metal")
 DOWN, UP, OUTER = (Kernel(f"low_rank_{name}", _FILE) for name in ("down", "up", "outer"))
 _ALONE = without(UP, ("y",))
 # Of the kernels: threads of a threadgroup, ranks of a block, rows of a threadgroup of the first and
-# of the second, and of a part of the third.
-_THREADS, _BLOCK, _ROWS, _TALL, _LONG = 256, 8, 8, 16, 128
+# of the second, and of a part of the third, threadgroups that a multiprocessor is to hold.
+_THREADS, _BLOCK, _ROWS, _TALL, _LONG, _RESIDENT = 256, 8, 16, 32, 128, 2
 # Ranks above read x again for each eighth of them, where dense products are as fast.
 _LARGEST = 32
 Size = tuple[int, int]
@@ -78,18 +78,18 @@ def _launch(
         template: what the kernel is compiled for.
     """
     (rows, columns), rank = size, template["R"]
-    width = 1 if columns % 4 else 4
-    blocks, wide = -(-rank // _BLOCK), -(-columns // (_THREADS * width))
-    grid, output = (wide, -(-rows // _TALL), 1), (rows, columns)
+    width, blocks = 1 if columns % 4 else 4, -(-rank // _BLOCK)
+    across = -(-columns // ((32 if kernel is OUTER else _THREADS) * width))
+    grid, output = (across, -(-rows // _TALL), 1), (rows, columns)
     given = [mx.array(size, mx.int32), mx.array([scale], mx.float32)]
     if kernel is DOWN:
         grid, output, given = (blocks, -(-rows // _ROWS), 1), (rows, rank), given[:1]
     elif kernel is OUTER:
         matrix = (rank, columns) if template["transposed"] else (columns, rank)
-        grid, output = (wide, -(-rows // _LONG), blocks), (-(-rows // _LONG), *matrix)
+        grid, output = (across, -(-rows // _LONG), blocks), (-(-rows // _LONG), *matrix)
     launch = kernel.bind(
         [*inputs, *map(Spec.of, given)],
-        template=template | {"W": width},
+        template=template | {"W": width, "RESIDENT": _RESIDENT},
         grid=(_THREADS * grid[0], *grid[1:]),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[output],

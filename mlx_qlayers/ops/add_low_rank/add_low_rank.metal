@@ -1,15 +1,18 @@
 // Products with matrices a (K, R) and b (R, N) of a small rank, in float32: y + scale (x a) b and its gradients.
 //
-// shape: rows, columns. A matrix is stored as (columns, R), or transposed as (R, columns). A thread computes W
-// columns side by side: 4 where the number of columns is a multiple of that, else 1.
+// shape: rows, columns. A matrix is stored as (columns, R), or transposed as (R, columns). A thread loads W columns
+// side by side: 4 where the number of columns is a multiple of that, else 1. Threads have at most 32 sums, so that
+// RESIDENT threadgroups fit on a multiprocessor: these kernels wait for memory.
 //
-// low_rank_down    low (M, R) = x (M, K) a. A threadgroup computes ROWS rows and BLOCK columns of low, and its threads
-//                  each a part of the sum over K. Grid (256 * ceil(R / BLOCK), ceil(M / ROWS)).
-// low_rank_up      y (M, N) + low (scale b), or without y the product alone. A thread computes TALL rows, and reads y
-//                  first, as no load passes a store that may be to its address.
-//                  Grid (256 * ceil(N / (256 * W)), ceil(M / TALL)).
-// low_rank_outer   parts (ceil(M / LONG), K, R) = scale x^T low, each the sum over LONG rows, of which a thread computes
-//                  BLOCK columns of low. Grid (256 * ceil(K / (256 * W)), ceil(M / LONG), ceil(R / BLOCK)).
+// low_rank_down    low (M, R) = x (M, K) a. A threadgroup computes ROWS rows and BLOCK columns of low, its SIMD groups
+//                  each a part of the sum over K, and eight lanes of these each a part of that for two columns.
+//                  Grid (256 * ceil(R / BLOCK), ceil(M / ROWS)).
+// low_rank_up      y (M, N) + low (scale b), or without y the product alone. A thread computes TILES times TALL rows,
+//                  and reads y ahead, as no load passes a store that may be to its address.
+//                  Grid (256 * ceil(N / (256 * W)), ceil(M / (TILES * TALL))).
+// low_rank_outer   parts (ceil(M / LONG), K, R) = scale x^T low, each the sum over LONG rows. A threadgroup computes
+//                  32 * W columns of x and BLOCK of low, its SIMD groups each a part of the rows.
+//                  Grid (256 * ceil(K / (32 * W)), ceil(M / LONG), ceil(R / BLOCK)).
 
 #include "common/load.metal"
 
@@ -18,10 +21,13 @@ using namespace metal;
 
 #define THREADS 256
 #define SIMDS 8
-#define ROWS 8
+#define ROWS 16
 #define BLOCK 8
-#define TALL 16
+#define PAIR 2
+#define TALL 8
+#define TILES 4
 #define LONG 128
+#define HALF 4
 
 // Loads `count` elements, of which 4 or 8 lie at a multiple of their number.
 template <int count, typename T>
@@ -73,7 +79,7 @@ METAL_FUNC void load_block(thread float* to, const device A* matrix, int columns
   }
 }
 
-template <typename T, typename A, int R, bool transposed, int W>
+template <typename T, typename A, int R, bool transposed, int W, int RESIDENT>
 [[kernel]] void low_rank_down(
     const device T* x,
     const device A* a,
@@ -85,11 +91,24 @@ template <typename T, typename A, int R, bool transposed, int W>
     uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float parts[SIMDS * ROWS * BLOCK];
   int rows = shape[0], columns = shape[1], row = group.y * ROWS, rank = group.x * BLOCK;
-  float sums[ROWS][BLOCK] = {};
+  // Lanes 8 apart have the same columns of x, and other ranks.
+  int pair = int(lane) / 8 * PAIR, part = int(simd) * 8 + int(lane) % 8;
+  float sums[ROWS][PAIR] = {};
 #pragma unroll 2
-  for (int k = int(thread_index) * W; k < columns; k += THREADS * W) {
-    float own[W * BLOCK], values[ROWS][W];
-    load_block<R, transposed, W>(own, a, columns, k, rank);
+  for (int k = part * W; k < columns; k += SIMDS * 8 * W) {
+    float own[PAIR][W], values[ROWS][W];
+#pragma unroll
+    for (int j = 0; j < PAIR; j++) {
+      int r = min(rank + pair + j, R - 1);
+      if (transposed) {
+        load_floats<W>(own[j], a, size_t(r) * columns + k);
+      } else {
+#pragma unroll
+        for (int w = 0; w < W; w++) {
+          own[j][w] = float(a[size_t(k + w) * R + r]);
+        }
+      }
+    }
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
       load_floats<W>(values[i], x, size_t(min(row + i, rows - 1)) * columns + k);
@@ -99,8 +118,8 @@ template <typename T, typename A, int R, bool transposed, int W>
 #pragma unroll
       for (int w = 0; w < W; w++) {
 #pragma unroll
-        for (int j = 0; j < BLOCK; j++) {
-          sums[i][j] = fma(values[i][w], own[w * BLOCK + j], sums[i][j]);
+        for (int j = 0; j < PAIR; j++) {
+          sums[i][j] = fma(values[i][w], own[j][w], sums[i][j]);
         }
       }
     }
@@ -108,10 +127,14 @@ template <typename T, typename A, int R, bool transposed, int W>
 #pragma unroll
   for (int i = 0; i < ROWS; i++) {
 #pragma unroll
-    for (int j = 0; j < BLOCK; j++) {
-      float total = simd_sum(sums[i][j]);
-      if (lane == 0) {
-        parts[(simd * ROWS + i) * BLOCK + j] = total;
+    for (int j = 0; j < PAIR; j++) {
+      float total = sums[i][j];
+#pragma unroll
+      for (ushort step = 1; step < 8; step *= 2) {
+        total += simd_shuffle_xor(total, step);
+      }
+      if (lane % 8 == 0) {
+        parts[(simd * ROWS + i) * BLOCK + pair + j] = total;
       }
     }
   }
@@ -126,7 +149,24 @@ template <typename T, typename A, int R, bool transposed, int W>
   }
 }
 
-template <typename T, typename A, int R, bool transposed, bool added, int W>
+// Stores W sums, rounded.
+template <int W, typename T>
+METAL_FUNC void store_rounded(device T* to, const thread float* sums) {
+  alignas(16) T rounded[4];
+#pragma unroll
+  for (int w = 0; w < W; w++) {
+    rounded[w] = T(sums[w]);
+  }
+  if (W == 1) {
+    to[0] = rounded[0];
+  } else if (sizeof(T) == 2) {
+    *reinterpret_cast<device uint2*>(to) = *reinterpret_cast<thread uint2*>(rounded);
+  } else {
+    *reinterpret_cast<device uint4*>(to) = *reinterpret_cast<thread uint4*>(rounded);
+  }
+}
+
+template <typename T, typename A, int R, bool transposed, bool added, int W, int RESIDENT>
 [[kernel]] void low_rank_up(
     const device T* y,
     const device float* low,
@@ -136,58 +176,52 @@ template <typename T, typename A, int R, bool transposed, bool added, int W>
     device T* out,
     uint3 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]]) {
-  int rows = shape[0], columns = shape[1], row = group.y * TALL, column = (group.x * THREADS + thread_index) * W;
+  int rows = shape[0], columns = shape[1], column = (group.x * THREADS + thread_index) * W;
   if (column >= columns) {
     return;
   }
-  float sums[TALL][W] = {};
-  if (added) {
+  float own[W * BLOCK], factor = scale[0];
+  int row = group.y * (TILES * TALL), end = min(row + TILES * TALL, rows);
+  for (; row < end; row += TALL) {
+    float sums[TALL][W] = {};
+    if (added) {
 #pragma unroll
-    for (int m = 0; m < TALL; m++) {
-      load_floats<W>(sums[m], y, size_t(min(row + m, rows - 1)) * columns + column);
+      for (int m = 0; m < TALL; m++) {
+        load_floats<W>(sums[m], y, size_t(min(row + m, rows - 1)) * columns + column);
+      }
     }
-  }
-  for (int rank = 0; rank < R; rank += BLOCK) {
-    float own[W * BLOCK];
-    load_block<R, transposed, W>(own, b, columns, column, rank);
+#pragma unroll 1
+    for (int rank = 0; rank < R; rank += BLOCK) {
+      if (R > BLOCK || row == int(group.y) * (TILES * TALL)) {  // else it is there
+        load_block<R, transposed, W>(own, b, columns, column, rank);
 #pragma unroll
-    for (int i = 0; i < W * BLOCK; i++) {
-      own[i] = rank + i % BLOCK < R ? scale[0] * own[i] : 0.0f;
-    }
+        for (int i = 0; i < W * BLOCK; i++) {
+          own[i] = rank + i % BLOCK < R ? factor * own[i] : 0.0f;
+        }
+      }
 #pragma unroll
-    for (int m = 0; m < TALL; m++) {
-      float values[BLOCK];
-      load_ranks<R>(values, low, min(row + m, rows - 1), rank);
+      for (int m = 0; m < TALL; m++) {
+        float values[BLOCK];
+        load_ranks<R>(values, low, min(row + m, rows - 1), rank);
 #pragma unroll
-      for (int w = 0; w < W; w++) {
+        for (int w = 0; w < W; w++) {
 #pragma unroll
-        for (int j = 0; j < BLOCK; j++) {
-          sums[m][w] = fma(values[j], own[w * BLOCK + j], sums[m][w]);
+          for (int j = 0; j < BLOCK; j++) {
+            sums[m][w] = fma(values[j], own[w * BLOCK + j], sums[m][w]);
+          }
         }
       }
     }
-  }
 #pragma unroll
-  for (int m = 0; m < TALL; m++) {
-    if (row + m < rows) {
-      device T* to = out + size_t(row + m) * columns + column;
-      alignas(16) T rounded[4];
-#pragma unroll
-      for (int w = 0; w < W; w++) {
-        rounded[w] = T(sums[m][w]);
-      }
-      if (W == 1) {
-        to[0] = rounded[0];
-      } else if (sizeof(T) == 2) {
-        *reinterpret_cast<device uint2*>(to) = *reinterpret_cast<thread uint2*>(rounded);
-      } else {
-        *reinterpret_cast<device uint4*>(to) = *reinterpret_cast<thread uint4*>(rounded);
+    for (int m = 0; m < TALL; m++) {
+      if (row + m < rows) {
+        store_rounded<W>(out + size_t(row + m) * columns + column, sums[m]);
       }
     }
   }
 }
 
-template <typename T, int R, bool transposed, int W>
+template <typename T, int R, bool transposed, int W, int RESIDENT>
 [[kernel]] void low_rank_outer(
     const device T* x,
     const device float* low,
@@ -195,15 +229,16 @@ template <typename T, int R, bool transposed, int W>
     const constant float* scale,
     device float* parts,
     uint3 group [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]]) {
-  int rows = shape[0], columns = shape[1], column = (group.x * THREADS + thread_index) * W, rank = group.z * BLOCK;
-  if (column >= columns) {
-    return;
-  }
-  int end = min(int(group.y + 1) * LONG, rows);
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simd [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup float of_simds[SIMDS][HALF][32 * W];
+  int rows = shape[0], columns = shape[1], first = group.x * 32 * W, rank = group.z * BLOCK;
+  int column = min(first + int(lane) * W, columns - W);
+  int row = group.y * LONG + simd * (LONG / SIMDS), end = min(row + LONG / SIMDS, rows);
   float sums[W][BLOCK] = {};
-#pragma unroll 8
-  for (int row = group.y * LONG; row < end; row++) {
+#pragma unroll 4
+  for (; row < end; row++) {
     float own[BLOCK], values[W];
     load_ranks<R>(own, low, row, rank);
     load_floats<W>(values, x, size_t(row) * columns + column);
@@ -216,13 +251,28 @@ template <typename T, int R, bool transposed, int W>
     }
   }
   parts += size_t(group.y) * columns * R;
+  // In halves of the ranks, which fit into threadgroup memory.
 #pragma unroll
-  for (int w = 0; w < W; w++) {
+  for (int half_of = 0; half_of < BLOCK; half_of += HALF) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
 #pragma unroll
-    for (int j = 0; j < BLOCK; j++) {
-      int k = column + w, r = rank + j;
-      if (r < R) {
-        parts[transposed ? size_t(r) * columns + k : size_t(k) * R + r] = scale[0] * sums[w][j];
+    for (int w = 0; w < W; w++) {
+#pragma unroll
+      for (int j = 0; j < HALF; j++) {
+        of_simds[simd][j][lane * W + w] = sums[w][half_of + j];
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int i = thread_index; i < HALF * 32 * W; i += THREADS) {
+      int j = i / (32 * W), k = i % (32 * W), r = rank + half_of + j;
+      float total = 0.0f;
+#pragma unroll
+      for (int s = 0; s < SIMDS; s++) {
+        total += of_simds[s][j][k];
+      }
+      k += first;
+      if (k < columns && r < R) {
+        parts[transposed ? size_t(r) * columns + k : size_t(k) * R + r] = scale[0] * total;
       }
     }
   }
