@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -182,6 +183,8 @@ def _lora(module: Any, asked: Any) -> Iterator[None]:
     from .lora_arguments import check_lora, plan_of, read_yaml
 
     theirs = module.run
+    if mx.cuda.is_available():  # as on a Mac: up to ten graphs of 1,000 MB are under way else
+        os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", "50")
 
     def run(args: Any) -> None:
         check_lora(module, args)
