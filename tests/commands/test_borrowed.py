@@ -168,18 +168,20 @@ def test_lora_trains_what_stock_loads(talker, tmp_path, capsys):
     arguments = ["--model", str(talker), "--train", "--data", str(texts(tmp_path / "data"))]
     arguments += ["--iters", "3", "--batch-size", "2", "--num-layers", "2"]
     arguments += ["--learning-rate", "2e-4", "--val-batches", "1"]
-    for name, flags in (("ours", []), ("theirs", ["--stock"])):
-        folder = ["--adapter-path", str(tmp_path / name)]
-        assert main(["lora", *arguments, *folder, *flags]) == 0
+    for flag in ("", "--stock-loss", "--optimizer-bits=8", "--stock"):
+        folder = ["--adapter-path", str(tmp_path / f"with{flag}")]
+        assert main(["lora", *arguments, *folder, *filter(None, [flag])]) == 0
         err = capsys.readouterr().err
-        assert ("49 swapped" in err) == ("fused loss of model.embed_tokens" in err) == (not flags)
+        assert ("49 swapped" in err) == (flag != "--stock")
+        assert ("fused loss of model.embed_tokens" in err) == ("--stock" not in flag)
     losses = []
-    for adapters in (None, tmp_path / "ours", tmp_path / "theirs"):
-        model, tokenizer = mlx_lm.load(str(talker), adapter_path=adapters and str(adapters))
+    for adapters in (None, *sorted(map(str, tmp_path.glob("with*")))):
+        model, tokenizer = mlx_lm.load(str(talker), adapter_path=adapters)
         losses.append(loss(model, mx.array(tokenizer.encode(f"{PROMPT} who had 3 sons."))))
-    untrained, ours, theirs = losses
-    assert_same_losses(ours, theirs)
+    untrained, ours, eighths, theirs, logits = losses
+    assert_same_losses([ours, logits], [theirs] * 2)
     assert ours < 0.95 * untrained
+    assert eighths != ours and untrained - eighths == pytest.approx(untrained - ours, rel=0.05)
 
 
 def test_a_plan_of_lora_trains_nothing(talker, tmp_path, capsys):
