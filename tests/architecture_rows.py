@@ -5,6 +5,7 @@
 A row follows from the report of converting a small model; ``tests/test_architectures.py`` compares.
 """
 
+import re
 from pathlib import Path
 
 import mlx.nn as nn
@@ -13,7 +14,7 @@ from architectures import VOCABULARY, build
 from decoding import logits
 from step_models import as_graphs
 
-from mlx_qlayers import convert_model
+from mlx_qlayers import convert_model, use_backend
 from mlx_qlayers.conversion.report import FUSED, ConversionReport
 from mlx_qlayers.decode.engine import stopped
 
@@ -32,7 +33,7 @@ _ESCAPED = str.maketrans({"|": r"\|", "_": r"\_"})
 
 
 def row(name: str, report: ConversionReport, stopped: str | None = None) -> str:
-    """A line of the table."""
+    """A line of the table, but for its last cell."""
     (step,) = report.fusions or (None,)
     if stopped:
         how = _AT_FIRST + stopped
@@ -45,22 +46,34 @@ def row(name: str, report: ConversionReport, stopped: str | None = None) -> str:
 
 def agrees(name: str, report: ConversionReport, page: str) -> bool:
     """Whether the page has the row, or one that says what only a step finds."""
-    return row(name, report) + "\n" in page or f"| {_AT_FIRST}" in next(
+    return "\n" + row(name, report) + " " in page or f"| {_AT_FIRST}" in next(
         line for line in page.splitlines() if line.startswith(f"| {name} |")
     )
 
 
+def alike(name: str) -> str:
+    """The last cell: whether the model is batch-invariant on a CPU, or what refuses it says."""
+    try:
+        with use_backend("host"):
+            convert_model(build(name, ARCHITECTURES[name]), batch_invariant=True, calibrate=False)
+    except ValueError as error:
+        said = str(error).removeprefix("the model is not batch-invariant: ")
+        return re.sub("(differs|fails).*", r"\1", said)
+    return "yes"
+
+
 def main() -> None:
     """Run from the command line."""
-    lines = ["| architecture | a token of each sequence |", "|---|---|"]
+    lines = ["| architecture | a token of each sequence | batch-invariant |", "|---|---|---|"]
     for name in sorted(ARCHITECTURES | dict.fromkeys(WITHOUT)):
         if name in WITHOUT:
-            lines.append(f"| {name} | not tested: {WITHOUT[name]} |")
+            lines.append(f"| {name} | not tested: {WITHOUT[name]} | |")
             continue
         model = build(name, ARCHITECTURES[name])
         report = convert_model(model, verify=False)
         is_graph = any(f.action == FUSED for f in report.fusions)
-        lines.append(row(name, report, _stopped(model) if is_graph else None))
+        first = row(name, report, _stopped(model) if is_graph else None)
+        lines.append(f"{first} {alike(name)} |")
         print(lines[-1], flush=True)
     text = PAGE.read_text()
     before, _, rest = text.partition(BEGIN)

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from architecture_rows import PAGE, agrees
+from architecture_rows import PAGE, agrees, alike
 from architecture_table import ARCHITECTURES
 from architectures import VOCABULARY, build
 from decoding import BITS, KINDS, logits
@@ -159,6 +159,13 @@ def test_conversion(name, monkeypatch):
     assert set(reverted.counts) == {"reverted"}
     assert types(model) == before and arrays(model) == held
     assert mx.array_equal(model(TOKENS), stock) and not calls
+
+
+@every_architecture
+def test_batch_invariance(name):
+    """The page says which are refused, and by what."""
+    (cell,) = re.findall(rf"^\| {re.escape(name)} \|.* \| (.*) \|$", PAGE.read_text(), re.M)
+    assert alike(name) == cell
 
 
 def test_coverage():

@@ -104,6 +104,7 @@ def cho_solve(l: mx.array, b: mx.array, *, upper: bool = False) -> mx.array:  # 
 
     Source: ``scipy.linalg.cho_solve``.
     """
+    _FACTOR.check(l)
     half = solve_triangular(l, b, upper=upper, transpose=upper)
     return solve_triangular(l, half, upper=upper, transpose=not upper)
 

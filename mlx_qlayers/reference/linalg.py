@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
 
@@ -22,11 +24,23 @@ def cholesky(w: mx.array) -> tuple[mx.array, mx.array]:
         return mx.where(bad, mx.array(mx.nan), r), info
 
 
-def solve_lower(a: mx.array, b: mx.array) -> mx.array:
+def _solve_lower(a: mx.array, b: mx.array) -> mx.array:
     """L^-1 B by the lower triangle of L; NaN from the first zero pivot on, where MLX raises."""
     singular = mx.eye(a.shape[1], dtype=mx.bool_) & (a == 0)
     lower = mx.where(singular, mx.array(mx.nan, a.dtype), mx.tril(a))
     return mx.linalg.solve_triangular(lower, b, stream=mx.cpu)
+
+
+solve_lower: Any = mx.custom_function(_solve_lower)
+
+
+@solve_lower.vjp  # MLX has none
+def _solve_lower_gradient(
+    given: tuple[mx.array, mx.array], cotangent: mx.array, x: mx.array
+) -> tuple[mx.array, mx.array]:
+    # Backwards, an upper triangle is a lower one.
+    d_b = solve_lower(given[0].swapaxes(1, 2)[:, ::-1, ::-1], cotangent[:, ::-1])[:, ::-1]
+    return -mx.tril(d_b @ x.swapaxes(1, 2)), d_b
 
 
 def subtract_product(b: mx.array, a: mx.array, x: mx.array) -> mx.array:

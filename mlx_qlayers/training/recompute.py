@@ -31,9 +31,9 @@ def recompute_activations(model: nn.Module, layers: bool = False) -> int:
     takes no product with a large matrix; results stay the same. Where kernels run on a CPU all that
     they are given would stay in memory, so there layers keep their input alone, as with ``layers``.
 
-    Modules of mlx-lm's ``LoRALinear``, its ``DoRALinear`` around a ``QLinear``, and those with
-    ``gate_proj``, ``up_proj`` and ``down_proj`` of any class whose code lets it, get another class
-    and keep everything else.
+    Modules of mlx-lm's ``LoRALinear`` and ``LoRASwitchLinear``, its ``DoRALinear`` around a
+    ``QLinear``, and those with ``gate_proj``, ``up_proj`` and ``down_proj`` of any class whose code
+    lets it, get another class and keep everything else.
 
     Args:
         model: with its adapters.
@@ -52,7 +52,7 @@ def recompute_activations(model: nn.Module, layers: bool = False) -> int:
     Source: Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198.
     """
     from mlx_lm.tuner.dora import DoRALinear
-    from mlx_lm.tuner.lora import LoRALinear
+    from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
     found: list[tuple[Any, Any]] = []
     for module in model.modules():
@@ -61,6 +61,8 @@ def recompute_activations(model: nn.Module, layers: bool = False) -> int:
             found.append((module, _lora_class(cls)))
         elif cls is DoRALinear and isinstance(module["linear"], QLinear):
             found.append((module, _dora_class(cls)))
+        elif cls is LoRASwitchLinear:
+            found.append((module, _experts_class(cls)))
         elif _is_gated(module):
             found.append((module, _gated_class(cls)))
         elif backend() == "host" and isinstance(module, nn.RMSNorm | nn.RoPE):
@@ -241,6 +243,21 @@ def _dora_class(cls: Any) -> Any:
         product = self.linear._product(x, with_bias=False)
         y: mx.array = checkpoint(scaled)(self.dropout(x), product, a, b, self["m"], norms)
         return y + self.linear["bias"] if "bias" in self.linear else y
+
+    return _made(cls, call)
+
+
+@cache
+def _experts_class(cls: Any) -> Any:
+    def call(self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        given: Any = {"rhs_indices": indices, "sorted_indices": sorted_indices}
+
+        def added(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
+            z = mx.gather_mm(x, a.swapaxes(-1, -2), **given)
+            return (self.scale * mx.gather_mm(z, b.swapaxes(-1, -2), **given)).astype(x.dtype)
+
+        y: mx.array = self.linear(x, indices, sorted_indices=sorted_indices)
+        return y + checkpoint(added)(self.dropout(x), self["lora_a"], self["lora_b"])
 
     return _made(cls, call)
 

@@ -18,10 +18,11 @@ import mlx_lm
 import pytest
 from commands.test_serving import CHAT, COMPLETE, ask, rest, serving, start
 
-from mlx_qlayers import explain
+from mlx_qlayers import convert_model, explain
 from mlx_qlayers.cli import main
 from mlx_qlayers.commands import borrowed
 from mlx_qlayers.commands.demo import shipped_model
+from mlx_qlayers.conversion import kv_mixture
 from mlx_qlayers.decode.quantized_caches import CacheFormat, RotatingQuantizedKVCache
 from mlx_qlayers.runtime.backend import backend, requested
 from tests.numerics import assert_same_losses, assert_same_model
@@ -98,15 +99,24 @@ def test_chat_goes_on_with_guesses(talker, capsys, monkeypatch):
     assert said[0] == said[1] and err.count("guesses: ") == 3
 
 
-def test_chat_with_quantized_windows(talker, capsys, monkeypatch):
+@pytest.mark.parametrize("option", ["--kv-bits=8", "--kv-bits-per-value=7"])
+def test_chat_with_quantized_windows(option, talker, capsys, monkeypatch):
     """The text is that of the stock model with such caches, which mlx-lm's chat lacks."""
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\nq\n"))
-    options = ["--max-kv-size=16", "--kv-bits=8", "--kv-group-size=32", "--max-tokens=30"]
+    measured, measure = [], kv_mixture.value_mixture
+    monkeypatch.setattr(
+        kv_mixture, "value_mixture", lambda *a, **b: measured.extend(measure(*a, **b)) or measured
+    )
+    options = ["--max-kv-size=16", option, "--kv-group-size=32", "--max-tokens=30"]
     assert main(["chat", f"--model={talker}", "--temp=0", *options]) == 0
     model, tokenizer = mlx_lm.load(str(talker))
+    if measured:  # which stock attention does not take
+        convert_model(model)
+    assert (len({*measured}) > 1) == (option != "--kv-bits=8")
     messages = [{"role": "user", "content": PROMPT}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    cache = [RotatingQuantizedKVCache(16, 4, CacheFormat(32, 8)) for _ in model.layers]
+    formats = measured or [CacheFormat(32, 8)] * len(model.layers)
+    cache = [RotatingQuantizedKVCache(16, 4, each) for each in formats]
     wanted = mlx_lm.generate(model, tokenizer, prompt, max_tokens=30, prompt_cache=cache)
     assert wanted in capsys.readouterr().out
 
@@ -168,18 +178,20 @@ def test_lora_trains_what_stock_loads(talker, tmp_path, capsys):
     arguments = ["--model", str(talker), "--train", "--data", str(texts(tmp_path / "data"))]
     arguments += ["--iters", "3", "--batch-size", "2", "--num-layers", "2"]
     arguments += ["--learning-rate", "2e-4", "--val-batches", "1"]
-    for name, flags in (("ours", []), ("theirs", ["--stock"])):
-        folder = ["--adapter-path", str(tmp_path / name)]
-        assert main(["lora", *arguments, *folder, *flags]) == 0
+    for flag in ("", "--stock-loss", "--optimizer-bits=8", "--stock"):
+        folder = ["--adapter-path", str(tmp_path / f"with{flag}")]
+        assert main(["lora", *arguments, *folder, *filter(None, [flag])]) == 0
         err = capsys.readouterr().err
-        assert ("49 swapped" in err) == ("fused loss of model.embed_tokens" in err) == (not flags)
+        assert ("49 swapped" in err) == (flag != "--stock")
+        assert ("fused loss of model.embed_tokens" in err) == ("--stock" not in flag)
     losses = []
-    for adapters in (None, tmp_path / "ours", tmp_path / "theirs"):
-        model, tokenizer = mlx_lm.load(str(talker), adapter_path=adapters and str(adapters))
+    for adapters in (None, *sorted(map(str, tmp_path.glob("with*")))):
+        model, tokenizer = mlx_lm.load(str(talker), adapter_path=adapters)
         losses.append(loss(model, mx.array(tokenizer.encode(f"{PROMPT} who had 3 sons."))))
-    untrained, ours, theirs = losses
-    assert_same_losses(ours, theirs)
+    untrained, ours, eighths, theirs, logits = losses
+    assert_same_losses([ours, logits], [theirs] * 2)
     assert ours < 0.95 * untrained
+    assert eighths != ours and untrained - eighths == pytest.approx(untrained - ours, rel=0.05)
 
 
 def test_a_plan_of_lora_trains_nothing(talker, tmp_path, capsys):

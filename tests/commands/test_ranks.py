@@ -12,16 +12,21 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import mlx_lm.generate
 import pytest
+from commands.test_borrowed import texts
+from fine_tuning import Losses
 from mlx_lm.generate import generation_stream
+from numerics import assert_same_losses
 from ranks import run
 from tiny_model import save_tiny_model
 
-from mlx_qlayers import cli
+from mlx_qlayers import cli, explain
 from mlx_qlayers.commands import rank_watch
 from mlx_qlayers.runtime.ranks import gathered
 
@@ -100,6 +105,34 @@ def test_chat_and_server():
     printed, answers, code = first
     assert printed.count("5 tokens") == 2 and "bye" in printed
     assert answers == ["length", "length"] and (code, second) == (0, ["", [], 0])
+
+
+def lora(model: str, folder: str) -> tuple[list[float], list[str]]:
+    """The loss of each step, of all ranks together, and where products were computed."""
+    callback, module = Losses(), import_module("mlx_lm.lora")
+    train = module.train
+
+    def told(**options):
+        train(**options | {"training_callback": callback})
+
+    arguments = [f"--model={model}", "--train", f"--data={folder}/data", "--backend=host"]
+    arguments += ["--iters=6", "--batch-size=4", "--num-layers=2", "--learning-rate=1e-3"]
+    arguments += ["--val-batches=0", "--steps-per-report=1", f"--adapter-path={folder}/adapters"]
+    explain(reset=True)
+    with patch.object(module, "train", told):
+        assert cli.main(["lora", *arguments]) == 0
+    return callback.losses, [d.path for d in explain() if d.op == "quantized_matmul"]
+
+
+def test_lora_has_the_losses_of_one(exact_model, tmp_path):
+    """By kernels, whose gradients ranks average."""
+    texts(tmp_path / "data")
+    given = str(exact_model), str(tmp_path)
+    one, _ = lora(*given)
+    assert len(one) == 6 and one[-1] < 0.9 * one[0]
+    for losses, paths in run("tests/commands/test_ranks.py", "lora", 2, *given):
+        assert_same_losses(losses, one)
+        assert {*paths} == {"host"}
 
 
 def steps_ahead() -> None:

@@ -24,6 +24,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlx_qlayers import convert_model
 from mlx_qlayers.commands.ranges import RANGES
 from mlx_qlayers.commands.requests import NUMBERS
+from mlx_qlayers.conversion.kv_mixture import value_mixture
 from mlx_qlayers.decode.quantized_caches import CacheFormat, PackedKVCache
 
 COMMAND = [sys.executable, "-m", "mlx_qlayers", "server"]
@@ -256,13 +257,17 @@ ROTATED = CacheFormat(32, 8, 4, hadamard=True)
 
 
 @pytest.mark.parametrize(
-    ("options", "kind"),
+    ("options", "caches"),
     [
-        (["--kv-bits=8"], lambda: QuantizedKVCache(32, 8)),
-        (["--kv-bits=8,4", "--kv-rotate"], lambda: PackedKVCache(ROTATED)),
+        (["--kv-bits=8"], lambda *_: [QuantizedKVCache(32, 8) for _ in range(2)]),
+        (["--kv-bits=8,4", "--kv-rotate"], lambda *_: [PackedKVCache(ROTATED) for _ in range(2)]),
+        (
+            ["--kv-bits-per-value=7", "--kv-rotate"],
+            lambda *given: [*map(PackedKVCache, value_mixture(*given, 7.0, form=ROTATED))],
+        ),
     ],
 )
-def test_quantized_caches_are_batched(options, kind, exact_model):
+def test_quantized_caches_are_batched(options, caches, exact_model):
     """Beside a long text; each text is that of the model alone with such a cache."""
     prompts = ["Once upon a time", "One day", "Perhaps some accident has befallen him, said the"]
     model, tokenizer = mlx_lm.load(str(exact_model))
@@ -270,7 +275,7 @@ def test_quantized_caches_are_batched(options, kind, exact_model):
         convert_model(model)
     wanted = []
     for prompt in prompts:
-        cache = [kind() for _ in model.layers]
+        cache = caches(model, tokenizer)
         text = mlx_lm.generate(model, tokenizer, prompt, max_tokens=30, prompt_cache=cache)
         wanted.append(text)
     with serving(exact_model, *options, "--kv-group-size=32") as (address, _):

@@ -7,20 +7,29 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from architecture_table import ARCHITECTURES
 from architectures import VOCABULARY
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import cache as stock
-from step_models import as_graphs, pair
+from step_models import as_graphs, models_of, pair
 
 from mlx_qlayers import explain, use_backend
 from mlx_qlayers.conversion.attention_patch import patched_attention
 from mlx_qlayers.decode import engine, quantized_caches
 from mlx_qlayers.decode.quantized_caches import CacheFormat, make_prompt_cache, quantized
 
-WIDTH, HEADS, SHARE = 64, 2, 3
+HEADS, SHARE = 2, 3
 
 
-HADAMARD = np.array([[(-1.0) ** (i & j).bit_count() for i in range(64)] for j in range(64)]) / 8
+def hadamard(n: int) -> np.ndarray:
+    """The transform of a head."""
+    signs = [[(-1.0) ** (i & j).bit_count() for i in range(n)] for j in range(n)]
+    return np.array(signs) * n**-0.5
+
+
+def width(form: CacheFormat) -> int:
+    """Of a head that has two groups, or one of 128."""
+    return max(64, form.group_size)
 
 
 class Alone:
@@ -36,7 +45,7 @@ class Alone:
         for rows, bits, x in zip(self.rows, widths, new, strict=True):
             packed = mx.quantize(mx.hadamard_transform(x) if turned else x, size, bits)
             numbers = np.array(mx.dequantize(*packed, size, bits))[0].astype(np.float64)
-            numbers = numbers @ HADAMARD if turned else numbers
+            numbers = numbers @ hadamard(numbers.shape[-1]) if turned else numbers
             rows += [numbers[:, i] for i in range(numbers.shape[1])]
 
     def attended(self, q: mx.array) -> np.ndarray:
@@ -47,7 +56,7 @@ class Alone:
             stop = len(k) - length + i + 1
             start = max(0, stop - self.size) if self.size else 0
             keys, values = (np.repeat(x[start:stop], SHARE, axis=1) for x in (k, v))
-            scores = np.einsum("hd,shd->hs", queries[:, i], keys) * WIDTH**-0.5
+            scores = np.einsum("hd,shd->hs", queries[:, i], keys) * keys.shape[-1] ** -0.5
             shares = np.exp(scores - scores.max(-1, keepdims=True))
             found.append(np.einsum("hs,shd->hd", shares / shares.sum(-1, keepdims=True), values))
         return np.stack(found, 1)
@@ -62,7 +71,7 @@ class Batch:
         self.cache, self.alone = None, list[Alone]()
 
     def new(self, length: int, heads: int = HEADS) -> mx.array:
-        shape = len(self.alone), heads, length, WIDTH
+        shape = len(self.alone), heads, length, width(self.form)
         return mx.array(self.random.normal(size=shape).astype(np.float32))
 
     def token(self, length: int = 1, counts: list[int] | None = None) -> None:
@@ -70,7 +79,7 @@ class Batch:
         k, v, q = self.new(length), self.new(length), self.new(length, HEADS * SHARE)
         mask = self.cache.make_mask(length, return_array=True)
         caches = *self.cache.update_and_fetch(k, v), self.cache
-        found = patched_attention(q, *caches, WIDTH**-0.5, mask)
+        found = patched_attention(q, *caches, q.shape[-1] ** -0.5, mask)
         for i, each in enumerate(self.alone):
             count = length if counts is None else counts[i]
             if count:
@@ -106,6 +115,8 @@ FORMATS = [
     CacheFormat(32, 4, 4),
     CacheFormat(64, 8, 4),
     CacheFormat(32, 3, 2, hadamard=True),
+    CacheFormat(128, 4, 8),
+    CacheFormat(128, 8, 4, hadamard=True),
 ]
 
 
@@ -224,10 +235,14 @@ class Rounded(stock.KVCache):
 
 
 @pytest.mark.parametrize("path", ["a GPU", "a CPU"])
-@pytest.mark.parametrize("form", [CacheFormat(32, 8, 4), CacheFormat(32, 3, 3, True)], ids=str)
+@pytest.mark.parametrize(
+    "form", [CacheFormat(32, 8, 4), CacheFormat(32, 3, 3, True), CacheFormat(128, 8, 4)], ids=str
+)
 def test_texts_in_formats_of_this_package(form, path):
     """By graphs, as stock with the numbers that the caches hold; stock itself refuses them."""
-    plain, model = pair("qwen2")
+    qwen2, heads = ARCHITECTURES["qwen2"], 128 // form.group_size
+    config = {"num_attention_heads": heads, "num_key_value_heads": max(1, heads // 2)}
+    plain, model = models_of("qwen2", qwen2._replace(config=qwen2.config | config))
     caches = [Rounded(form) for _ in plain.layers]
     prompt = PROMPTS[2]
     steps = generate_step(mx.array(prompt), plain, max_tokens=14, prompt_cache=caches)

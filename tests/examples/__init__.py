@@ -63,10 +63,15 @@ def _random(array: mx.array) -> mx.array:
     return mx.random.normal(array.shape).astype(array.dtype) if is_float(array) else array
 
 
-# Small calls with all arguments of operations, but for those that take no matrix of random numbers.
+# Of these no matrix is one of random numbers.
+_FACTORS = "cholesky", "cholesky_inv", "cho_solve", "solve_triangular", "qr", "gptq"
+# Small calls with all arguments of operations.
 SOUND: dict[str, Example] = {
-    f"{name} {i}": Example(f"{name} {i}", calls.function, mapped(_random, calls.sound(i)))
+    f"{name} {i}": Example(
+        f"{name} {i}",
+        calls.function,
+        calls.sound(i) if name in _FACTORS else mapped(_random, calls.sound(i)),
+    )
     for name, calls in OPERATIONS.items()
-    if name not in ("cholesky", "cholesky_inv", "solve_triangular", "qr", "gptq")
     for i in range(len(calls.arguments))
 }

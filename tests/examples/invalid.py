@@ -209,9 +209,10 @@ _INVERSE = Calls(
     [{"l": mx.eye(6)}],
     [({"l": _ones((2, 3))}, r"l must be \(\.\.\., N, N\), but its shape is \(2, 3\)")],
 )
+_CHO_SOLVE = Calls(linalg.cho_solve, [{"l": mx.eye(6), "b": _ones((6, 2))}], [])
 _QR = Calls(
     linalg.qr,
-    [{"a": mx.eye(6)}],
+    [{"a": mx.eye(6) + _ones((6, 6))}],
     [({"mode": "full"}, "mode must be 'reduced', 'r' or 'raw', not 'full'")],
 )
 _SUBTRACT = Calls(subtract_product, [{"b": mx.eye(6), "a": _ones((6, 6)), "x": _ones((6, 6))}], [])

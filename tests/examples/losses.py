@@ -7,7 +7,11 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_qlayers.formats import Format
-from mlx_qlayers.ops.linear_cross_entropy import _TAKES, linear_cross_entropy
+from mlx_qlayers.ops.linear_cross_entropy import (
+    _TAKES,
+    linear_cross_entropy,
+    log_probabilities,
+)
 from tests.examples import arrays
 from tests.examples.arrays import DTYPES, dtype_of
 from tests.examples.calls import Call, Calls, Numbers, Random, declared
@@ -199,5 +203,6 @@ LOSSES = [
             ({"softcap": 0}, "softcap must be a finite number > 0 or None, not 0"),
             ({"reduction": "max"}, "reduction must be none, sum or mean, not 'max'"),
         ],
-    )
+    ),
+    Calls(log_probabilities, [{"x": _X, "targets": _T} | _W], []),
 ]

@@ -110,3 +110,22 @@ def test_memory_of_wide_heads_grows_with_the_queries(widths):
             mx.eval(attention(q, q[:, :1], v[:, :1], scale=0.05, mask="causal"))
         taken.append(mx.get_peak_memory() - before)
     assert taken[1] < min(2.2 * taken[0], 16 * 8192 * 8192)
+
+
+def test_gradients_need_what_was_given_the_result_and_one_number_for_a_query():
+    """Between the two passes, in arrays of the queries' size; all scores are 16 of them."""
+    q, k, v = (random(np.random.default_rng(i), (1, 2, 1024, 64)) for i in range(3))
+    held = []
+
+    def loss(*given):
+        y = attention(*given, scale=0.125, mask="causal")
+        mx.eval(y)
+        held.append(mx.get_active_memory() - before)
+        return y.sum()
+
+    with use_backend("host"):
+        mx.eval(q, k, v)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(mx.grad(loss, argnums=(0, 1, 2))(q, k, v))
+    assert held[0] < 1.1 * q.nbytes and mx.get_peak_memory() - before < 5 * q.nbytes

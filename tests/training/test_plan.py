@@ -1,40 +1,54 @@
 """The memory of a training, foretold, against what mlx-lm's trainer then takes."""
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.trainer import TrainingArgs, iterate_batches, train
 from training.test_fused_loss import adapted, small
 
-from mlx_qlayers import fused_loss, recompute_activations, use_backend
+from mlx_qlayers import convert_model, fused_loss, recompute_activations, use_backend
 from mlx_qlayers.runtime.memory import return_memory
+from mlx_qlayers.runtime.transformed import uncompiled
 from mlx_qlayers.training.plan import Plan, in_least_memory, plan
 
-BATCH, LENGTH = 4, 127
+BATCH = 4
 
 
-@pytest.mark.parametrize("layers", [False, True])
-def test_a_plan_is_within_a_tenth_of_what_is_measured(layers, tmp_path):
+@pytest.mark.parametrize(
+    ("backend", "layers", "length"),
+    [("reference", False, 127), ("reference", True, 127), ("host", False, 63)],
+)
+def test_a_plan_is_within_a_tenth_of_what_is_measured(backend, layers, length, tmp_path):
+    """On a CPU of quantized weights by kernels, and of the longest sequences that fit, too."""
     mx.random.seed(2)
-    model = adapted(small(words=200, layers=4))
-    recompute_activations(model, layers=layers)
+    model, by_kernels = small(words=200, layers=4), backend == "host"
+    if by_kernels:
+        nn.quantize(model)
+    adapted(model)
+    if by_kernels:
+        convert_model(model, calibrate=False)
     loss, optimizer = fused_loss(model), optim.Adam(learning_rate=1e-3)
     before = [mx.array(a) for _, a in tree_flatten(model.parameters())]
-    with use_backend("reference"):
-        found = plan(model, optimizer, loss, BATCH, LENGTH)
+    batches = iterate_batches if by_kernels else in_least_memory(iterate_batches)
+    with use_backend(backend), uncompiled(by_kernels):  # as mlx-qlayers lora trains
+        recompute_activations(model, layers=layers)
+        found = plan(model, optimizer, loss, BATCH, length)
         after = [a for _, a in tree_flatten(model.parameters())]
         assert all(map(mx.array_equal, before, after))
         del before, after
         mx.eval(model.parameters())
         return_memory()
         others = mx.get_active_memory() - found.weights - found.adapters
-        file = str(tmp_path / "adapters.safetensors")
-        args = TrainingArgs(BATCH, 2, max_seq_length=LENGTH + 1, adapter_file=file)
-        data, batches = [([*range(LENGTH + 1)], 0)] * BATCH, in_least_memory(iterate_batches)
-        train(model, optimizer, data, None, args, loss, batches)
-    measured = mx.get_peak_memory() - others
-    assert found.total() == pytest.approx(measured, rel=0.1)
+        room = 1.5 * found.total()
+        for size in (length, found.longest(room)) if by_kernels else (length,):
+            mx.reset_peak_memory()
+            file = str(tmp_path / "adapters.safetensors")
+            args = TrainingArgs(BATCH, 2, max_seq_length=size + 1, adapter_file=file)
+            train(model, optimizer, [([*range(size + 1)], 0)] * BATCH, None, args, loss, batches)
+            measured = mx.get_peak_memory() - others
+            assert found.total(size) == pytest.approx(measured, rel=0.1) and measured < room
     parts = found.weights + found.adapters + found.optimizer
     assert found.optimizer == pytest.approx(2 * found.adapters, rel=0.01) and parts < measured
 
