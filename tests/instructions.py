@@ -8,15 +8,19 @@ done to a vector counts for each element.
 """
 
 import re
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 import mlx.core as mx
 
-from mlx_qlayers import attention, use_backend
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from kernel_assembly import launched
+
+from mlx_qlayers import attention
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention import forward
 from mlx_qlayers.metal.attention.layout import layout
@@ -25,7 +29,7 @@ from mlx_qlayers.metal.quantized_matmul.qmv import single_qmv
 from mlx_qlayers.metal.quantized_matmul.qmv_config import qmv_config
 from mlx_qlayers.metal.quantized_matmul.tile import Tile
 from mlx_qlayers.options import MatmulCall, PackedMatrix
-from mlx_qlayers.runtime.host import bound_launch, compiler, toolchain
+from mlx_qlayers.runtime.host import compiler, toolchain
 from mlx_qlayers.runtime.host import llvm_ir as ir
 from mlx_qlayers.runtime.host import translate as source
 from mlx_qlayers.runtime.host.alu_cycles import cycles
@@ -159,26 +163,6 @@ def _class_of(name: str, operands: str) -> str:
         if pattern.search(operands):
             return kind
     return "other"
-
-
-class _Launched(Exception):
-    """A launch reached its compiler: its text and function."""
-
-
-def launched(run: Callable[[], object]) -> tuple[str, str]:
-    """The text and the function that the host backend would compile for a call."""
-
-    def stop(text: str, function: str, **_: object) -> None:
-        raise _Launched(text, function)
-
-    # As if it were compiled for the first time.
-    again = mock.patch.object(bound_launch, "_compiled", bound_launch._compiled.__wrapped__)
-    with use_backend("host"), again, mock.patch.object(bound_launch, "compile_source", stop):
-        try:
-            run()
-        except _Launched as found:
-            return found.args
-    raise AssertionError("nothing was launched")
 
 
 @dataclass(frozen=True)

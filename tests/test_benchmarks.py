@@ -10,13 +10,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+import simulate_distributed
+from common import Table, arguments, facts, output
+from harness import Task, case, either, tasks
+from stored import Results
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-import simulate_distributed  # noqa: E402
-from common import Table, arguments, facts, output  # noqa: E402
-from harness import Task, case, either, tasks  # noqa: E402
-from stored import Results  # noqa: E402
 
 
 def test_rows_are_in_the_file_as_soon_as_they_are_known(tmp_path):

@@ -2,20 +2,17 @@
 
 import re
 import shutil
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import readme
+import stored
 from architecture_table import ARCHITECTURES
 
 from mlx_qlayers.cli import main
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import readme  # noqa: E402
-import stored  # noqa: E402
-
 TEXT = readme.README.read_text()
 PAGES = [
     readme.README,

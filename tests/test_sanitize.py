@@ -1,10 +1,7 @@
 """The sanitizer's driver: what it runs, and how it reads what the tools say."""
 
 import json
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from sanitize import run_cases, summary
 
 from mlx_qlayers.runtime.host import checks

@@ -1,12 +1,12 @@
-"""Small random Qwen2 checkpoints, saved as mlx-lm saves them."""
+"""Small random checkpoints, of Qwen2 if nothing else is asked for, saved as mlx-lm saves them."""
 
 import contextlib
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.qwen2 import Model, ModelArgs
 from mlx_lm.utils import quantize_model, save_config, save_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -40,7 +40,8 @@ def save_tiny_model(
     end = None if endless else tokenizer.token_to_id("<|endoftext|>")
     config = CONFIG | {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": end} | changes
     mx.random.seed(seed)
-    model = Model(ModelArgs.from_dict(config))
+    kind = import_module(f"mlx_lm.models.{config['model_type']}")
+    model = kind.Model(kind.ModelArgs.from_dict(config))
     model.set_dtype(dtype)
     if quantized:
         with contextlib.redirect_stdout(None):

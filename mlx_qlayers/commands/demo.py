@@ -31,6 +31,7 @@ def run(args: argparse.Namespace) -> None:
     from ..convert import convert_model
     from ..runtime.backend import backend, use_backend
     from ..runtime.explain import aligned
+    from ..runtime.host import cache
     from .text import check_prompt, stream
 
     check_prompt(args.prompt)
@@ -61,6 +62,8 @@ def run(args: argparse.Namespace) -> None:
                 with tqdm(total=args.max_tokens, desc="compiling kernels", disable=None) as bar:
                     generate(model, progress=bar.update)
             if echo:
+                if seconds := cache.seconds():
+                    print(f"kernels were compiled for {seconds:.1f} s, once\n")
                 print(args.prompt, end="", flush=True)
             last = generate(model, echo)
         rows.append((name, f"{last.prompt_tps:.1f}", f"{last.generation_tps:.1f}"))

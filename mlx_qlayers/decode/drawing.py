@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,10 @@ from .snapshot import Snapshot
 from .twin import leaves, twin
 
 _PARTS = ("scales", "biases", "bias")
+# In short: of a name all but its end, and sources that are left out.
+_LONG = re.compile(r"^[\w.]*(?:layers|h)\.\d+\.(\w+\.)*?(?=\w+(\.(weight|bias))?$)")
+_UNTOLD = re.compile(r"-$|semaphores\b|constant|[\d.e+-]+$")
+_NUMBERS = re.compile(r"^%\d+ = |%[\d.]+(?:, )?")
 
 
 def graphs(model: Any) -> tuple[Graph, Graph]:
@@ -52,12 +57,13 @@ def graphs(model: Any) -> tuple[Graph, Graph]:
     return step.graph, fused(step.graph, TracedCaches([each.key for each in some], step.names))
 
 
-def lines(graph: Graph, layer: int | None = None) -> Iterator[str]:
+def lines(graph: Graph, layer: int | None = None, brief: bool = False) -> Iterator[str]:
     """A line for each node: its number, operation, arguments, sources and shape.
 
     Args:
         graph: to be drawn.
         layer: the number of a decoder layer, if only its nodes are wanted.
+        brief: without arguments and shapes, and with the last names of arrays.
     """
     nodes = graph.nodes()
     shown = [n for n in nodes if n.op not in ("Input", "Constant", "Item")]
@@ -76,10 +82,22 @@ def lines(graph: Graph, layer: int | None = None) -> Iterator[str]:
         return numbers[node]
 
     for node in shown if layer is None else _of_layer(shown, layer):
+        if brief:
+            words = [each for each in node.arg[3:] if isinstance(each, str)]
+            names = [_LONG.sub("", each) for each in _together([name(s) for s in node.src])]
+            sources = ", ".join(each for each in names if not _UNTOLD.match(each))
+            yield f"{numbers[node]} = {', '.join([node.op, *words])}({sources})"
+            continue
         arguments = f"{list(node.arg)}" if node.arg else ""
         shapes = " ".join(f"({', '.join(map(str, spec.shape))})" for spec in node.outputs)
         sources = ", ".join(_together([name(each) for each in node.src]))
         yield f"{numbers[node]} = {node.op}{arguments}({sources}) {shapes}"
+
+
+def operations(graph: Graph, layer: int | None = None) -> str:
+    """The operations of nodes in their order, with what they take of the model and of caches."""
+    short = (_NUMBERS.sub("", line) for line in lines(graph, layer, brief=True))
+    return " ".join(each.replace(", )", ")").replace("()", "") for each in short)
 
 
 def _together(names: list[str]) -> Iterator[str]:

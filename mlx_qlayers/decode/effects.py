@@ -20,6 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .snapshot import OTHERS, Snapshot, classes_of
+from .twin import assigned
 
 
 class _Source(NamedTuple):
@@ -65,6 +66,8 @@ class Effects:
             names = ", ".join(self.held.difference()[:3])
             found = found or f"the model changes {names} in a call"
             self.held.restore()
+        if names := ", ".join(assigned()[:3]):
+            found = found or f"the model changes {names} in a call"
         return found
 
 

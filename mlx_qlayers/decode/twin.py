@@ -6,8 +6,9 @@ converted. Primitives that the exporter cannot write are spelled otherwise, with
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -194,47 +195,6 @@ class _Exported:
 _EXPORTED = _Exported()
 
 
-@cache
-def _exported(cls: Any) -> Any:
-    """The class for a twin of a module."""
-    if cls is nn.QuantizedEmbedding:
-        return Embedding
-    body = {
-        name: FunctionType(
-            method.__code__,
-            {**method.__globals__, **_otherwise(method)},
-            name,
-            method.__defaults__,
-            method.__closure__,
-        )
-        for each in reversed(cls.__mro__)
-        for name, method in vars(each).items()
-        if isinstance(method, FunctionType) and _copies(method)
-    }
-    for name, method in body.items():
-        method.__kwdefaults__ = getattr(cls, name).__kwdefaults__
-    return type(cls.__name__, (cls,), body) if body else cls
-
-
-def _copies(method: FunctionType) -> bool:
-    return not {*_otherwise(method)}.isdisjoint(method.__code__.co_names)
-
-
-def _otherwise(method: FunctionType) -> dict[str, Any]:
-    """The globals of a method that a twin has other versions of."""
-    found: dict[str, Any] = {}
-    spelled = not {"contiguous", "distributed"}.isdisjoint(method.__code__.co_names)
-    if spelled and method.__globals__.get("mx") is mx:
-        found["mx"] = _EXPORTED
-    if "sum_gradients" in method.__globals__:  # which changes gradients alone
-        found["sum_gradients"] = lambda group: lambda x: x
-    if (attend := method.__globals__.get("scaled_dot_product_attention")) is not None:
-        found["scaled_dot_product_attention"] = partial(_in_formats, attend)
-    if (update := method.__globals__.get("gated_delta_update")) is not None:
-        found["gated_delta_update"] = partial(_by_operators, update)
-    return found
-
-
 def _in_formats(
     attend: Callable[..., mx.array],
     queries: mx.array,
@@ -280,3 +240,70 @@ _PRODUCTS = _Products()
 def _by_operators(update: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """mlx-lm's gated delta rule without its kernel for Metal, which the exporter cannot write."""
     return update(*args, **{**options, "use_kernel": False})
+
+
+# By the names of globals, what makes a twin's version of them.
+_OTHERWISE: dict[str, Callable[[Any], Any]] = {
+    "mx": lambda module: _EXPORTED if module is mx else module,
+    "sum_gradients": lambda _: lambda group: lambda x: x,  # it changes gradients alone
+    "scaled_dot_product_attention": lambda attend: partial(_in_formats, attend),
+    "gated_delta_update": lambda update: partial(_by_operators, update),
+}
+
+
+class _Scope(dict[str, Any]):
+    """The globals of a file as they are now, but for those that a twin has other versions of.
+
+    What a twin's code assigns stays here.
+    """
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        # Python does not ask for these by __missing__.
+        super().__init__({name: each for name, each in names.items() if name.startswith("__")})
+        self.names = names
+
+    def __missing__(self, name: str) -> Any:
+        value = self.names[name]
+        return _OTHERWISE[name](value) if name in _OTHERWISE else value
+
+
+class _Made(threading.local):
+    """What stands for files and classes in this thread: others' code assigns globals meanwhile."""
+
+    def __init__(self) -> None:
+        self.scopes, self.classes = dict[int, _Scope](), dict[Any, Any]()
+
+
+_made = _Made()
+
+
+def assigned() -> list[str]:
+    """The globals that twins' code has assigned since the last call; they are forgotten."""
+    every = ((scope, name) for scope in _made.scopes.values() for name in scope)
+    found = [(scope, name) for scope, name in every if not name.startswith("__")]
+    for scope, name in found:
+        del scope[name]
+    return [name for _, name in found]
+
+
+def _exported(cls: Any) -> Any:
+    """The class for a twin of a module: its methods, as they are now, in other scopes."""
+    if cls is nn.QuantizedEmbedding:
+        return Embedding
+    bases = reversed([each for each in cls.__mro__ if each not in nn.Module.__mro__])
+    methods = {name: each for base in bases for name, each in vars(base).items()}
+    key = cls, *((n, m) for n, m in methods.items() if isinstance(m, FunctionType))
+    if key not in _made.classes:
+        _made.classes[key] = _rebound(*key)
+    return _made.classes[key]
+
+
+def _rebound(cls: Any, *methods: tuple[str, FunctionType]) -> Any:
+    body = {}
+    for name, method in methods:
+        names = method.__globals__
+        scope = _made.scopes.setdefault(id(names), _Scope(names))
+        more = name, method.__defaults__, method.__closure__
+        body[name] = FunctionType(method.__code__, scope, *more)
+        body[name].__kwdefaults__ = method.__kwdefaults__
+    return type(cls.__name__, (cls,), body)

@@ -1,10 +1,11 @@
 """The graph of a step, as it is printed."""
 
-from pathlib import Path
+import step_graphs
+from readme import filled
 
 from mlx_qlayers.cli import main
 
-MODEL = Path(__file__).parents[2] / "models" / "tales-qwen2"
+MODEL = step_graphs.SHIPPED
 
 
 def test_a_layer_is_five_nodes(capsys):
@@ -21,3 +22,9 @@ def test_a_layer_is_five_nodes(capsys):
 def test_the_whole_model(capsys):
     assert main(["explain", "--graph", str(MODEL)]) == 0
     assert capsys.readouterr().out.count("= AttentionStep") > 1
+
+
+def test_the_page_on_design_shows_what_the_command_prints():
+    text = step_graphs.PAGE.read_text()
+    assert filled(text, dict(step_graphs.parts())) == text, "run python tests/step_graphs.py"
+    assert text.count("\ncaptured, ") == text.count("\nafter the rules, ") == 2

@@ -3,6 +3,7 @@
 import copy
 import gc
 import itertools
+import threading
 import weakref
 
 import mlx.core as mx
@@ -15,11 +16,11 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache
 from numerics import assert_same_model, assert_same_states
 
 from mlx_qlayers import convert_model
-from mlx_qlayers.decode import engine
+from mlx_qlayers.decode import captured, engine
 from mlx_qlayers.decode import weights as step_weights
 from mlx_qlayers.layers.qlinear import QLinear
 from tests.machine import has_device
-from tests.threads import in_threads
+from tests.threads import in_threads, switching
 
 pytestmark = pytest.mark.usefixtures("gpu_path")
 
@@ -126,6 +127,32 @@ def test_threads(steps):
     assert len(steps) == 16
     for logits in found:
         assert_same_model(logits, expected, bits=None, what="in a thread")
+
+
+def test_two_models_in_two_threads(steps, monkeypatch):
+    """Both are captured at once: neither goes on from a run of its code before the other has."""
+    names, together, plain = ("qwen2", "qwen3_moe"), threading.Barrier(2), captured.Trace
+    alone = [decoded(pair(name)[1])[0] for name in names]
+    mx.eval(alone)
+
+    def trace(*args):
+        found = plain(*args)
+        together.wait(60)
+        return found
+
+    models = [pair(name)[1] for name in names]
+    monkeypatch.setattr(captured, "Trace", trace)
+
+    def run(i: int) -> mx.array:
+        logits, _ = decoded(models[i])
+        mx.eval(logits)
+        return logits
+
+    with switching(1e-5):
+        found = in_threads(run, 2, same_context=True)
+    assert len(steps) == 16 and not any(map(engine.stopped, models))
+    for logits, expected in zip(found, alone, strict=True):
+        assert_same_model(logits, expected, bits=None, what="beside another model")
 
 
 def test_what_a_step_leaves_is_let_go_with_the_cache_and_the_model():

@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import qwen2
 from mlx_lm.models.cache import make_prompt_cache
+from numerics import assert_same_model
 from small_qwen import qwen
 
 from mlx_qlayers.decode import captured, engine
@@ -39,11 +40,52 @@ class Launches(qwen2.Model):
         return logits if inputs.shape[1] > 1 else kernel(inputs=[logits], **more, **sizes)[0]
 
 
-def test_a_kernel_of_its_own_is_left_to_the_model():
+CALLS, FACTOR = 0, 1.0
+
+
+class Counts(qwen2.Model):
+    """A model with a method that assigns a global."""
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        """The logits."""
+        global CALLS
+        CALLS += 1
+        logits: mx.array = super().__call__(inputs, cache)
+        return logits
+
+
+class Scales(qwen2.Model):
+    """A model with a method that reads a global."""
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        """The logits, scaled."""
+        logits: mx.array = super().__call__(inputs, cache)
+        return logits * FACTOR
+
+
+def test_globals_are_those_that_there_are_at_a_capture(monkeypatch):
+    for factor in (1.0, 2.0):
+        monkeypatch.setitem(globals(), "FACTOR", factor)
+        model: Any = qwen()
+        model.__class__ = Scales
+        found = engine.step(model, TOKEN, after_prompt(model))
+        assert found is not None, engine.stopped(model)
+        assert_same_model(found, model(TOKEN, cache=after_prompt(model)), bits=None, what="scaled")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Launches, "launches a kernel of its own: custom_kernel_twice"),
+        (Counts, "the model changes CALLS"),
+    ],
+)
+def test_what_a_graph_would_not_repeat_is_left_to_the_model(kind, reason):
     model: Any = qwen()
-    model.__class__ = Launches
-    assert engine.step(model, TOKEN, after_prompt(model)) is None
-    assert "launches a kernel of its own: custom_kernel_twice" in str(engine.stopped(model))
+    model.__class__ = kind
+    caches, calls = after_prompt(model), CALLS
+    assert engine.step(model, TOKEN, caches) is None
+    assert reason in str(engine.stopped(model)) and calls == CALLS
 
 
 def test_numbers_that_another_thread_draws_meanwhile(monkeypatch):

@@ -8,10 +8,11 @@ import pytest
 from architecture_table import ARCHITECTURES
 from architectures import build
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from numerics import assert_same_sums
 
 from mlx_qlayers import use_backend
 from mlx_qlayers.decode import engine, rewinding
-from mlx_qlayers.runtime.host.launch_list import LaunchList
+from mlx_qlayers.runtime.host.launch_list import LaunchList, rms_norm
 
 PROMPT = mx.array([[5, 17, 3, 9]])
 
@@ -133,3 +134,11 @@ def test_lists_hold_no_arrays_of_the_step_that_made_them():
     gc.collect()
     assert lists(model)
     assert mx.get_active_memory() - before < size / 2
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_norms_of_whole_vectors_and_what_is_left_of_a_row(dtype):
+    x, w = (mx.random.normal(n, key=mx.random.key(0)).astype(dtype) for n in ([7, 41], [41]))
+    assert_same_sums(rms_norm(x, w, 1e-6), mx.fast.rms_norm(x, w, 1e-6))
+    x[0, 3], x[1, 40] = mx.nan, mx.inf
+    assert (mx.isnan(rms_norm(x, w, 1e-6)) == mx.isnan(mx.fast.rms_norm(x, w, 1e-6))).all()

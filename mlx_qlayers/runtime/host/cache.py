@@ -9,7 +9,10 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
@@ -21,6 +24,28 @@ from ..staging import locked_directory, remove, remove_leftovers, staged_directo
 _ROOM = 16 << 20
 # In an entry: its name, and the sizes and digests of its files.
 _CHECKSUMS = "checksums"
+
+_clock = threading.Lock()
+_building, _since, _built = 0, 0.0, 0.0
+
+
+def seconds() -> float:
+    """In how many seconds of this process something was built, by one thread or several."""
+    return _built
+
+
+@contextmanager
+def _timed() -> Iterator[None]:
+    global _building, _since, _built
+    with _clock:
+        _since = _since if _building else time.monotonic()
+        _building += 1
+    try:
+        yield
+    finally:
+        with _clock:
+            _building -= 1
+            _built += 0 if _building else time.monotonic() - _since
 
 
 def root() -> Path:
@@ -90,7 +115,7 @@ def _entry(folder: Path, build: Callable[[Path], None]) -> Path:
         if shutil.disk_usage(folder.parent).free < _ROOM:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder.parent))
         try:
-            with staged_directory(folder, 0o755) as work:
+            with staged_directory(folder, 0o755) as work, _timed():
                 build(work)
                 for path in work.iterdir():
                     path.chmod(0o644)

@@ -8,14 +8,18 @@ writes it. To load costs a round trip to another thread, which is more than to c
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import io
 import struct
 import sys
+import time
+from collections import deque
 from collections.abc import Callable
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
+from weakref import ref
 
 import mlx.core as mx
 
@@ -112,6 +116,18 @@ class _Unread(io.RawIOBase):
     tell: Any = int
 
 
+# The last files, as many as MLX's threads may still hold.
+_files: deque[ref[Any]] = deque(maxlen=16)
+
+
+@atexit.register
+def _wait_for_files() -> None:
+    """MLX's threads free files with Python's lock: after the interpreter's end that aborts."""
+    end = time.monotonic() + 1
+    while any(file() for file in _files) and time.monotonic() < end:
+        time.sleep(1e-3)
+
+
 @cache
 def _advise() -> Any:
     return ctypes.CDLL(None).madvise
@@ -132,6 +148,7 @@ def large_output(header: bytes) -> tuple[mx.array, int]:
     buffered = io.BufferedReader(file, len(header))
     buffered.peek()
     del file.readinto
+    _files.append(ref(buffered))
     array = _load(buffered, format="npy", stream=mx.cpu)
     address = ctypes.addressof(view(array))
     if sys.platform == "linux" and array.nbytes >= 2 * _LARGE_PAGE:

@@ -1,19 +1,21 @@
 """Launches on the host: what kernels get, what comes back, and what the checks count."""
 
+import io
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, Timer
 from types import FrameType
+from weakref import ref
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_qlayers.runtime import generated_source, use_backend
-from mlx_qlayers.runtime.host import HostError, Race, bind, checks
+from mlx_qlayers.runtime.host import HostError, Race, bind, checks, output_buffers
 from mlx_qlayers.runtime.host.array_memory import locate
 from mlx_qlayers.runtime.host.compiled_kernel import workers
 from mlx_qlayers.runtime.launch import Launch
@@ -212,3 +214,12 @@ def test_a_launch_takes_few_calls_of_python_functions(size, calls):
 
 def _name(frame: FrameType) -> str:
     return frame.f_code.co_name
+
+
+def test_a_process_that_ends_waits_for_files_that_mlx_holds():
+    """A thread that frees one later would wait for an interpreter that has ended, and abort."""
+    held = [io.BufferedReader(io.BytesIO())]
+    output_buffers._files.append(seen := ref(held[0]))
+    Timer(0.1, held.clear).start()
+    output_buffers._wait_for_files()
+    assert seen() is None

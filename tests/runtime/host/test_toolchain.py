@@ -176,6 +176,22 @@ def test_keys_differ_by_every_part():
     assert len(keys) == 5
 
 
+def test_keys_depend_on_the_processor_and_not_on_its_clock(monkeypatch):
+    for name in ("_processor", "_surroundings"):
+        monkeypatch.setattr(toolchain, name, getattr(toolchain, name).__wrapped__)
+    real = Path.read_text
+    one, keys = "model\t: 85\nflags\t: avx2 fma\ncpu MHz\t: 2000\n", []
+    changes = ("2000", "3000"), (" fma", ""), ("85", "143"), ("flags", "Features")
+    for text in (one, *(one.replace(*change) for change in changes)):
+
+        def read(path, *args, text=text, **options):
+            return text if path.name == "cpuinfo" else real(path, *args, **options)
+
+        monkeypatch.setattr(Path, "read_text", read)
+        keys.append(toolchain.key("kernel"))
+    assert keys[0] == keys[1] and len({*keys}) == 4
+
+
 def test_keys_depend_on_what_makes_objects_and_on_nothing_else():
     """So that an edit of a launch, or of a message, compiles nothing anew."""
     folder = Path(cache.__file__).parent

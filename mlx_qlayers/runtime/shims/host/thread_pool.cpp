@@ -124,23 +124,59 @@ static void end_sharing(Job* job) {
   pthread_mutex_unlock(&pool.busy);
 }
 
+typedef float Floats __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Shorts __attribute__((vector_size(32)));
+static const uint32_t kLanes = 16;
+
+template <typename T>
+static Floats loaded(const T* from) {
+  typedef T Given __attribute__((ext_vector_type(kLanes), aligned(1)));
+  if constexpr (!__is_same(T, __bf16)) return __builtin_convertvector(*(const Given*)from, Floats);
+  Shorts bits;
+  memcpy(&bits, from, sizeof bits);
+  return (Floats)(__builtin_convertvector(bits, Words) << 16);
+}
+
+// Where there is no instruction for it, clang would call a function for each element.
+template <typename T>
+static void store(T* to, Floats x) {
+  typedef T Given __attribute__((ext_vector_type(kLanes), aligned(1)));
+  if constexpr (!__is_same(T, __bf16)) {
+    *(Given*)to = __builtin_convertvector(x, Given);
+  } else {
+    Words bits = (Words)x, quiet = bits | 0x400000, rounded = bits + 0x7fff + (bits >> 16 & 1);
+    Shorts high = __builtin_convertvector((x == x ? rounded : quiet) >> 16, Shorts);
+    memcpy(to, &high, sizeof high);
+  }
+}
+
 // As MLX's operator: in float, and rounded before the weight as well.
 template <typename T>
 static void norm_rows(const Item* item) {
-  const uint32_t lanes = 16, width = item->width;
+  const uint32_t width = item->width;
   const T* weight = (const T*)item->weight;
   for (uint32_t row = 0; row < item->rows; row++) {
     const T* x = (const T*)item->from + (uint64_t)row * width;
     T* y = (T*)item->to + (uint64_t)row * width;
-    float sums[lanes] = {}, sum = 0;
+    Floats sums = {};
+    float sum = 0;
     uint32_t i = 0;
-    for (; i + lanes <= width; i += lanes) {
-      for (uint32_t j = 0; j < lanes; j++) sums[j] += (float)x[i + j] * (float)x[i + j];
+    for (; i + kLanes <= width; i += kLanes) {
+      Floats some = loaded(x + i);
+      sums += some * some;
     }
+#pragma clang loop vectorize(disable) unroll(disable)
     for (; i < width; i++) sum += (float)x[i] * (float)x[i];
-    for (uint32_t j = 0; j < lanes; j++) sum += sums[j];
+    for (uint32_t j = 0; j < kLanes; j++) sum += sums[j];
     float factor = 1 / __builtin_sqrtf(sum / width + item->epsilon);
-    for (i = 0; i < width; i++) y[i] = (T)((float)(T)((float)x[i] * factor) * (float)weight[i]);
+    for (i = 0; i + kLanes <= width; i += kLanes) {
+      T scaled[kLanes];
+      store(scaled, loaded(x + i) * factor);
+      store(y + i, loaded(scaled) * loaded(weight + i));
+    }
+#pragma clang loop vectorize(disable) unroll(disable)
+    for (; i < width; i++) y[i] = (T)((float)(T)((float)x[i] * factor) * (float)weight[i]);
   }
 }
 
