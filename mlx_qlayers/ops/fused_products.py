@@ -21,10 +21,11 @@ from ..metal.quantized_matmul.qmm_tensor import tensor_product
 from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate, QmvArrays, qmv, takes_deferred_norm
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from ..options import MatmulCall, PackedMatrix
-from ..runtime.backend import backend
+from ..runtime.backend import backend, current
 from ..runtime.devices import device_of
 from ..runtime.proof import first_proven
 from ..runtime.spec import Spec
+from .products_invariant import plan_rounded
 from .quantized_matmul import quantized_matmul
 from .quantized_route import (
     DENSE,
@@ -133,7 +134,13 @@ def _plan(
     _check(arrays[:5], matrices, fmt, epsilon, gate)
     composed = _composed(_one_by_one(fmt), epsilon, gate)
     rows, n, k = prod(x.shape[:-1]), sum(m.w.shape[0] for m in matrices), x.shape[-1]
-    lacking = _lacking(x, rows, matrices, [weight, residual, deferred_weight])
+    by_rows = device_of().gpu and current.get().invariant
+    few = min(rows, MAX_QMV_ROWS) if by_rows else rows
+    lacking = _lacking(x, few, matrices, [weight, residual, deferred_weight])
+    if by_rows and (epsilon is not None or deferred_weight is not None):
+        return Plan(None, composed)
+    if by_rows:
+        return plan_rounded(arrays, fmt, gate, lacking, composed)
     made = None if lacking else _by_tensors(x, matrices, residual, fmt, gate)
     if made is not None:
         choice, multiply = made

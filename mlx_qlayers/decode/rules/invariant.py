@@ -1,8 +1,9 @@
-"""Steps of batch-invariant models: the operations that prompts are computed by, and no others.
+"""Steps of batch-invariant models: the operations that prompts are computed by, and fused ones
+that have their bits.
 
-A ``Product`` node takes the arrays of ``quantized_matmul`` in turn, an ``AttentionFrom`` node
-what an ``Attention`` node does, and the number of rows ahead of each sequence, or None.
-``GatheredProduct`` nodes are MLX's ``GatherQMM``, by this package's operation.
+An ``AttentionFrom`` node takes what an ``Attention`` node does, and the number of rows ahead of
+each sequence, or None. ``GatheredProduct`` nodes are MLX's ``GatherQMM``, by this package's
+operation.
 """
 
 from __future__ import annotations
@@ -15,21 +16,15 @@ from .attention import ATTENTION
 from .attention_step import BATCHES, TracedCaches
 from .canonical import FAST, UNBROADCAST
 from .padded import PaddedGraph, padded
-from .products import PRODUCT
+from .products import products
 from .rotary import ROTARY
-
-
-def _alone(root: Node) -> Node:
-    """A product as a layer computes it."""
-    x, *_, w, scales, biases, bias = root.src
-    return root.like("Product", x, w, scales, biases, bias, None, arg=(True, *root.arg[:3]))
 
 
 def _gathered(root: Node) -> Node:
     return root.like("GatheredProduct", *root.src, arg=root.arg)
 
 
-_ALONE: list[Rule] = [(P("Products"), _alone), (P("GatherQMM"), _gathered)]
+_ALONE: list[Rule] = [(P("GatherQMM"), _gathered)]
 
 
 def _scale(attention: Node) -> float:
@@ -50,9 +45,8 @@ def invariant(graph: Graph, caches: TracedCaches) -> PaddedGraph:
     Raises:
         Unsupported: something takes positions or paddings in a way that is not known.
     """
-    for rules in ([*UNBROADCAST, *ROTARY, *FAST, *ATTENTION], PRODUCT, _ALONE):
-        graph = rewrite(graph, rules)
-    made = padded(graph, caches)
+    graph = rewrite(graph, [*UNBROADCAST, *ROTARY, *FAST, *ATTENTION, *_ALONE])
+    made = padded(products(graph, keeping_bits=True), caches)
     nodes = made.graph.nodes()
     padding = next(filter(_is_padding, nodes), None)
     if padding is None and any(kind in BATCHES for kind, *_ in caches.keys):

@@ -103,8 +103,8 @@ PRODUCT: list[Rule] = [
 GATED: list[Rule] = [
     (P("Multiply(act @ kind(gate @ +Products), up @ +Products)", kind=_ACT), _gated),
     (P("Multiply(halves, up @ Item(split))", halves=_HALVES), _halved),
-    (P("Add(y @ +Products, other)"), _added),
 ]
+ADDED: list[Rule] = [(P("Add(y @ +Products, other)"), _added)]
 NORMED: list[Rule] = [(P("Products(norm @ RMSNorm, ...)"), _normed)]
 
 
@@ -136,7 +136,10 @@ def side_by_side(graph: Graph) -> Graph:
     return graph.replaced(places)
 
 
-def products(graph: Graph) -> Graph:
-    """All rules of this file in turn."""
-    graph = rewrite(rewrite(graph, PRODUCT), GATED)
-    return rewrite(side_by_side(graph), NORMED)
+def products(graph: Graph, keeping_bits: bool = False) -> Graph:
+    """All rules of this file in turn, or those with the bits of separate operators, which
+    :func:`~mlx_qlayers.ops.products_invariant.plan_rounded` computes.
+    """
+    joined = ADDED if keeping_bits else [*GATED, *ADDED]
+    graph = side_by_side(rewrite(rewrite(graph, PRODUCT), joined))
+    return graph if keeping_bits else rewrite(graph, NORMED)

@@ -19,7 +19,7 @@
 // columns hold the rows of x times slots. run divides K. The rows of x, the scales of the groups and `ahead`
 // runs of a tile are loaded before their step. `epsilon` holds the bits of a float, since an array argument
 // would take host time in each launch. In NVFP4, with groups of 16, the scale is multiplied into the code
-// instead, which is exact.
+// instead, which is exact. `rounds` as in epilogue.metal.
 
 #include "qmv_matrix_steps.metal"
 #include "common/fragment.metal"
@@ -35,6 +35,7 @@ template <
     int group,
     int bits,
     int gate,
+    bool rounds,
     bool normed,
     int epsilon,
     int fragments,
@@ -106,7 +107,7 @@ template <
   for (int r = 0; r < tiles; r++) {
     tile_place place =
         place_of_tile<gate, 16>(threadgroup_index * all + above + r, sizes, w1, w2);
-    int m = gate ? r % 2 : place.matrix, size = m == 0 ? sizes[0] : m == 1 ? sizes[1] : sizes[2];
+    int m = gate && tiles % 2 == 0 ? r % 2 : place.matrix, size = m == 0 ? sizes[0] : m == 1 ? sizes[1] : sizes[2];
     tile[r].matrix.w = m == 0 ? w : m == 1 ? w1 : w2;
     tile[r].matrix.scales = m == 0 ? scales : m == 1 ? scales1 : scales2;
     tile[r].matrix.biases = m == 0 ? biases : m == 1 ? biases1 : biases2;
@@ -242,7 +243,7 @@ template <
     if (to < N && i < elements) {
       device T* out = which == 0 ? y : which == 1 ? y1 : y2;
       size_t at = size_t(m) * N + to;
-      T result = finished<T, gate>(
+      T result = finished<T, gate, rounds>(
           sums[0],
           sums[1],
           to,
