@@ -9,7 +9,6 @@ from math import prod
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from ..dispatch import Choice, Operation, Plan, choose, dispatch, gradient_of
 from ..dispatch.measurements import configure, found
@@ -25,7 +24,7 @@ from ..runtime.backend import backend, current
 from ..runtime.devices import device_of
 from ..runtime.proof import first_proven
 from ..runtime.spec import Spec
-from .products_invariant import plan_rounded
+from .products_invariant import ACTIVATIONS, plan_rounded
 from .quantized_matmul import quantized_matmul
 from .quantized_route import (
     DENSE,
@@ -46,11 +45,6 @@ Norm = tuple[mx.array | None, float]
 _Run = Callable[..., list[mx.array]]
 # Of rows, the residual or None, and the arrays of all matrices.
 _Multiply = Callable[[mx.array, mx.array | None, list[Any]], list[mx.array]]
-ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
-    "silu": nn.silu,
-    "gelu": nn.gelu,
-    "gelu_approx": nn.gelu_approx,
-}
 
 
 def fused_products(
@@ -137,10 +131,9 @@ def _plan(
     by_rows = device_of().gpu and current.get().invariant
     few = min(rows, MAX_QMV_ROWS) if by_rows else rows
     lacking = _lacking(x, few, matrices, [weight, residual, deferred_weight])
-    if by_rows and (epsilon is not None or deferred_weight is not None):
-        return Plan(None, composed)
     if by_rows:
-        return plan_rounded(arrays, fmt, gate, lacking, composed)
+        static = fmt, epsilon, gate
+        return plan_rounded(arrays, static, lacking, composed, _with_deferred_norm)
     made = None if lacking else _by_tensors(x, matrices, residual, fmt, gate)
     if made is not None:
         choice, multiply = made
@@ -388,7 +381,8 @@ def _check(
             f"residual must have the shape {(*x.shape[:-1], n)} of the product with a single "
             f"matrix, not {residual.shape} with gate {gate!r} and {len(shapes)} matrices"
         )
-    if partial_squares is not None and (epsilon is None or weight is not None):
+    apart = current.get().invariant and device_of().gpu  # x is as it was before the norm
+    if partial_squares is not None and (epsilon is None or (weight is not None) != apart):
         raise ValueError("partial_squares needs a norm without weight")
     if deferred_weight is not None and not single:
         raise ValueError("deferred_weight needs a single matrix and no gate")

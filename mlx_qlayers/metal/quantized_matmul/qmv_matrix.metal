@@ -19,7 +19,8 @@
 // columns hold the rows of x times slots. run divides K. The rows of x, the scales of the groups and `ahead`
 // runs of a tile are loaded before their step. `epsilon` holds the bits of a float, since an array argument
 // would take host time in each launch. In NVFP4, with groups of 16, the scale is multiplied into the code
-// instead, which is exact. `rounds` as in epilogue.metal.
+// instead, which is exact. `rounds` as in epilogue.metal; with `partial_squares` x is then as it was before the
+// norm, and is normed and rounded, times norm_weight, as norm_rows does.
 
 #include "qmv_matrix_steps.metal"
 #include "common/fragment.metal"
@@ -151,6 +152,19 @@ template <
       }
     }
   }
+  // If it rounds, rows are normed as they are taken, else sums are at the end.
+  const bool norms = rounds && partial_squares && norm_weight;
+  float2 factors[fragments] = {};
+  if (norms) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll
+    for (int f = 0; f < fragments; f++) {
+      int one = f * per + column % per, other = f * per + right_column(lane, 1) % per;
+      factors[f].x = one < M ? squares[one] : 0.0f;
+      factors[f].y = other < M ? squares[other] : 0.0f;
+    }
+  }
+  const thread float2* of_rows = norms ? factors : nullptr;
   // One loop for each alignment of words; one of them runs.
 #pragma unroll
   for (int reading = 0; reading < READINGS; reading++) {
@@ -172,13 +186,13 @@ template <
         }
         right_fragment<T> values[fragments * run / 4];
         if (early) {
-          take_rows<bits>(values, squared, rows, normed, norm_weight);
+          take_rows<bits>(values, squared, rows, normed, norm_weight, of_rows);
         }
         int coming = now + early, k = (begin + between * coming) * step;
         load_rows<per, bits>(
             rows, x, norm_weight, k, row, coming < own_steps && k + depth < K ? filled : 0, K, lane);
         if (!early) {
-          take_rows<bits>(values, squared, rows, normed, norm_weight);
+          take_rows<bits>(values, squared, rows, normed, norm_weight, of_rows);
         }
         // The sums of x over a group, for the biases.
         sum_fragment added[fragments];
@@ -224,7 +238,7 @@ template <
   for (int i = thread_index; i < (deferred_weight ? (elements + 31) / 32 * 32 : elements); i += threads) {
     int n = i % height, m = min(i / height, M - 1), r = n / 16 * joined;
     float factor = sum_factor<mode>(), sums[2] = {0, 0}, square = 0;
-    if (partial_squares) {
+    if (partial_squares && !norms) {
       factor *= squares[m];
     } else if (normed) {
       float total = 0;
@@ -258,10 +272,7 @@ template <
       }
     }
     if (deferred_weight) {
-#pragma unroll
-      for (ushort apart = 8; apart > 0; apart /= 2) {
-        square += simd_shuffle_xor(square, apart);
-      }
+      square = tile_squares(square);
       if (n % 16 == 0 && place.first < N && i < elements) {
         scaled_squares[m * ((N + 15) / 16) + place.first / 16] = square;
       }
