@@ -164,7 +164,6 @@ template <
       factors[f].y = other < M ? squares[other] : 0.0f;
     }
   }
-  const thread float2* of_rows = norms ? factors : nullptr;
   // One loop for each alignment of words; one of them runs.
 #pragma unroll
   for (int reading = 0; reading < READINGS; reading++) {
@@ -186,13 +185,13 @@ template <
         }
         right_fragment<T> values[fragments * run / 4];
         if (early) {
-          take_rows<bits>(values, squared, rows, normed, norm_weight, of_rows);
+          take_rows<bits>(values, squared, rows, normed, norm_weight, norms, factors);
         }
         int coming = now + early, k = (begin + between * coming) * step;
         load_rows<per, bits>(
             rows, x, norm_weight, k, row, coming < own_steps && k + depth < K ? filled : 0, K, lane);
         if (!early) {
-          take_rows<bits>(values, squared, rows, normed, norm_weight, of_rows);
+          take_rows<bits>(values, squared, rows, normed, norm_weight, norms, factors);
         }
         // The sums of x over a group, for the biases.
         sum_fragment added[fragments];

@@ -97,8 +97,8 @@ template <typename T>
 METAL_FUNC T normed_element(float x, float factor, float weight) {
   return T(x * factor * weight);
 }
-// Makes operands of the loaded x, times the norm's weight, and adds up its squares. With `factors`, of the rows that
-// the elements of a pair belong to, the result is normed and rounded.
+// Makes operands of the loaded x, times the norm's weight, and adds up its squares. If it `norms`, it
+// multiplies by `factors` too, of the rows that the elements of a pair belong to, and rounds.
 template <int bits, typename T, int fragments, int run>
 METAL_FUNC void take_rows(
     thread right_fragment<T>* values,
@@ -106,6 +106,7 @@ METAL_FUNC void take_rows(
     thread row_runs<T, fragments, run>& rows,
     bool normed,
     bool weighted,
+    bool norms = false,
     const thread float2* factors = nullptr) {
   const int count = run / 4;
 #pragma unroll
@@ -123,7 +124,7 @@ METAL_FUNC void take_rows(
     interleave<PAIRS(bits, run)>(weight, rows.weight);
 #pragma unroll
     for (int j = 0; j < fragments * count; j++) {
-      if (!factors) {
+      if (!norms) {
         values[j] = multiply_elements(values[j], weight[j % count]);
         continue;
       }
