@@ -42,6 +42,9 @@ from .tensor_choice import CODES, PATHS, by_tensors, in_turn, takes_tensors
 
 Norm = tuple[mx.array | None, float]
 
+# Rows up to which each SIMD group norms those that it reads: an estimate, of one operand's columns.
+NORMED_AS_READ = 8
+
 _Run = Callable[..., list[mx.array]]
 # Of rows, the residual or None, and the arrays of all matrices.
 _Multiply = Callable[[mx.array, mx.array | None, list[Any]], list[mx.array]]
@@ -108,8 +111,11 @@ def fused_products(
 def defers_norm(x: mx.array | Spec) -> bool:
     """Whether the norms between products of such rows should be deferred, to save their launches.
 
-    In float16 a number times a weight may be out of range.
+    In float16 a number times a weight may be out of range. In batch-invariant models rows are
+    normed by whatever reads them, so few of them are.
     """
+    if current.get().invariant and x.shape[-1] * NORMED_AS_READ < prod(x.shape):
+        return False
     defers = bool(threshold("defers_norm", device=backend()))
     return defers and in_one_launch(x) and x.dtype == mx.bfloat16
 
