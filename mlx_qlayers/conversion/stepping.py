@@ -18,6 +18,7 @@ from ..layers.sharded import LINEARS
 from ..runtime.backend import current, within
 from ..runtime.devices import device_of
 from .attention_patch import made_class, stock_class
+from .invariant_parts import parts_by_operators
 from .long_prompts import in_turn
 from .plan import Predicate, Step, is_stage
 from .report import ALREADY, FUSED, INVARIANT, FusionReport
@@ -84,7 +85,8 @@ def planned(
     if is_stage(model):
         return (found.left("other ranks have the other layers"),)
     if invariant:
-        return (Step(model, FusionReport("", STEP, FUSED, INVARIANT), cls),)
+        parts = (Step(module, None, part) for module, part in parts_by_operators(model))
+        return (Step(model, FusionReport("", STEP, FUSED, INVARIANT), cls), *parts)
     try:
         before, after = (len(graph.nodes()) for graph in graphs(model))
     except Unsupported as error:
