@@ -15,7 +15,6 @@ from .conversion.attention_patch import is_patched, stock_class
 from .conversion.config import QuantizationConfig
 from .conversion.heads import find_heads, is_converted, read_heads
 from .conversion.invariance import check_can_be, check_model
-from .conversion.invariant_parts import stock_part
 from .conversion.loading import load_stock
 from .conversion.plan import (
     Planner,
@@ -120,7 +119,7 @@ def convert_model(
     planner = Planner(model, wanted, linear, attention, predicate)
     steps = planner.steps()
     whole = planned(model, steps, predicate, batch_invariant) if fuse or batch_invariant else ()
-    rows, fusions = (tuple(step.row for step in each if step.row) for each in (steps, whole))
+    rows, fusions = (tuple(step.row for step in each) for each in (steps, whole))
     report = ConversionReport(rows, planner.unmatched(), dry_run, fusions)
     nothing = not planner.has_quantized and not planner.has_registered
     if linear and nothing and QUANTIZED not in report.counts:
@@ -306,8 +305,6 @@ def revert_model(model: nn.Module) -> ConversionReport:
         if (stock := stock_of(module)) is not None:
             row = row_of(path, kind_of(module) or "linear", module, REVERTED)
             changes.append(Step(module, row, stock))
-        elif (stock := stock_part(module)) is not None:
-            changes.append(Step(module, None, stock))
         elif is_patched(module):
             row = row_of(path, "attention", module, REVERTED)
             changes.append(Step(module, row, stock_class(type(module))))

@@ -33,7 +33,6 @@ from ..ops.grid_sample import grid_sample
 from ..ops.int8_matmul import int8_matmul
 from ..ops.latent_attention import latent_attention
 from ..ops.linalg import cholesky, qr, solve_triangular
-from ..ops.products_invariant import gated_pair, normed_rows
 from ..ops.quantized_matmul import quantized_matmul
 from ..ops.rotary import rotary_embedding
 from ..options import AttentionCall, MatmulCall, PackedMatrix, Rotation, Router, Scores
@@ -123,9 +122,6 @@ def _fused_products() -> Iterator[Example]:
         x = _normal((rows, 512), mx.bfloat16)
         name = f"norm and gate, {rows} rows"
         yield Example(name, fused_products, {"x": x} | given, terms=512)
-    x, weight = (_normal(shape, mx.bfloat16) for shape in ((3, 512), (512,)))
-    yield Example("norm alone", normed_rows, {"x": x, "weight": weight, "epsilon": 1e-5}, terms=512)
-    yield Example("gate alone", gated_pair, {"gate": x, "x": 1 + x})
 
 
 def _gather_qmm() -> Iterator[Example]:

@@ -18,7 +18,6 @@ from ..layers.sharded import LINEARS
 from ..runtime.backend import current, within
 from ..runtime.devices import device_of
 from .attention_patch import made_class, stock_class
-from .invariant_parts import parts_by_operators
 from .long_prompts import in_turn
 from .plan import Predicate, Step, is_stage
 from .report import ALREADY, FUSED, INVARIANT, FusionReport
@@ -85,8 +84,7 @@ def planned(
     if is_stage(model):
         return (found.left("other ranks have the other layers"),)
     if invariant:
-        parts = (Step(module, None, part) for module, part in parts_by_operators(model))
-        return (Step(model, FusionReport("", STEP, FUSED, INVARIANT), cls), *parts)
+        return (Step(model, FusionReport("", STEP, FUSED, INVARIANT), cls),)
     try:
         before, after = (len(graph.nodes()) for graph in graphs(model))
     except Unsupported as error:

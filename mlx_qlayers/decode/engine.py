@@ -5,10 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from operator import is_
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from ..runtime.arena import View
 from ..runtime.backend import Mode, backend, current, epoch
@@ -30,7 +29,7 @@ from .rules.invariant import invariant
 from .rules.padded import padded
 from .snapshot import Snapshot
 from .twin import arrays_of as arrays_in
-from .twin import leaves, parts_by_operators
+from .twin import leaves
 from .weights import views_of
 
 # Tokens of a sequence at most: for more, the products are those of a prompt.
@@ -296,8 +295,7 @@ class Steps:
         name = "invariant" if current.get().invariant else "padded"
         if name not in found.forms:
             if name == "invariant":
-                parts = parts_by_operators(cast(nn.Module, self.model()))
-                found.forms[name] = invariant(found.captured.graph, caches, parts)
+                found.forms[name] = invariant(found.captured.graph, caches)
             else:
                 found.forms[name] = padded(found.graph, caches)
         return PaddedForm(found.captured, found.forms[name], batch, self._views())

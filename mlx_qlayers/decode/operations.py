@@ -18,7 +18,7 @@ from ..ops.experts import EXPERTS_CHOSEN
 from ..ops.fused_products import FUSED_PRODUCTS
 from ..ops.gather_qmm import gather_qmm
 from ..ops.latent_attention import LATENT_ATTENTION
-from ..ops.products_invariant import GATED_PAIR, NORMED_ROWS
+from ..ops.quantized_matmul import QUANTIZED_MATMUL
 from ..ops.rotary import ROTARY
 from . import mixtures
 from .graph import Node
@@ -96,12 +96,11 @@ OPERATIONS: dict[str, Maker] = {
     "Experts": mixtures.experts,
     "GatedDelta": mixtures.delta,
     "GatheredProduct": _gathered_product,
-    "Gated": lambda node, values: Dispatched(GATED_PAIR, node.arg, listed=False),
     "Gelu": lambda node, values: nn.gelu,
     "GeluApprox": lambda node, values: nn.gelu_approx,
     "Heads": mixtures.heads,
     "Latent": lambda node, values: Dispatched(LATENT_ATTENTION, node.arg),
-    "Normed": lambda node, values: Dispatched(NORMED_ROWS, node.arg, listed=False),
+    "Product": lambda node, values: Dispatched(QUANTIZED_MATMUL, node.arg, listed=False),
     "Products": lambda node, values: Dispatched(FUSED_PRODUCTS, node.arg),
     "Rotary": lambda node, values: Dispatched(ROTARY, node.arg),
     "Shown": _shown,

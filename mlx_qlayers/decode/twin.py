@@ -21,8 +21,7 @@ from ..reference.hadamard import rotated_heads
 # From the path of an array and the array itself to what takes its place.
 Swap = Callable[[str, mx.array], mx.array]
 # The attributes of classes that stand in for others, which hold the class that they were made of.
-BY_OPERATORS = "_by_operators"
-_MADE_OF = ("_patches", "_fuses", "_shards", BY_OPERATORS)
+_MADE_OF = ("_patches", "_fuses", "_shards")
 # The groups of ranks over which captured steps add up, and what a node of the first depends on.
 GROUPS: list[Any] = []
 FIRST_GROUP = 0x5EED_0000
@@ -118,12 +117,6 @@ def arrays_of(value: Any, path: str = "") -> Iterator[tuple[str, mx.array]]:
 def is_stepped(model: nn.Module) -> bool:
     """Whether a model of mlx-lm was converted so that it decodes by the graphs of its steps."""
     return "_fuses" in vars(type(model))
-
-
-def parts_by_operators(model: nn.Module) -> frozenset[str]:
-    """The paths of modules that are computed in prompts by operators of this package."""
-    named = model.named_modules()
-    return frozenset(f"model.{path}" for path, m in named if BY_OPERATORS in vars(type(m)))
 
 
 def stock_class(cls: Any) -> Any:

@@ -18,9 +18,8 @@ from ..reference import experts as reference
 from ..runtime.backend import requested
 from ..runtime.launch import Launching
 from ..runtime.spec import Spec
-from .fused_products import normed, with_squares
+from .fused_products import ACTIVATIONS, normed, with_squares
 from .gather_qmm import gather_qmm
-from .products_invariant import ACTIVATIONS
 from .signature import Signature
 
 _FORMAT = Format(64, 4)

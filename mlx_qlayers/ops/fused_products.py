@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..dispatch import Choice, Operation, Plan, choose, dispatch, gradient_of
 from ..dispatch.measurements import configure, found
@@ -20,11 +21,10 @@ from ..metal.quantized_matmul.qmm_tensor import tensor_product
 from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate, QmvArrays, qmv, takes_deferred_norm
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from ..options import MatmulCall, PackedMatrix
-from ..runtime.backend import backend, current
+from ..runtime.backend import backend
 from ..runtime.devices import device_of
 from ..runtime.proof import first_proven
 from ..runtime.spec import Spec
-from .products_invariant import ACTIVATIONS, plan_rounded
 from .quantized_matmul import quantized_matmul
 from .quantized_route import (
     DENSE,
@@ -42,12 +42,14 @@ from .tensor_choice import CODES, PATHS, by_tensors, in_turn, takes_tensors
 
 Norm = tuple[mx.array | None, float]
 
-# Rows up to which each SIMD group norms those that it reads: an estimate, of one operand's columns.
-NORMED_AS_READ = 8
-
 _Run = Callable[..., list[mx.array]]
 # Of rows, the residual or None, and the arrays of all matrices.
 _Multiply = Callable[[mx.array, mx.array | None, list[Any]], list[mx.array]]
+ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
+    "silu": nn.silu,
+    "gelu": nn.gelu,
+    "gelu_approx": nn.gelu_approx,
+}
 
 
 def fused_products(
@@ -111,11 +113,8 @@ def fused_products(
 def defers_norm(x: mx.array | Spec) -> bool:
     """Whether the norms between products of such rows should be deferred, to save their launches.
 
-    In float16 a number times a weight may be out of range. In batch-invariant models rows are
-    normed by whatever reads them, so few of them are.
+    In float16 a number times a weight may be out of range.
     """
-    if current.get().invariant and x.shape[-1] * NORMED_AS_READ < prod(x.shape):
-        return False
     defers = bool(threshold("defers_norm", device=backend()))
     return defers and in_one_launch(x) and x.dtype == mx.bfloat16
 
@@ -134,12 +133,7 @@ def _plan(
     _check(arrays[:5], matrices, fmt, epsilon, gate)
     composed = _composed(_one_by_one(fmt), epsilon, gate)
     rows, n, k = prod(x.shape[:-1]), sum(m.w.shape[0] for m in matrices), x.shape[-1]
-    by_rows = device_of().gpu and current.get().invariant
-    few = min(rows, MAX_QMV_ROWS) if by_rows else rows
-    lacking = _lacking(x, few, matrices, [weight, residual, deferred_weight])
-    if by_rows:
-        static = fmt, epsilon, gate
-        return plan_rounded(arrays, static, lacking, composed, _with_deferred_norm)
+    lacking = _lacking(x, rows, matrices, [weight, residual, deferred_weight])
     made = None if lacking else _by_tensors(x, matrices, residual, fmt, gate)
     if made is not None:
         choice, multiply = made
@@ -387,8 +381,7 @@ def _check(
             f"residual must have the shape {(*x.shape[:-1], n)} of the product with a single "
             f"matrix, not {residual.shape} with gate {gate!r} and {len(shapes)} matrices"
         )
-    apart = current.get().invariant and device_of().gpu  # x is as it was before the norm
-    if partial_squares is not None and (epsilon is None or (weight is not None) != apart):
+    if partial_squares is not None and (epsilon is None or weight is not None):
         raise ValueError("partial_squares needs a norm without weight")
     if deferred_weight is not None and not single:
         raise ValueError("deferred_weight needs a single matrix and no gate")

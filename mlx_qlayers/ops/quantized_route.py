@@ -275,38 +275,18 @@ def by_reference(transpose: bool, fmt: Format) -> Product:
 
 
 def _in_blocks(to: Route, call: MatmulCall) -> Product:
-    x = call.x
-
-    def bind(rows: int) -> Callable[..., list[mx.array]]:
-        launch = product(to, call._replace(x=Spec((rows, x.shape[-1]), x.dtype)))
-        return lambda *arrays: [launch(*arrays)]
-
-    whole = in_blocks(bind, x, [0])
-    return lambda *arrays: whole(*arrays)[0]
-
-
-def in_blocks(
-    bind: Callable[[int], Callable[..., list[mx.array]]], x: Spec, places: Sequence[int]
-) -> Callable[..., list[mx.array]]:
-    """A launch of as many rows at a time as the kernel takes.
-
-    Args:
-        bind: the launch of so many rows (M, K).
-        x: the rows.
-        places: of arrays that have a row for each of them.
-    """
-    rows = x.size // x.shape[-1]
+    """The product of as many rows at a time as the kernel takes."""
+    rows, _, k = call.shape
     starts = range(0, rows, MAX_QMV_ROWS)
-    launches = {size: bind(size) for size in {min(MAX_QMV_ROWS, rows - i) for i in starts}}
+    launches = {
+        size: product(to, call._replace(x=Spec((size, k), call.x.dtype)))
+        for size in {min(MAX_QMV_ROWS, rows - i) for i in starts}
+    }
 
-    def run(*arrays: Any) -> list[mx.array]:
-        flat = {at: arrays[at].reshape(rows, -1) for at in places}
-        blocks = []
-        for i in starts:
-            some = {at: a[i : i + MAX_QMV_ROWS] for at, a in flat.items()}
-            launch = launches[min(MAX_QMV_ROWS, rows - i)]
-            blocks.append(launch(*(some.get(at, a) for at, a in enumerate(arrays))))
-        leading = arrays[0].shape[:-1]
-        return [mx.concatenate([*y]).reshape(*leading, -1) for y in zip(*blocks, strict=True)]
+    def run(x: mx.array, *matrix: mx.array | None) -> mx.array:
+        flat = x.reshape(-1, k)
+        blocks = [flat[i : i + MAX_QMV_ROWS] for i in starts]
+        products = [launches[len(block)](block, *matrix) for block in blocks]
+        return mx.concatenate(products).reshape(*x.shape[:-1], -1)
 
     return run

@@ -18,10 +18,6 @@ from architecture_table import ARCHITECTURES
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_qlayers import convert_model
-from mlx_qlayers.decode import engine
-from mlx_qlayers.decode.rules.deferred import deferred
-from mlx_qlayers.ops.fused_products import NORMED_AS_READ
-from mlx_qlayers.runtime.backend import Context, current, within
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from decoding_model import QWEN2_7B
@@ -54,13 +50,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str, invariant: bool = False, **changes: Any) -> nn.Module:
+def build(name: str, **changes: Any) -> nn.Module:
     """A converted model of that shape."""
     module = importlib.import_module(f"mlx_lm.models.{name}")
     config = {"model_type": name, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-    config |= QWEN2_7B | MODELS.get(name, {}) | changes
+    config |= QWEN2_7B | MODELS[name] | changes
     model = without_numbers(module.Model(module.ModelArgs.from_dict(config)))
-    convert_model(model, verify=False, calibrate=False, batch_invariant=invariant)
+    convert_model(model, verify=False, calibrate=False)
     return model
 
 
@@ -166,47 +162,3 @@ def test_tokens_of_another_dtype_take_as_little():
                 mx.eval(y)
             found.append(kinds)
     assert found[1] - found[0] == Counter(["View int32"]) and not found[0] - found[1]
-
-
-HEADS = {"head_dim": 128, "rope_theta": 1e6, "max_position_embeddings": 4096}
-VIEWS = {"Input", "Item", "Reshape", "Transpose", "Unflatten", "Flatten", "ExpandDims", "Squeeze"}
-
-
-def invariant_layers(
-    name: str, layers: int, batch: int, changes: dict[str, Any]
-) -> tuple[Counter[str], Counter[str], Counter[str]]:
-    """The kernels, primitives and nodes of a token of a batch-invariant model."""
-    with recorded_gpu() as seen:
-        model = build(name, True, num_hidden_layers=layers, **changes)
-        cache = make_prompt_cache(model)
-        mx.eval(model(zeros((1, 3), mx.int32), cache=cache))
-        cache = [each.merge([each] * batch) for each in cache] if batch > 1 else cache
-        for _ in range(2):
-            y = model(zeros((batch, 1), mx.int32), cache=cache)
-            kernels = Counter(each.name for each in used(seen, y))
-            kinds = primitives(y, *(c.keys for c in cache))
-            mx.eval(y, [c.state for c in cache])
-        assert engine.stopped(model) is None
-        (step, *_), *_ = engine._steps[id(model)].steps.values()
-        with within(current, Context(invariant=True)):
-            graph = deferred(step.forms["invariant"].graph, {"batch": batch})
-    return kernels, kinds, Counter(node.op for node in graph.nodes())
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "norms", "batch"),
-    [("qwen2", {}, 0, 1), ("qwen2", {}, 0, 16), ("llama", {}, 0, 4), ("qwen3", HEADS, 2, 1)],
-)
-def test_launches_of_a_batch_invariant_layer(name, changes, norms, batch):
-    """Four products with all norms, gates and residuals, and attention; two rotary embeddings and
-    two writes into buffers: 9 where there were 18, of Qwen3 with norms of heads 11 where 20. Many
-    rows are normed before, once."""
-    few, many = (invariant_layers(name, layers, batch, changes) for layers in (2, 4))
-    kernels, kinds, nodes = (b - a for a, b in zip(few, many, strict=True))
-    before = norms if batch <= NORMED_AS_READ else norms + 2
-    assert kernels.total() == 2 * (5 + before) and kernels["norm_rows"] == 2 * before
-    assert kernels["attention_decode_masked_counted"] == 2
-    assert not {"Add", "CompiledSigmoidMultiplyMultiply", "Copy"} & kinds.keys()
-    launched = {"Products": 4, "AttentionFrom": 1, "RoPE": 2, "SliceUpdateAt": 2, "Normed": norms}
-    assert {op: nodes[op] // 2 for op in launched} == launched
-    assert not nodes.keys() - launched.keys() - VIEWS

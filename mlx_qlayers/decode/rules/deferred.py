@@ -12,7 +12,6 @@ from collections.abc import Mapping, Set
 import mlx.core as mx
 
 from ...ops.fused_products import defers_norm
-from ...runtime.backend import current
 from ...runtime.spec import Spec as ArraySpec
 from ..graph import Graph, Node, Spec, product, resolved
 
@@ -31,7 +30,7 @@ def deferred(graph: Graph, values: Mapping[str, int]) -> Graph:
 
 
 def _deferred(graph: Graph, faster: Set[Spec]) -> Graph:
-    by_rows, sums = current.get().invariant, dict[Node, Node]()
+    sums: dict[Node, Node] = {}
     places: dict[Node, Node] = {}
     for node in graph.nodes():
         found = _norm_of(node)
@@ -44,9 +43,9 @@ def _deferred(graph: Graph, faster: Set[Spec]) -> Graph:
         sums[total], places[total] = whole, whole.item(0)
         rows, squares = whole.item(1), whole.item(2)
         if node.op == "Products":
-            # Where bits are those of separate operators, rows are normed as they are read.
-            ahead = (total, weight, squares) if by_rows else (rows, None, squares)
-            places[node] = Node(node.op, (*ahead, *node.src[3:]), node.arg, node.outputs)
+            places[node] = Node(
+                node.op, (rows, None, squares, *node.src[3:]), node.arg, node.outputs
+            )
         else:
             src = rows, node.src[1], squares, *node.src[3:]
             places[node] = Node(node.op, src, (*node.arg[:4], eps), node.outputs)
@@ -56,7 +55,7 @@ def _deferred(graph: Graph, faster: Set[Spec]) -> Graph:
 def _once(graph: Graph) -> Graph:
     """Products take a norm that is computed for something else as well."""
     nodes = graph.nodes()
-    norms = {(n.src, n.arg[0]): n for n in nodes if n.op in ("RMSNorm", "Normed")}
+    norms = {(n.src, n.arg[0]): n for n in nodes if n.op == "RMSNorm"}
     places: dict[Node, Node] = {}
     for node in nodes:
         same = norms.get((node.src[:2], node.arg[3])) if node.op == "Products" else None

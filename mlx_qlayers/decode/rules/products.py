@@ -7,7 +7,6 @@ of each matrix. Its arguments are group size, bits, mode, the epsilon of the nor
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from ...metal.quantized_matmul.qmv import MAX_MATRICES
@@ -40,7 +39,7 @@ def _biased(y: Node, bias: Node, root: Node) -> Node | None:
     return root.like("Products", *before, bias, arg=y.arg)
 
 
-def gated(gate: Node, up: Node, act: Node, root: Node) -> Node | None:
+def _gated(gate: Node, up: Node, act: Node, root: Node) -> Node | None:
     """The activation of a product times another product of the same rows."""
     if not _is_plain(gate) or not _is_plain(up) or gate.src[:5] != up.src[:5]:
         return None
@@ -102,10 +101,11 @@ PRODUCT: list[Rule] = [
     (P("Add(y @ +Products, bias)"), _biased),
 ]
 GATED: list[Rule] = [
-    (P("Multiply(act @ kind(gate @ +Products), up @ +Products)", kind=_ACT), gated),
+    (P("Multiply(act @ kind(gate @ +Products), up @ +Products)", kind=_ACT), _gated),
     (P("Multiply(halves, up @ Item(split))", halves=_HALVES), _halved),
+    (P("Add(y @ +Products, other)"), _added),
 ]
-ADDED: list[Rule] = [(P("Add(y @ +Products, other)"), _added)]
+NORMED: list[Rule] = [(P("Products(norm @ RMSNorm, ...)"), _normed)]
 
 
 def _rows(node: Node) -> tuple[Any, ...] | None:
@@ -136,7 +136,7 @@ def side_by_side(graph: Graph) -> Graph:
     return graph.replaced(places)
 
 
-def products(graph: Graph, gates: Iterable[Rule] = GATED, norm: str = "RMSNorm") -> Graph:
-    """All rules of this file in turn, with such rules of gates and for such norms."""
-    graph = rewrite(rewrite(graph, PRODUCT), [*gates, *ADDED])
-    return rewrite(side_by_side(graph), [(P(f"Products(norm @ {norm}, ...)"), _normed)])
+def products(graph: Graph) -> Graph:
+    """All rules of this file in turn."""
+    graph = rewrite(rewrite(graph, PRODUCT), GATED)
+    return rewrite(side_by_side(graph), NORMED)

@@ -66,9 +66,8 @@ METAL_FUNC float activation(float x) {
   return x / (1 + precise::exp(-u));
 }
 
-// One element from its sum, or from two with a gate; null pointers add nothing. It is rounded once or, if it
-// `rounds`, products are before anything else, as by operators that are launched one by one.
-template <typename T, int gate, bool rounds = false>
+// One element from its sum, or from two with a gate; null pointers add nothing.
+template <typename T, int gate>
 METAL_FUNC T finished(
     float sum,
     float other,
@@ -80,14 +79,11 @@ METAL_FUNC T finished(
   if (bias) {
     sum += float(bias[row]);
   }
-  if (rounds) {
-    sum = float(T(sum));
-  }
   if (gate) {
     if (other_bias) {
       other += float(other_bias[row]);
     }
-    sum = activation<gate>(sum) * (rounds ? float(T(other)) : other);
+    sum = activation<gate>(sum) * other;
   }
   if (residual) {
     sum += float(residual[at]);

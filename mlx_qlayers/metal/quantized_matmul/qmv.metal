@@ -10,7 +10,7 @@
 //   A thread takes every 32nd run of `run` elements of K.
 //
 // Sums are float32. At the edge of a matrix a tile repeats the last row, and does not store the repetitions.
-// `epsilon` holds the bits of a float, and `rounds` is as in epilogue.metal.
+// `epsilon` holds the bits of a float.
 
 #include "epilogue.metal"
 #include "packed.metal"
@@ -38,7 +38,6 @@ template <
     int group,
     int bits,
     int gate,
-    bool rounds,
     bool normed,
     int epsilon,
     int rows,
@@ -155,7 +154,7 @@ template <
       if (lane == 0 && m < M && first + n < N) {
         device T* out = m0 == 0 ? y : m0 == 1 ? y1 : y2;
         size_t at = size_t(m) * N + first + n;
-        out[at] = finished<T, gate, rounds>(
+        out[at] = finished<T, gate>(
             total[n],
             total[outputs - height + n],
             first + n,

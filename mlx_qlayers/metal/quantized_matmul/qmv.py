@@ -99,14 +99,12 @@ def qmv(
     epsilon: float | None = None,
     gate: Gate | None = None,
     norm_first: bool = False,
-    rounds: bool = False,
 ) -> Launch:
     """Binds ``x @ w.T + bias`` for up to three matrices, each read once for all rows.
 
     With ``gate`` it gives ``activation(first) * second`` alone; with ``deferred_weight`` also the
     product times it, and its ``partial_squares``, which only some configurations take. ``epsilon``
-    is that of an RMS norm of x, which has a launch of its own if ``norm_first``. If it ``rounds``,
-    products are rounded before a gate or a residual, as separate operators' are.
+    is that of an RMS norm of x, which has a launch of its own if ``norm_first``.
     """
     x, config = specs.x, _fitting(config, specs, fmt, gate)
     norm_first |= x.dtype == mx.float16 or config.kernel in (SERIAL, INTEGERS, "qmm_skinny")
@@ -117,7 +115,7 @@ def qmv(
         return lambda x, weight, *others: product(
             mx.fast.rms_norm(x, weight, epsilon), None, *others
         )
-    launch, shape = _bind(specs, fmt, config, epsilon, gate, rounds=rounds)
+    launch, shape = _bind(specs, fmt, config, epsilon, gate)
     places = (i for i, spec in enumerate(specs.flat) if spec is not None)
     return Launching(launch, places, shape)
 
@@ -229,7 +227,6 @@ def _bind(
     epsilon: float | None,
     gate: Gate | None,
     planes: Sequence[tuple[int, ...]] = (),
-    rounds: bool = False,
 ) -> tuple[Bound, list[mx.array]]:
     """The launch, and what it takes after the arrays; it may write planes of a product."""
     (*leading, k), matrices = specs.x.shape, specs.matrices
@@ -250,10 +247,6 @@ def _bind(
     if config.kernel not in (SERIAL, INTEGERS):
         template["normed"] = epsilon is not None and specs.partial_squares is None
         template["epsilon"] = unpack("i", pack("f", epsilon or 0.0))[0]
-    if config.kernel in ("qmv", "qmv_matrix"):
-        template["rounds"] = rounds
-    elif rounds:
-        raise ValueError(f"{config} rounds once")
     function = SERIAL if config.integers else config.kernel
     groups = config.threadgroups(tuple(sizes), gate is not None)
     grid = groups * threads, 1, 1

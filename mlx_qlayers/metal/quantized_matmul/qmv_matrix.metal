@@ -19,8 +19,7 @@
 // columns hold the rows of x times slots. run divides K. The rows of x, the scales of the groups and `ahead`
 // runs of a tile are loaded before their step. `epsilon` holds the bits of a float, since an array argument
 // would take host time in each launch. In NVFP4, with groups of 16, the scale is multiplied into the code
-// instead, which is exact. `rounds` as in epilogue.metal; with `partial_squares` x is then as it was before the
-// norm, and is normed and rounded, times norm_weight, as norm_rows does.
+// instead, which is exact.
 
 #include "qmv_matrix_steps.metal"
 #include "common/fragment.metal"
@@ -36,7 +35,6 @@ template <
     int group,
     int bits,
     int gate,
-    bool rounds,
     bool normed,
     int epsilon,
     int fragments,
@@ -108,7 +106,7 @@ template <
   for (int r = 0; r < tiles; r++) {
     tile_place place =
         place_of_tile<gate, 16>(threadgroup_index * all + above + r, sizes, w1, w2);
-    int m = gate && tiles % 2 == 0 ? r % 2 : place.matrix, size = m == 0 ? sizes[0] : m == 1 ? sizes[1] : sizes[2];
+    int m = gate ? r % 2 : place.matrix, size = m == 0 ? sizes[0] : m == 1 ? sizes[1] : sizes[2];
     tile[r].matrix.w = m == 0 ? w : m == 1 ? w1 : w2;
     tile[r].matrix.scales = m == 0 ? scales : m == 1 ? scales1 : scales2;
     tile[r].matrix.biases = m == 0 ? biases : m == 1 ? biases1 : biases2;
@@ -152,18 +150,6 @@ template <
       }
     }
   }
-  // If it rounds, rows are normed as they are taken, else sums are at the end.
-  const bool norms = rounds && partial_squares && norm_weight;
-  float2 factors[fragments] = {};
-  if (norms) {
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-#pragma unroll
-    for (int f = 0; f < fragments; f++) {
-      int one = f * per + column % per, other = f * per + right_column(lane, 1) % per;
-      factors[f].x = one < M ? squares[one] : 0.0f;
-      factors[f].y = other < M ? squares[other] : 0.0f;
-    }
-  }
   // One loop for each alignment of words; one of them runs.
 #pragma unroll
   for (int reading = 0; reading < READINGS; reading++) {
@@ -185,13 +171,13 @@ template <
         }
         right_fragment<T> values[fragments * run / 4];
         if (early) {
-          take_rows<bits>(values, squared, rows, normed, norm_weight, norms, factors);
+          take_rows<bits>(values, squared, rows, normed, norm_weight);
         }
         int coming = now + early, k = (begin + between * coming) * step;
         load_rows<per, bits>(
             rows, x, norm_weight, k, row, coming < own_steps && k + depth < K ? filled : 0, K, lane);
         if (!early) {
-          take_rows<bits>(values, squared, rows, normed, norm_weight, norms, factors);
+          take_rows<bits>(values, squared, rows, normed, norm_weight);
         }
         // The sums of x over a group, for the biases.
         sum_fragment added[fragments];
@@ -237,7 +223,7 @@ template <
   for (int i = thread_index; i < (deferred_weight ? (elements + 31) / 32 * 32 : elements); i += threads) {
     int n = i % height, m = min(i / height, M - 1), r = n / 16 * joined;
     float factor = sum_factor<mode>(), sums[2] = {0, 0}, square = 0;
-    if (partial_squares && !norms) {
+    if (partial_squares) {
       factor *= squares[m];
     } else if (normed) {
       float total = 0;
@@ -256,7 +242,7 @@ template <
     if (to < N && i < elements) {
       device T* out = which == 0 ? y : which == 1 ? y1 : y2;
       size_t at = size_t(m) * N + to;
-      T result = finished<T, gate, rounds>(
+      T result = finished<T, gate>(
           sums[0],
           sums[1],
           to,
@@ -271,7 +257,10 @@ template <
       }
     }
     if (deferred_weight) {
-      square = tile_squares(square);
+#pragma unroll
+      for (ushort apart = 8; apart > 0; apart /= 2) {
+        square += simd_shuffle_xor(square, apart);
+      }
       if (n % 16 == 0 && place.first < N && i < elements) {
         scaled_squares[m * ((N + 15) / 16) + place.first / 16] = square;
       }

@@ -92,22 +92,14 @@ METAL_FUNC void load_rows(
     load_run<PAIRS(bits, run)>(rows.weight, norm_weight, k, 0, run, max(filled, 0), lane);
   }
 }
-// An element behind a norm, rounded.
-template <typename T>
-METAL_FUNC T normed_element(float x, float factor, float weight) {
-  return T(x * factor * weight);
-}
-// Makes operands of the loaded x, times the norm's weight, and adds up its squares. If it `norms`, it
-// multiplies by `factors` too, of the rows that the elements of a pair belong to, and rounds.
+// Makes operands of the loaded x, times the norm's weight, and adds up its squares.
 template <int bits, typename T, int fragments, int run>
 METAL_FUNC void take_rows(
     thread right_fragment<T>* values,
     thread square_sums* squares,
     thread row_runs<T, fragments, run>& rows,
     bool normed,
-    bool weighted,
-    bool norms = false,
-    const thread float2* factors = nullptr) {
+    bool weighted) {
   const int count = run / 4;
 #pragma unroll
   for (int f = 0; f < fragments; f++) {
@@ -124,18 +116,7 @@ METAL_FUNC void take_rows(
     interleave<PAIRS(bits, run)>(weight, rows.weight);
 #pragma unroll
     for (int j = 0; j < fragments * count; j++) {
-      if (!norms) {
-        values[j] = multiply_elements(values[j], weight[j % count]);
-        continue;
-      }
-      float2 factor = factors[j / count];
-#pragma unroll
-      for (ushort k = 0; k < 2; k++) {
-        metal::vec<T, 2> x = values[j].part[k], w = weight[j % count].part[k];
-        x.x = normed_element<T>(float(x.x), factor.x, float(w.x));
-        x.y = normed_element<T>(float(x.y), factor.y, float(w.y));
-        values[j].part[k] = x;
-      }
+      values[j] = multiply_elements(values[j], weight[j % count]);
     }
   }
 }
@@ -170,18 +151,9 @@ METAL_FUNC void add_scaled(
   }
 }
 
-// The sum of the squares of 16 neighbouring columns, by as many lanes, in each of them.
-METAL_FUNC float tile_squares(float square) {
-#pragma unroll
-  for (ushort apart = 8; apart > 0; apart /= 2) {
-    square += simd_shuffle_xor(square, apart);
-  }
-  return square;
-}
-
 // The RMS norm factor of a row of K elements, from the partial sums of squares of its tiles.
-template <typename P>
-METAL_FUNC float norm_factor(P squares, int tiles, int K, float epsilon, uint lane) {
+METAL_FUNC float norm_factor(
+    const device float* squares, int tiles, int K, float epsilon, uint lane) {
   float total = 0;
 #pragma clang loop unroll(disable)
   for (int j = lane; j < tiles; j += 4 * 32) {

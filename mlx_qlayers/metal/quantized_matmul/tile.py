@@ -157,22 +157,11 @@ class Tile:
         of_kernel: Any = skinny_memory if self.kernel == "qmm_skinny" else matrix_memory
         return int(of_kernel(**self._numbers()))
 
-    @property
-    def order(self) -> tuple[Any, ...]:
-        """What decides in which order the products of a column are added up."""
-        if not self.units:
-            return self.kernel, self.run
-        # A single tile's SIMD groups have neighbouring steps, those of several every simds_k-th.
-        return self.kernel, self.run, self.simds_k, self.tiles == 1
-
-    def paired(self, in_order: bool = False) -> Tile:
-        """With tiles in pairs, as a gate joins them; ``in_order``: with the same :attr:`order`."""
-        odd = self.tiles * self.simds_n % 2
-        if self.kernel == "qmm_skinny":
-            return replace(self, simds_n=self.simds_n + odd)
-        if in_order and self.kernel == "qmv_matrix":
-            return replace(self, simds_n=self.simds_n + self.simds_n * odd)
-        return replace(self, tiles=self.tiles + odd)
+    def paired(self) -> Tile:
+        """With tiles in pairs, as a gate joins them."""
+        if self.kernel != "qmm_skinny":
+            return replace(self, tiles=self.tiles + self.tiles % 2)
+        return replace(self, simds_n=self.simds_n + self.tiles * self.simds_n % 2)
 
 
 def packed_template(fmt: Format, dtype: mx.Dtype, scales: mx.Dtype) -> dict[str, TemplateValue]:
