@@ -303,7 +303,7 @@ OTHER = {
     "lora_curves": "Losses of 200 steps of training with adapters",
     "lora_curves_cuda": "The same in bfloat16, three seeds of each",
     "lora_loss_cuda": "The loss of an output layer of 152,064 words, forward and back",
-    "lora_step_cuda": "A step of training of a 7B's 14 layers, not compiled: time and memory",
+    "lora_step_cuda": "A step of training of a 7B's 14 layers: time and memory",
     "lora_long_cuda": "The same of 28 layers with 16,384 tokens",
     "lora_shipped": "A step of training of the model that ships with the repository, on a CPU",
     "match_images": "Matching two pictures beside PyTorch, while other processes ran",
