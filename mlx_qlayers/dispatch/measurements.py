@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..measurements import entries as stored
 from ..measurements.entries import COMPUTED, Entry, Evidence
+from ..measurements.thresholds import Measured
 from ..metal.record import Record
 from ..metal.records import RECORDS
 from ..runtime.backend import advance_epoch, backend, within
@@ -67,17 +68,16 @@ def found(family: str, *question: Hashable, device: str | None = None) -> Found 
     return _found(current.number, family, device or backend(), question)
 
 
-def decided(best: Found | None, unless: str | None, wins: str = "kernel") -> tuple[str | None, str]:
-    """Why ``auto`` leaves a kernel for another path, or None; and what was measured, or "".
+def decided(best: Found | None, unless: str | None, wins: str = "kernel") -> str | None:
+    """Why ``auto`` leaves a kernel for another path; None or ``""`` where it does not.
 
     ``unless`` is the reason by rules, ``wins`` the path by which the kernel was measured.
     """
     if _questions.get() is not None:  # what is collected is what the kernels would be asked
-        return None, ""
+        return None
     if best is None or best.path == "uncompared":
-        return unless, ""
-    told = str(best.evidence)
-    return None if best.path == wins else told, told
+        return unless
+    return Measured("" if best.path == wins else best.evidence)
 
 
 def questions() -> AbstractContextManager[dict[Record, None]]:

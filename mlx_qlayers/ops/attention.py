@@ -12,7 +12,7 @@ import mlx.core as mx
 from ..dispatch import KERNELS, Choice, Gradient, Operation, Plan, choose, dispatch
 from ..dispatch import gradient_of as autodiff
 from ..dispatch.measurements import configure, decided, found
-from ..measurements.thresholds import threshold
+from ..measurements.thresholds import Measured, threshold
 from ..metal.attention import decode
 from ..metal.attention.backward import attention_backward
 from ..metal.attention.forward import Launcher, attention_forward
@@ -161,13 +161,13 @@ def _plan_packed(call: AttentionCall, static: tuple[Any, ...]) -> Plan:
         # Each tile of queries unpacks keys anew: on an H200 that took 2.3 times as long.
         why = "dense keys of a layer are faster" if many or not large else None
         best = found("attention_forward", *Launcher(call).question())
-        unless, _ = decided(best, why)
+        unless = decided(best, why)
     if lacking or unless:
         if large and many:
             return Plan(None, _in_halves(call, int(heads > 1), ATTENTION, static))
         return Plan(None, _unpacked(call, ATTENTION, ((0, 0), *static[1:])))
-    by, gain = "many queries of packed keys", ("attention_forward_gain",)
-    return _by_forward(choose("attention", by=by, rests_on=gain, best=best), call)
+    choice = choose("attention", by="many queries of packed keys", best=best)
+    return _by_forward(choice, call)
 
 
 def _lacks_packed(call: AttentionCall) -> str | None:
@@ -214,9 +214,7 @@ def _plan_wide(call: AttentionCall, static: tuple[Any, ...], choice: Choice) -> 
     if not (wide and many) or why_no_kernel(call, WIDEST_FORWARD):
         return Plan(choice, turns)
     launch = attention_forward(Launcher(call))
-    choice = choose(
-        "attention", by="many queries of wide heads", rests_on=("attention_in_turn_most",)
-    )
+    choice = choose("attention", unless=Measured(""), by="many queries of wide heads")
     return Plan(choice, lambda *given: launch(*given)[:1], autodiff(turns, arrays), turns)
 
 
@@ -249,7 +247,6 @@ def choose_decode(call: AttentionCall) -> Choice:
         unless=why_not_decode(call),
         host_gain=decode_host_gain(call),
         by="few queries" if best else "",
-        rests_on=("attention_decode_cost", "attention_decode_min_elements"),
         best=best,
     )
 
@@ -280,7 +277,7 @@ def _choose_forward(call: AttentionCall) -> Choice:
         "attention",
         () if lacking else KERNELS,
         unless=lacking or why_not_forward(call),
-        rests_on=("attention_forward_gain", "attention_forward_widest"),
+        host_gain=threshold("attention_forward_gain", device="host"),
         **best,
     )
 

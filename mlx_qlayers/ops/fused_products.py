@@ -150,15 +150,13 @@ def _plan(
     if lacking:
         choice = choose("fused_products", (), unless=lacking)
     elif dense:
-        unless, rests_on = dense_is_worse(rows, n, x, fmt)
-        choice = choose("fused_products", unless=unless, by=by, rests_on=rests_on)
+        choice = choose("fused_products", unless=dense_is_worse(rows, n, x, fmt), by=by)
     else:
         choice = choose(
             "fused_products",
-            unless=stock_is_better(x.dtype, fmt),
+            unless=stock_is_better(x.dtype, fmt, skinny),
             host_gain=None if skinny else host_gain(rows, fmt),
             by=by,
-            rests_on=("qmm_skinny_rows" if skinny else "qmv_gain",),
             best=best,
         )
     if choice.path == "reference":

@@ -122,7 +122,6 @@ def _plan(
         () if empty else KERNELS,
         unless=unless,
         host_gain=gain("gather_qmm_gain", rows, fmt.mode, fmt.bits, _KINDS[transpose]),
-        rests_on=("gather_qmm_gain",),
         **best,
     )
     if empty:  # MLX's operator divides by zero

@@ -342,8 +342,7 @@ _SUBTRACT = Operation("subtract_product", _plan_subtract)
 def _choose(op: str, *arrays: Spec) -> Any:
     faster = gain("linalg_gain", arrays[0].shape[-1], op)
     empty = next((f"{a.shape} is empty" for a in arrays if not a.size), None)
-    choice = choose(op, unless=empty, host_gain=faster, rests_on=("linalg_gain",))
-    return choice._replace(path="reference") if empty else choice
+    return choose(op, empty=empty, host_gain=faster)
 
 
 def _block() -> int:
