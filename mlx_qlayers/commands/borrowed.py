@@ -66,7 +66,7 @@ def run_main(args: argparse.Namespace, command_line: Sequence[str], **replaced: 
     import mlx.core as mx
 
     from ..runtime.backend import default_backend
-    from .ranks import together
+    from .ranks import ending_on_all_ranks
 
     one_line = SimpleNamespace(**vars(argparse) | {"ArgumentParser": Parser})
     group = mx.distributed.init()
@@ -85,7 +85,7 @@ def run_main(args: argparse.Namespace, command_line: Sequence[str], **replaced: 
         argv += guesses.most(command_line) if args.command != "chat" else []
         replaced |= guesses.replaced(args, replaced)
     with (
-        together(group),
+        ending_on_all_ranks(group),
         _holding(sys, argv=argv),
         _holding(module, **replaced),
         backend,

@@ -78,11 +78,11 @@ def lines(graph: Graph, layer: int | None = None) -> Iterator[str]:
     for node in shown if layer is None else _of_layer(shown, layer):
         arguments = f"{list(node.arg)}" if node.arg else ""
         shapes = " ".join(f"({', '.join(map(str, spec.shape))})" for spec in node.outputs)
-        sources = ", ".join(_together([name(each) for each in node.src]))
+        sources = ", ".join(_matrices([name(each) for each in node.src]))
         yield f"{numbers[node]} = {node.op}{arguments}({sources}) {shapes}"
 
 
-def _together(names: list[str]) -> Iterator[str]:
+def _matrices(names: list[str]) -> Iterator[str]:
     """Names of sources, in which the arrays of a matrix are one."""
     for i, name in enumerate(names):
         layer, _, array = name.rpartition(".")

@@ -55,11 +55,11 @@ def traced(given: Sequence[mx.array], weights: Sequence[View]) -> Iterator[None]
 def views_of(model: nn.Module) -> list[View]:
     """The buffer views of the arrays that a model still has."""
     there = {id(a) for part in model.modules() for a in part.values()}
-    windows = [each for each in _views.get(id(model), ()) if id(each.y) in there]
-    windows = still_there(windows)
+    views = [each for each in _views.get(id(model), ()) if id(each.y) in there]
+    views = still_there(views)
     if id(model) in _views:
-        _views[id(model)] = windows
-    return windows
+        _views[id(model)] = views
+    return views
 
 
 def _arrays(part: nn.Module) -> list[mx.array]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..measurements.thresholds import Measured
 from ..runtime.backend import BackendError, backend, current, requested, unavailable, within
 from ..runtime.devices import device_of
-from .measurements import Found, decided, found
+from .measurements import Measurement, decided, found
 
 
 class Choice(NamedTuple):
@@ -45,17 +45,17 @@ def choose(
     kernels: Sequence[str] = KERNELS,
     *,
     empty: str | None = None,
-    unless: str | None = None,
+    reason: str | None = None,
     host_gain: float | None = None,
     by: str = "",
-    best: Found | EllipsisType | None = ...,
+    best: Measurement | EllipsisType | None = ...,
     wins: str = "kernel",
 ) -> Choice:
     """The backend on which ``op`` runs.
 
     Args:
         empty: why nothing is computed, whichever backend is asked for.
-        unless: why ``auto`` should leave the kernel for the reference, or why there is no kernel;
+        reason: why ``auto`` should leave the kernel for the reference, or why there is no kernel;
             :class:`Measured` where a threshold decides, for the kernel too.
         host_gain: the measured speedup over the reference on a CPU. ``auto`` takes the kernel there
             only if it is above 1.
@@ -67,17 +67,17 @@ def choose(
     if empty:
         return Choice(op, "reference", empty)
     if not isinstance(best, EllipsisType):
-        unless, host_gain = decided(best, unless, wins), (best and best.gain) or host_gain
-        if best and best.path == wins and isinstance(unless, Measured):
+        reason, host_gain = decided(best, reason, wins), (best and best.gain) or host_gain
+        if best and best.path == wins and isinstance(reason, Measured):
             kernel, also, more = by.partition(";")
             by = f"{kernel or 'its kernel'}, {best.evidence}{also}{more}"
-    evidence = "measured" if isinstance(unless, Measured) else "rule"
+    evidence = "measured" if isinstance(reason, Measured) else "rule"
     wanted, suffix = requested(), f", by {by}" if by else ""
     if wanted == "reference":
         return Choice(op, "reference", "asked for")
     if wanted != "auto":
         if wanted not in kernels:
-            why = f": {unless}" if unless else ""
+            why = f": {reason}" if reason else ""
             raise BackendError(f"{op} has no {wanted} kernel for these arguments{why}")
         return Choice(op, wanted, "asked for" + suffix)
     if refusal := _refusal.get():
@@ -85,8 +85,8 @@ def choose(
     name, invariant = backend(), current.get().invariant
     # Stock operators of a GPU are other ones for other numbers of rows, however fast.
     counts = not (invariant and device_of(name).gpu and name in kernels)
-    if unless and refusal is None and counts:
-        return Choice(op, "reference", unless, evidence)
+    if reason and refusal is None and counts:
+        return Choice(op, "reference", reason, evidence)
     if name not in kernels:
         return Choice(op, "reference", _no_kernel(name, kernels))
     if not counts:
@@ -107,11 +107,11 @@ def choose(
 
 
 def choose_measured(
-    op: str, kernels: Sequence[str], family: str, *question: Hashable, **rule: Any
+    op: str, kernels: Sequence[str], family: str, *key: Hashable, **rule: Any
 ) -> Choice:
     """As :func:`choose`, by the measurement of an operation's only kernel, else by the ``rule``."""
-    best = found(family, *question) if kernels else None
-    rule["unless"] = unmeasured() or rule.get("unless")
+    best = found(family, *key) if kernels else None
+    rule["reason"] = unmeasured() or rule.get("reason")
     return choose(op, kernels, best=best, **rule)
 
 

@@ -148,8 +148,8 @@ def _plan_chosen(arrays: Sequence[Any], router: Router) -> Plan:
     fits = few and logits.size and experts <= _MAX_EXPERTS
     sizes = logits.size // experts, experts
     form = router, bias is not None, factors is not None
-    question = "router", sizes, logits.dtype, form
-    choice = choose_measured("experts_chosen", KERNELS if fits else (), *question)
+    key = "router", sizes, logits.dtype, form
+    choice = choose_measured("experts_chosen", KERNELS if fits else (), *key)
     if choice.path == "reference":
         return Plan(choice, composed)
     launch = kernels.experts_chosen(logits, bias, factors, router)
@@ -288,8 +288,8 @@ def _choice(
     (count, n, _), each = matrices[0].w.shape, experts.shape[-1]
     lacking = 0 in (x.size, *matrices[0].w.shape) or {a.dtype for a in arrays} - {x.dtype}
     sizes = prod(experts.shape[:-1]), count, each, n, x.shape[-1]
-    question = "experts", sizes, x.dtype, (fmt.mode, fmt.group_size, fmt.bits, kind)
-    return choose_measured(op, () if lacking else KERNELS, *question)
+    key = "experts", sizes, x.dtype, (fmt.mode, fmt.group_size, fmt.bits, kind)
+    return choose_measured(op, () if lacking else KERNELS, *key)
 
 
 def leaves_experts(x: mx.array, experts: mx.array, matrix: PackedMatrix, fmt: Format) -> bool:

@@ -148,13 +148,13 @@ def _plan(
     dense = rows > MAX_QMV_ROWS and not skinny
     by = DENSE if dense else SKINNY if skinny else QMV
     if lacking:
-        choice = choose("fused_products", (), unless=lacking)
+        choice = choose("fused_products", (), reason=lacking)
     elif dense:
-        choice = choose("fused_products", unless=dense_is_worse(rows, n, x, fmt), by=by)
+        choice = choose("fused_products", reason=dense_is_worse(rows, n, x, fmt), by=by)
     else:
         choice = choose(
             "fused_products",
-            unless=stock_is_better(x.dtype, fmt, skinny),
+            reason=stock_is_better(x.dtype, fmt, skinny),
             host_gain=None if skinny else host_gain(rows, fmt),
             by=by,
             best=best,

@@ -74,7 +74,7 @@ def _plan(arrays: Sequence[Any], norms: tuple[float, float, float] | None) -> Pl
     choice = choose(
         "gated_delta",
         KERNELS if takes else (),
-        unless=_NOT_ON_METAL.get(backend()),
+        reason=_NOT_ON_METAL.get(backend()),
         host_gain=threshold("gated_delta_gain", device="host"),
     )
     composed = partial(reference.gated_delta, norms=numbers)

@@ -91,8 +91,8 @@ def _plan(
         return Plan(choice, lambda *_: mx.zeros(shape, x.dtype))
     if choice.path == "reference":
         return Plan(choice, composed)
-    question = x.shape[-1], x.dtype, options.deterministic, grid.shape[-1]
-    config = configure("grid_sample", choice.path, *question)
+    key = x.shape[-1], x.dtype, options.deterministic, grid.shape[-1]
+    config = configure("grid_sample", choice.path, *key)
     if choice.path == "metal":
         config = kernels.within_registers(config, x, grid, options)
     given = x, grid, options, config

@@ -56,13 +56,13 @@ def latent_attention(
 def _choose(q: Any, r: Any, c: Any) -> Choice:
     (batch, heads, _, width), rows = q.shape, c.shape[2]
     takes = kernels.takes(q, r, rows) and c.shape[1] == 1
-    question = (rows, batch, heads, width, r.shape[3]), q.dtype, ()
-    unless, most = None, threshold("latent_attention_rows")
+    key = (rows, batch, heads, width, r.shape[3]), q.dtype, ()
+    reason, most = None, threshold("latent_attention_rows")
     if most is not None:
         many = f"{rows} rows, more than {most} for each of {batch} sequences"
-        unless = Measured(many if rows > most * batch else "")
+        reason = Measured(many if rows > most * batch else "")
     name, kernels_of = "latent_attention", KERNELS if takes else ()  # the family's name too
-    return choose_measured(name, kernels_of, name, *question, unless=unless)
+    return choose_measured(name, kernels_of, name, *key, reason=reason)
 
 
 def _plan(arrays: Sequence[Any], scale: float) -> Plan:

@@ -183,7 +183,7 @@ def _plan_scales_and_biases(arrays: Sequence[Any], transpose: bool, fmt: Format)
     choice = choose(
         "quantized_matmul, gradient of scales and biases",
         () if lacking else KERNELS,
-        unless=lacking or _left_to_stock(rows, x.dtype),
+        reason=lacking or _left_to_stock(rows, x.dtype),
         host_gain=threshold("scales_gradient_gain", device="host"),
     )
     reference = by_reference(transpose, fmt)

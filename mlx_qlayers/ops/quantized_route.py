@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..dispatch import Choice, choose
 from ..dispatch.choice import UNMEASURED, unmeasured
-from ..dispatch.measurements import Found, configure, decided, found
+from ..dispatch.measurements import Measurement, configure, decided, found
 from ..formats import Format
 from ..measurements.thresholds import Measured, gain, threshold
 from ..metal.quantized_matmul.dequantize import dense_product
@@ -104,10 +104,10 @@ def route(op: str, call: MatmulCall, single: bool = False) -> Route:
     if current.get().invariant and device_of().gpu:
         return _invariant(op, call)
     if w.ndim > 2 or 0 in (rows, *w.shape):
-        return Route(choose(op, (), unless="the kernels take one matrix, and nothing empty"))
-    kernel, unless = _by_rule(call)
+        return Route(choose(op, (), reason="the kernels take one matrix, and nothing empty"))
+    kernel, reason = _by_rule(call)
     wins, others = "kernel", list[str]()
-    best: Found | None = None
+    best: Measurement | None = None
     at = device_of()
     if transpose and (rows <= MAX_QMV_ROWS or not at.gpu):
         # There more rows are as sixteen.
@@ -123,11 +123,11 @@ def route(op: str, call: MatmulCall, single: bool = False) -> Route:
     lacks_tensors = wins == "kernel" and kernel == QMM and not at.measured
     by = kernel + (f"; {without_tensors(best)}" if lacks_tensors else "")
     few = transpose and rows <= MAX_QMV_ROWS
-    is_taken = single and few and not decided(best, unless, wins)
+    is_taken = single and few and not decided(best, reason, wins)
     if is_taken and (too_long := _call_is_too_long(call)):
-        return Route(choose(op, unless=too_long, by=by), kernel, others)
+        return Route(choose(op, reason=too_long, by=by), kernel, others)
     gain = host_gain(rows, fmt, transpose)
-    choice = choose(op, unless=unless, host_gain=gain, by=by, best=best, wins=wins)
+    choice = choose(op, reason=reason, host_gain=gain, by=by, best=best, wins=wins)
     return Route(choice, kernel, others)
 
 

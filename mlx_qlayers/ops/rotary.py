@@ -70,7 +70,7 @@ def _plan(arrays: Sequence[Any], *options: Any) -> Plan:
     choice = choose(
         "rotary_embedding",
         () if empty else KERNELS,
-        unless=empty or unmeasured() or as_fast,
+        reason=empty or unmeasured() or as_fast,
         host_gain=threshold("rotary_gain", device="host"),
     )
     composed = reference.rotary_embedding(rotation)

@@ -1,4 +1,4 @@
-"""Measures problems one after the other until a deadline: here or, for NVIDIA, in another process.
+"""Measures kernels one after the other until a deadline: here or, for NVIDIA, in another process.
 
 MLX compiles for NVIDIA GPUs behind a lock, for up to half a minute, and nothing ends that. So a
 process of its own waits for it: it is left behind at the deadline, ends with what it compiles, and
@@ -45,16 +45,16 @@ _left_behind: list[subprocess.Popen[bytes]] = []
 
 
 class Result(NamedTuple):
-    """The outcome of measuring a problem."""
+    """The outcome of a measurement."""
 
-    key: str  # the problem's
+    key: str  # the record's
     entry: Entry | None  # what is stored, or None for what the stock operator does not take
     note: tuple[str, str] | None = None  # what is wrong with it, and what follows from that
     lost: str = ""  # why nothing can run in this process any more
 
 
 def results(records: Sequence[Record], deadline: float, longest: float) -> Iterator[Result]:
-    """Measure problems in their order until ``deadline``, by ``time.monotonic``.
+    """Measure kernels in their order until ``deadline``, by ``time.monotonic``.
 
     A prompt that would take longer than ``longest`` seconds is left to the tuner.
     """
@@ -94,14 +94,14 @@ def _measured(records: Sequence[Record], deadline: float, longest: float = inf) 
 
 
 def _estimated(record: Record) -> float:
-    """Seconds that it takes to measure a problem of a prompt, on a GPU; 0 for all others."""
+    """Seconds that it takes to measure a kernel of a prompt, on a GPU; 0 for all others."""
     if not device_of().gpu or record.stage < 2:
         return 0.0
     return _SETUP + _PRODUCTS * record.operations() / timer_of(backend()).rate
 
 
 def _left_to_tune(record: Record, estimate: float) -> Result:
-    """The result of a problem that takes longer than a whole calibration and is not tried again."""
+    """The result of a kernel that takes longer than a whole calibration and is not tried again."""
     config, paths = record.heuristic(backend()), {COMPUTED: estimate}
     why = f"{record.key}: takes {estimate:.1f} s; mlx-qlayers tune --prompt-tokens measures it"
     entry = entry_of(record, config, COMPUTED, paths, tried=0)
@@ -111,7 +111,7 @@ def _left_to_tune(record: Record, estimate: float) -> Result:
 def _begun(
     record: Record, pool: ThreadPoolExecutor | None, deadline: float
 ) -> tuple[Evaluator[Any] | Result, Future[None] | None]:
-    """The evaluator of a problem, and its kernel being compiled if there are threads for that."""
+    """The evaluator of a kernel, and its kernel being compiled if there are threads for that."""
     try:
         part = record if device_of().gpu else record.part()
         rates: Evaluator[Any] = Evaluator(part, False, deadline)
@@ -126,7 +126,7 @@ def _begun(
 
 
 def _rated(record: Record, rates: Evaluator[Any]) -> Result:
-    """The verdict on a problem."""
+    """The verdict on a kernel."""
     config, note = record.heuristic(rates.device), None
     scale = record.bytes() / rates.record.bytes()
     trial = rates.attempt(config, rated=False)

@@ -21,21 +21,21 @@ def test_paths_and_reasons(machine):
     assert choose("a", ALL) == Choice("a", "metal", "auto")
     assert choose("b", ("cuda",)) == Choice("b", "reference", "no metal kernel for these arguments")
     reason = "K is not a multiple of 64"
-    assert choose("c", ALL, unless=reason) == Choice("c", "reference", reason)
+    assert choose("c", ALL, reason=reason) == Choice("c", "reference", reason)
     with use_backend("reference"):
         assert choose("d", ALL) == Choice("d", "reference", "asked for")
     with use_backend("metal"):
         # Asked for: what auto would avoid is done.
-        assert choose("e", ALL, unless=reason) == Choice("e", "metal", "asked for")
+        assert choose("e", ALL, reason=reason) == Choice("e", "metal", "asked for")
         with pytest.raises(BackendError, match="f has no metal kernel for these arguments"):
             choose("f", ("cuda",))
     slower = Measured("stock is faster")
-    assert choose("g", unless=slower) == Choice("g", "reference", "stock is faster", "measured")
+    assert choose("g", reason=slower) == Choice("g", "reference", "stock is faster", "measured")
     expected = Choice("g", "metal", "auto, by qmv", "measured")
-    assert choose("g", unless=Measured(""), by="qmv") == expected
+    assert choose("g", reason=Measured(""), by="qmv") == expected
     with use_backend("metal"):
         nothing = Choice("h", "reference", "x is empty")
-        assert choose("h", empty="x is empty", unless=slower) == nothing
+        assert choose("h", empty="x is empty", reason=slower) == nothing
 
 
 def test_the_reason_names_a_missing_compiler(machine):

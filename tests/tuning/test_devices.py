@@ -186,10 +186,10 @@ def undecided(asked):
             some = [replace(each, batch=batch) for batch in (1, 5, 32, 64)]
             every += [one.at(n) for one in some for n in (1, 200, 300, 3000, 50_000, 200_000)]
 
-    def question(record):
+    def key_of(record):
         return [getattr(record, field.name) for field in fields(record)]
 
-    return [each.key for each in every if found(each.family, *question(each)) is None]
+    return [each.key for each in every if found(each.family, *key_of(each)) is None]
 
 
 def test_few_conversions_decide_everything(mac, record_property):
