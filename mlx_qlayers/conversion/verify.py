@@ -20,7 +20,7 @@ from .attention_patch import patched_attention
 from .plan import Change, copied
 from .registry import registered_as
 
-# What is compared, the result, the stock layer's, terms of its sums and steps one after the other.
+# A name, the result, the stock layer's, terms of its sums and steps one after the other.
 Result = tuple[str, mx.array, mx.array, int, int]
 Results = Iterator[Result]
 

@@ -24,7 +24,7 @@ from ..runtime.devices import device_of
 def arrange(model: nn.Module) -> None:
     """Put the arrays of a model's linear layers side by side, where launches can take them so.
 
-    What is computed later still holds the arrays as they were, and their memory.
+    Graphs that are evaluated later still hold the arrays as they were, and their memory.
     """
     if not device_of().launches_views:
         return

@@ -48,7 +48,7 @@ class Measurement(NamedTuple):
         return seconds["stock"] / seconds["kernel"] if {"stock", "kernel"} <= {*seconds} else None
 
 
-# What ``with`` blocks change for their own thread or task.
+# Settings that ``with`` blocks change for their own thread or task.
 _heuristics_only: ContextVar[bool] = ContextVar("heuristics_only", default=False)
 _collected: ContextVar[dict[Record, None] | None] = ContextVar("collected", default=None)
 

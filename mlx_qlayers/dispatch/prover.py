@@ -205,7 +205,7 @@ def main() -> None:
             actual, of = _launched(job, specs, arrays, _Told(tell))
             mx.eval(actual)
             terms = max((n for a in arrays if a is not None for n in a.shape), default=1)
-            # What is packed has the layout of its dtype.
+            # Packed arrays have the layout of their dtype.
             expected, besides = _expected(job, arrays, of, actual)
             why = _wrong(actual, expected, terms) or _wrong(*besides, terms, len(expected))
         except Exception as error:

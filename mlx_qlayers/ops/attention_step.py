@@ -175,7 +175,7 @@ ATTENTION_STEP = Operation("attention_step", _plan, sample=_sample)
 
 
 class _Asked(NamedTuple):
-    """What a choice depends on: a cache (B, Hkv, S, D), values' width, tokens of each sequence."""
+    """The key of a choice: a cache (B, Hkv, S, D), values' width, tokens of each sequence."""
 
     dtype: mx.Dtype
     share: int

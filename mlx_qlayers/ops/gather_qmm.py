@@ -176,7 +176,7 @@ def _stock_is_better(rows: int, bits: int, transpose: bool) -> str | None:
 def _pairs(arrays: _Arrays, leading: tuple[int, ...], sorted_indices: bool) -> Pairs:
     x, w, _, _, left, right, _ = arrays
     share = 0 if left is not None else _repeats(x.shape[:-2], leading)
-    # What is repeated as a whole is not sorted any more.
+    # Indices that are repeated as a whole are not sorted any more.
     in_order = sorted_indices and _repeats(w.shape[:-2] if right is None else right.shape, leading)
     broadcast = any(a is not None and a.shape != leading for a in (left, right))
     every_left = _every(x, leading) if left is None and not share else None

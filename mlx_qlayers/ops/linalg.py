@@ -141,8 +141,8 @@ def qr(a: mx.array, mode: str = "reduced") -> Any:
             alone; ``"raw"``, as in NumPy, LAPACK's H (..., N, M), transposed, and tau (..., K).
 
     Returns:
-        What ``mode`` says. Q and R can be differentiated once, where the first K columns of A are
-        independent; H and tau cannot.
+        The arrays that ``mode`` names. Q and R can be differentiated once, where the first K
+        columns of A are independent; H and tau cannot.
 
     Raises:
         ValueError: ``a`` has another dtype or less than two axes, or there is no such mode.

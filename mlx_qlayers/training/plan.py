@@ -191,7 +191,7 @@ def _step(model: Any, optimizer: Any, loss: Any, batch: int, length: int) -> Cal
 
 
 def _loss_alone(loss: Any, batch: int, length: int) -> int:
-    """What a fused loss takes beside what it is given and gives; 0 for others."""
+    """The memory of a fused loss beside its inputs and outputs; 0 for others."""
     head = getattr(loss, "head", None)
     if head is None:
         return 0

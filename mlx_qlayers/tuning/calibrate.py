@@ -109,7 +109,7 @@ def calibrate(
             take all of its results in the place of their own.
 
     Returns:
-        What is known now. Nothing is measured where a backend was forced, where there are no
+        The measurements known now. None is made where a backend was forced, where there are no
         kernels, in debug modes, or where ``MLX_QLAYERS_CALIBRATE`` is 0.
 
     Example:

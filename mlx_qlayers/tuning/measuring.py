@@ -37,7 +37,7 @@ from .timing import Sample, verdict
 _AHEAD = 4
 # Seconds that a GPU works before anything is measured.
 _WARM = 0.5
-# What measuring a prompt takes: seconds, and times a product of the same size as MLX computes it.
+# The time to measure a prompt: seconds, and times a product of the same size as MLX computes it.
 _SETUP, _PRODUCTS = 0.2, 24
 # Seconds after which a process that was left behind ends, whatever it is doing.
 _PATIENCE = 60
@@ -82,7 +82,7 @@ def _measured(records: Sequence[Record], deadline: float, longest: float = inf) 
             if not ahead:
                 return
             record, rates, compiled = ahead.pop(0)
-            # What is wrong with a kernel will show where it is verified.
+            # The verification will show any error of the kernel.
             if compiled is not None and not futures.wait([compiled], left).done:
                 return
             yield rates if isinstance(rates, Result) else _rated(record, rates)

@@ -1,4 +1,4 @@
-"""What people do on a Mac, in a process that has an Apple GPU of ``tests/apple_gpu.py``.
+"""Scenarios of people on a Mac, in a process that has an Apple GPU of ``tests/apple_gpu.py``.
 
 Each scenario prints a line of JSON for each result: what it was, and why it is not as stock's.
 """
@@ -142,7 +142,7 @@ def training() -> Iterator[tuple[str, str]]:
 
 
 def quantizing() -> Iterator[tuple[str, str]]:
-    """What ``mlx-qlayers quantize`` does: by GPTQ."""
+    """The work of ``mlx-qlayers quantize``: by GPTQ."""
 
     class Words:
         def encode(self, text: str) -> list[int]:

@@ -74,7 +74,7 @@ def test_on_metal_what_nobody_measured_is_left(machine):
 
 
 def test_the_graphs_of_steps_name_no_backend():
-    """What differs between GPUs is the dispatcher's to know."""
+    """The dispatcher alone knows differences between GPUs."""
     files = [*DECODE.rglob("*.py")]
     assert len(files) > 30
     assert not [path.name for path in files if re.search(r'"(metal|cuda)"', path.read_text())]

@@ -1,4 +1,4 @@
-"""What operations take of what was measured: the route of a product, a step's configuration."""
+"""Operations go by measurements: the route of a product, a step's configuration."""
 
 import mlx.core as mx
 import pytest

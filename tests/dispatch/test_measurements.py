@@ -1,4 +1,4 @@
-"""What operations are told: tuned configurations, faster paths and thresholds, where they hold."""
+"""The answers to operations: tuned configurations, faster paths and thresholds, where they hold."""
 
 import threading
 from dataclasses import asdict, replace

@@ -16,7 +16,7 @@ from mlx_qlayers.reference import quantized_matmul as reference
 from mlx_qlayers.tuning.tune import tune
 
 FMT = Format(64, 4)
-# What operations ask, and where the answer is stored.
+# Keys of operations, and the names under which answers are stored.
 ASKED = {
     "qmv": ((3, 40, 128, mx.float16, FMT), "3x40x128 float16 affine-64-4-t"),
     "qmm_skinny": ((17, 40, 128, mx.bfloat16, FMT), "24x40x128 bfloat16 affine-64-4-t"),

@@ -238,7 +238,7 @@ def test_the_stock_operator_is_called_at_once(shape, kind, extra, device, on, mo
     assert plan.choice[:3] == ("attention", "reference", "a reason")
     assert not plan.gradients  # but for scores that would fill an Apple GPU's memory
     rest = given[3:]
-    # What is kept is made while something is compiled, and used afterwards.
+    # The mask is made while something is compiled, and used afterwards.
     actual, gradients = mx.vjp(lambda *a: plan.run(*a, *rest), arrays, [arrays[0]])
     compiled = mx.compile(lambda *a: plan.run(*a, *rest)[0])
     for out in (*actual, compiled(*arrays), *plan.run(*given)):

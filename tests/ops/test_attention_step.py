@@ -26,7 +26,7 @@ def called(call, **changes):
 def test_teams_of_a_threadgroup_and_the_last_one_that_adds_up(
     teams, splits, dtype, path, monkeypatch
 ):
-    """What a GPU does in one launch, where others' writes are seen; the checked build sees none."""
+    """A GPU takes one launch, where others' writes are seen; the checked build sees none."""
     config = Split(1, 4, 1, 16, splits, teams=teams)
     monkeypatch.setattr(step, "configure", lambda *_: config)
     has_device(monkeypatch, "host", orders_threadgroups=path == "host")

@@ -1,4 +1,4 @@
-"""What choices rest on: the measurements that decide on a CPU, rules where nothing was measured."""
+"""The evidence of choices: measurements decide on a CPU, rules where nothing was measured."""
 
 import mlx.core as mx
 import pytest

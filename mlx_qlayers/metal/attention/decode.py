@@ -98,7 +98,7 @@ _COMBINE_SINKS = large_kernel(
 COMBINE = without(_COMBINE_SINKS, ("sinks",), "attention_combine")
 
 
-# What `seen` of the kernel can be.
+# The values of the kernel's `seen`.
 _ALL, _CAUSAL, _BOOLEAN, _ADDITIVE = range(4)
 
 

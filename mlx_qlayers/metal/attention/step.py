@@ -272,7 +272,7 @@ def attention_step(
     kernel = _kernel(packed, *there, joined)
     shape = batch, tokens, heads * v_width
     parts = batch, tokens, heads, splits, v_width + 2
-    # What may be left out, in the kernel's order: an array's place and its dtype in the launch.
+    # Arrays that may be left out, in the kernel's order: their place and dtype in the launch.
     kinds = {1: mx.bool_, 0: mx.float32, 2: q.dtype, 3: q.dtype, 4: q.dtype}
     optional = [(count + i, kind) for i, kind in kinds.items() if arrays[count + i] is not None]
     part_sizes = batch * tokens * heads * splits * (v_width + 8 // q.dtype.size)

@@ -83,7 +83,7 @@ class AttentionStepRecord(Record):
         config = step.unsplit(device, self.dtype, share, *widths, bits, self.tokens)
         if size <= measured["unsplit_keys"]:
             return config
-        # What splits write and what is read of that is less than a hundredth of a 7B's weights.
+        # Splits write, and later read, less than a hundredth of a 7B's weights.
         most = measured["most" if size <= measured["long_keys"] else "most_long"]
         # Of many sequences fewer are faster, as each split writes sums that another has to read.
         blocks = -(-share * self.tokens // (8 * config.columns))
