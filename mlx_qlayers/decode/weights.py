@@ -1,8 +1,8 @@
-"""The arrays of linear layers in one buffer, so that a launch takes one array instead of 3 to 12.
+"""The arrays of linear layers in one buffer. For NVIDIA GPUs alone, frozen.
 
-Each input of a launch costs the host as much as an output, see :mod:`~..runtime.arena`. So the
-arrays of all linear layers of a module become views of one buffer. They stay the same objects with
-the same numbers; only their memory changes.
+So a launch takes one array instead of 3 to 12, of which each costs the host as much as an output,
+see :mod:`~..runtime.arena`. The arrays of all linear layers of a module become views of one buffer.
+They stay the same objects with the same numbers; only their memory changes.
 """
 
 from __future__ import annotations

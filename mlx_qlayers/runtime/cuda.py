@@ -1,4 +1,4 @@
-"""Runs launches on an NVIDIA GPU, through ``mx.fast.cuda_kernel``.
+"""Runs launches by ``mx.fast.cuda_kernel``. For NVIDIA GPUs alone, frozen.
 
 The Metal source is compiled as CUDA C++ behind the headers in ``shims/cuda``. The rest is
 rewritten here, token by token: see :func:`translate`.

@@ -1,6 +1,6 @@
-"""Compiles CUDA kernels before MLX does, side by side, and keeps them for later processes.
+"""Compiles CUDA kernels before MLX does, and keeps them. For NVIDIA GPUs alone, frozen.
 
-MLX compiles a custom kernel at its first launch, one after the other behind a lock, with headers
+It does so side by side. MLX compiles at the first launch, one after the other, with headers
 that take most of that time, and keeps no result. But before it compiles it looks into its folder of
 compiled kernels, for the kernel's name and the hash of its whole text, and takes what is there.
 Where nothing could be put there, for whatever reason, it compiles as ever.
