@@ -242,9 +242,7 @@ def _plan_solve(arrays: Sequence[Spec], upper: bool, transpose: bool) -> Plan:
 
 def _plan_qr(arrays: Sequence[Spec], mode: str) -> Plan:
     (a,) = arrays
-    _MATRICES.check(a)
-    if mode not in ("reduced", "r", "raw"):
-        raise ValueError(f"mode must be 'reduced', 'r' or 'raw', not {mode!r}")
+    _MATRICES.check(a, mode)
     flat, choice = _flat(a), _choose("qr", a)
     *lead, m, n = a.shape
     k = min(m, n)
@@ -321,7 +319,7 @@ def _sample(arrays: list[mx.array], *static: Any) -> list[mx.array]:
     return [symmetric.astype(a.dtype), *rest]
 
 
-_MATRICES = Signature("a: float32 (..., N, M)")
+_MATRICES = Signature("a: float32 (..., N, M)\nmode: 'reduced', 'r', 'raw'")
 _SQUARE = Signature("a: float32 (..., N, N)")
 _FACTOR = Signature("l: float32 (..., N, N)")
 _SYSTEM = Signature("""
