@@ -7,28 +7,25 @@ the next one finds that in MLX's folder.
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from math import inf
-from multiprocessing.connection import wait
-from pathlib import Path
-from tempfile import TemporaryFile
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from ..dispatch.measurements import entry_of
-from ..measurements.entries import COMPUTED, Entry, parsed, raw
+from ..measurements.entries import COMPUTED, Entry
 from ..metal.record import Record
 from ..runtime.backend import backend
+from ..runtime.cuda_ahead import finish
 from ..runtime.devices import device_of
+from ..runtime.worker import Worker
 from .evaluator import IN_ORDER, Evaluator, timer_of
 from .queue_timer import OutOfTime
 from .timing import Sample, verdict
@@ -140,57 +137,26 @@ def _rated(record: Record, rates: Evaluator[Any]) -> Result:
 
 def _of_process(records: Sequence[Record], deadline: float) -> Iterator[Result]:
     """Yield what another process measures until the deadline."""
-    paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")
-    environment = os.environ | IN_ORDER | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    with TemporaryFile() as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=environment,
-        )
-        _left_behind.append(process)
-        given, told = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
+    worker = Worker(measure, IN_ORDER)
+    _left_behind.append(worker.process)
+    with worker.messages:
         try:
-            with given:
-                given.write(pickle.dumps((records, deadline, sys.argv)))
-            for line in _lines(told, deadline):
-                key, entry, note, lost = json.loads(line)
-                yield Result(key, parsed(entry) if entry else None, note, lost)
-            if time.monotonic() < deadline and process.wait(_PATIENCE):
-                errors.seek(0)
-                why = errors.read()[-500:].decode(errors="replace").strip()
-                yield Result("", None, ("ended", f"exit status {process.returncode}: {why}"))
-        except BrokenPipeError as error:
-            yield Result("", None, ("ended", str(error)))
+            with worker.jobs:
+                worker.jobs.send((records, deadline, sys.argv))
+            while (left := deadline - time.monotonic()) > 0 and worker.messages.poll(left):
+                yield worker.messages.recv()
+        except (EOFError, OSError):
+            if worker.process.wait(_PATIENCE):
+                yield Result("", None, ("ended", worker.ending()))
         except BaseException:
-            process.kill()
+            worker.process.kill()
             raise
-        finally:
-            told.close()
 
 
-def _lines(pipe: BinaryIO, deadline: float) -> Iterator[bytes]:
-    """Lines as they come, until the deadline or the end."""
-    begun = b""
-    while (left := deadline - time.monotonic()) > 0 and wait([pipe.fileno()], left):
-        if not (more := os.read(pipe.fileno(), 1 << 16)):
-            return
-        *lines, begun = (begun + more).split(b"\n")
-        yield from lines
-
-
-def main() -> None:
-    """Measure what standard input says; a line of JSON for each result."""
+def measure(job: Any, tell: Callable[[Any], None]) -> None:
+    """Measure what a job says, and tell each result."""
     signal.alarm(_PATIENCE)
-    records, deadline, sys.argv = pickle.load(sys.stdin.buffer)
-    try:
-        for key, entry, note, lost in _measured(records, deadline):
-            print(json.dumps((key, raw(entry) if entry else None, note, lost)), flush=True)
-    except BrokenPipeError:  # nobody waits any more
-        os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
+    records, deadline, sys.argv = job
+    for result in _measured(records, deadline):
+        tell(result)
+    finish()

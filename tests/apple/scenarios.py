@@ -26,8 +26,8 @@ from mlx_qlayers import convert_model, quantize_model, use_backend
 from mlx_qlayers.commands.examples import examples, families
 from mlx_qlayers.conversion.gptq import Calibration
 from mlx_qlayers.decode import engine
-from mlx_qlayers.dispatch import choice, prover
-from mlx_qlayers.runtime import proof
+from mlx_qlayers.dispatch import choice
+from mlx_qlayers.runtime import proof, worker
 from mlx_qlayers.runtime.backend import Mode, current
 
 ARGS = qwen2.ModelArgs("qwen2", 128, 2, 192, 4, 1e-6, 96, 2, tie_word_embeddings=True)
@@ -58,7 +58,7 @@ def patience_begins_with_a_hang() -> None:
             hangs.unlink()
         return ready
 
-    prover.wait = wait
+    worker.wait = wait
 
 
 def operations() -> Iterator[tuple[str, str]]:
