@@ -54,7 +54,7 @@ def choose(
     """The backend on which ``op`` runs.
 
     Args:
-        empty: why nothing is computed, whichever backend is asked for.
+        empty: why nothing is computed, whichever backend with a kernel is asked for.
         reason: why ``auto`` should leave the kernel for the reference, or why there is no kernel;
             :class:`Measured` where a threshold decides, for the kernel too.
         host_gain: the measured speedup over the reference on a CPU. ``auto`` takes the kernel there
@@ -64,8 +64,6 @@ def choose(
             without a record.
         wins: the path by which its record measures the kernel.
     """
-    if empty:
-        return Choice(op, "reference", empty)
     if not isinstance(best, EllipsisType):
         reason, host_gain = decided(best, reason, wins), (best and best.gain) or host_gain
         if best and best.path == wins and isinstance(reason, Measured):
@@ -73,12 +71,14 @@ def choose(
             by = f"{kernel or 'its kernel'}, {best.evidence}{also}{more}"
     evidence = "measured" if isinstance(reason, Measured) else "rule"
     wanted, suffix = requested(), f", by {by}" if by else ""
+    if wanted not in ("auto", "reference", *kernels):
+        why = f": {empty or reason}" if empty or reason else ""
+        raise BackendError(f"{op} has no {wanted} kernel for these arguments{why}")
+    if empty:
+        return Choice(op, "reference", empty)
     if wanted == "reference":
         return Choice(op, "reference", "asked for")
     if wanted != "auto":
-        if wanted not in kernels:
-            why = f": {reason}" if reason else ""
-            raise BackendError(f"{op} has no {wanted} kernel for these arguments{why}")
         return Choice(op, wanted, "asked for" + suffix)
     if refusal := _refusal.get():
         return Choice(op, "reference", refusal)
