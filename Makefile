@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-# What MLX needs differs by platform: Metal on a Mac, CUDA where an NVIDIA driver is, else the CPU.
+# MLX needs another extra on each platform: Metal on a Mac, CUDA where an NVIDIA driver is, else the CPU.
 ifeq ($(shell uname -s),Darwin)
   EXTRA :=
 else ifneq ($(wildcard /proc/driver/nvidia/version),)
@@ -55,7 +55,7 @@ test-metal: setup
 test-cuda: setup
 	$(PYTEST) -m cuda
 
-# What the tests launch, as texts for Apple's compiler; on a Mac tests/compile_metal_sources.py
+# The launches of the tests, as texts for Apple's compiler; on a Mac tests/compile_metal_sources.py
 # compiles them. Kernels give zeros and assertions come to nothing, so nothing is compiled here. Left
 # out are slow tests that launch nothing of the package, or in other processes.
 ELSEWHERE := fuzz models runtime/host decode/test_effects.py metal/test_instructions.py \

@@ -240,7 +240,7 @@ def main() -> None:
             _small_models(table, args)
             return
         names = [n for m in args.models or SHAPES for n in SHAPES if m in n]
-        # What takes MLX longest to compile comes last; processes do that meanwhile.
+        # Shapes that MLX compiles longest come last; processes do that meanwhile.
         rows = {"8": 8, "2048": 64}
         compile_stock([Case((512, 512), rows[what]) for what in args.what if what in rows])
         for what in args.what:

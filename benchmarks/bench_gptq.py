@@ -37,7 +37,7 @@ TOKENS = 4096
 HIDDEN, WIDE, LAYERS = (
     QWEN2_7B[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
 )
-# What mlx-lm's factorisations are timed at.
+# The size at which mlx-lm's factorisations are timed.
 SMALL = 1024
 
 

@@ -1,4 +1,4 @@
-"""What batch-invariant results cost: decoding beside the default, alone and in batches.
+"""The cost of batch-invariant results: decoding beside the default, alone and in batches.
 
     python benchmarks/bench_invariance.py --model models/tales-qwen2
     python benchmarks/bench_invariance.py               # 7B, on a GPU

@@ -41,7 +41,7 @@ def as_mlx(tensors: Sequence[Any]) -> list[mx.array]:
 
 
 def torch_run(task: Task, function: Callable[..., Any], inputs: Sequence[Any]) -> Run:
-    """What a task asks for of a function of PyTorch's."""
+    """The results that a task asks of a function of PyTorch's."""
     *primals, cotangent = inputs
 
     def run() -> list[Any]:

@@ -26,7 +26,7 @@ from mlx_qlayers.dispatch.measurements import untuned
 from mlx_qlayers.measurements.entries import device_name
 from mlx_qlayers.measurements.store import listed, save
 from mlx_qlayers.tuning.evaluator import IN_ORDER
-from mlx_qlayers.tuning.problems import problems_of_model
+from mlx_qlayers.tuning.model_records import records_of_model
 from mlx_qlayers.tuning.tune import tune_all
 
 # One token: longer prompts would need kernels of their own.
@@ -35,7 +35,7 @@ PROMPT = [1]
 
 def tuned(model: Any, args: argparse.Namespace) -> None:
     """Tune what a model asks for; a row for each problem."""
-    targets = problems_of_model(model, prompt=args.prompt_tokens)
+    targets = records_of_model(model, prompt=args.prompt_tokens)
     print(f"tuning {len(targets)} problems within {args.budget:g} s; microseconds")
     start, gains = time.monotonic(), []
     columns = {"heuristic": 12, "tuned": 12, "gain": 6, "tried": 5, "stock": 12, "path": 11}

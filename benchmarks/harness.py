@@ -120,7 +120,7 @@ def with_gradients(function: Callable[..., mx.array], inputs: Sequence[mx.array]
 
 
 def either(task: Task, function: Callable[..., mx.array], inputs: Sequence[mx.array]) -> Run:
-    """What a task asks for of a function."""
+    """The results that a task asks of a function."""
     return with_gradients(function, inputs) if task.gradients else lambda: [function(*inputs[:-1])]
 
 
@@ -161,7 +161,7 @@ GPU = mx.default_device() == mx.Device(mx.gpu)
 def measure(contenders: Ways, *, repeats: int = 10, least: float = 0.02) -> dict[str, Sample]:
     """Time functions against each other.
 
-    What a function returns is evaluated. A fast one is called several times a measurement, one
+    The results of a function are evaluated. A fast one is called several times a measurement, one
     call queued behind the other as in a running model, so that each measurement takes at least
     ``least`` seconds and neither the clock nor the wait for the device matters. One that takes
     more than a second is measured twice. Functions of PyTorch are waited for as well.
@@ -191,7 +191,7 @@ SLOW = 1.0
 def in_turns(
     contenders: Mapping[str, Any], repeats: int, run: Callable[[Any], Any]
 ) -> dict[str, list[Any]]:
-    """What a function of each contender gives, measured in turns after one run that is left out."""
+    """Results of a function of each contender, measured in turns after one run that is left out."""
     for each in contenders.values():
         run(each)
     found: dict[str, list[Any]] = {name: [] for name in contenders}

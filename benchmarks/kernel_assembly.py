@@ -155,7 +155,7 @@ def _attention(rows: int) -> tuple[str, str]:
     return launched(lambda: mx.eval(attention(q, k, k, scale=0.1, mask="causal")), "auto")
 
 
-# What a loop is about, its instructions, and how many of those a turn does.
+# The subject of a loop, its instructions, and how many of those a turn does.
 Found = tuple[str, list[str], float]
 
 

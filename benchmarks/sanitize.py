@@ -32,7 +32,7 @@ from mlx_qlayers.commands.examples import families
 from mlx_qlayers.runtime import trace
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-# What the name of a custom kernel of MLX's holds.
+# A part of the name of every custom kernel of MLX's.
 _OURS = "custom_kernel"
 
 

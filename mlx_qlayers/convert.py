@@ -17,9 +17,9 @@ from .conversion.heads import find_heads, is_converted, read_heads
 from .conversion.invariance import check_can_be, check_model
 from .conversion.loading import load_stock
 from .conversion.plan import (
+    Change,
     Planner,
     Predicate,
-    Step,
     group_of,
     hold,
     kind_of,
@@ -38,7 +38,7 @@ from .layers.qlinear import Counterpart
 from .runtime.devices import device_of
 from .speculation.heads import Heads
 from .tuning.calibrate import calibrate as measure
-from .tuning.problems import compile_kernels
+from .tuning.model_records import compile_kernels
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -136,7 +136,7 @@ def convert_model(
         verify_steps(model, [step for step in steps if step.cls is not None])
     has_swapped = any(s.cls is not None and issubclass(s.cls, Counterpart) for s in changes)
     if has_swapped and hasattr(model, "shard") and stock_model_class(type(model)) is type(model):
-        changes = [*changes, Step(model, None, sharding_class(_class_after(model, changes)))]
+        changes = [*changes, Change(model, None, sharding_class(_class_after(model, changes)))]
     _make(changes)
     if batch_invariant:
         try:
@@ -300,14 +300,14 @@ def revert_model(model: nn.Module) -> ConversionReport:
     """
     _check_module(model)
     leave_int8(model)
-    changes = [Step(model, None, stock_of_whole(type(model)))]
+    changes = [Change(model, None, stock_of_whole(type(model)))]
     for path, module in modules(model):
         if (stock := stock_of(module)) is not None:
             row = row_of(path, kind_of(module) or "linear", module, REVERTED)
-            changes.append(Step(module, row, stock))
+            changes.append(Change(module, row, stock))
         elif is_patched(module):
             row = row_of(path, "attention", module, REVERTED)
-            changes.append(Step(module, row, stock_class(type(module))))
+            changes.append(Change(module, row, stock_class(type(module))))
     _make(changes)
     return ConversionReport(tuple(step.row for step in changes if step.row))
 
@@ -340,12 +340,12 @@ def _check_invariant(model: nn.Module) -> None:
         check_model(model)
 
 
-def _class_after(model: nn.Module, steps: Sequence[Step]) -> type[nn.Module]:
+def _class_after(model: nn.Module, steps: Sequence[Change]) -> type[nn.Module]:
     """Of which class a model is after some steps."""
     return next((s.cls for s in steps if s.module is model and s.cls), type(model))
 
 
-def _make(steps: Sequence[Step]) -> None:
+def _make(steps: Sequence[Change]) -> None:
     """Make all changes, or none if anything interrupts them."""
     before = [(s.module, s.module.__class__, dict(s.module), vars(s.module).copy()) for s in steps]
     try:

@@ -17,7 +17,7 @@ MODES = {
     "nvfp4": ((16,), (4,)),
 }
 DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
-# What mode nvfp4 divides a global scale by: the largest numbers that E4M3 and E2M1 hold.
+# The divisor of a global scale in mode nvfp4: the largest numbers that E4M3 and E2M1 hold.
 GLOBAL_UNIT = 448.0 * 6.0
 _MLX: Any = mx  # its type stubs refuse `*self` in the place of group_size, bits and mode
 

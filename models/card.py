@@ -43,7 +43,7 @@ sentences are English; its stories go nowhere, and it knows nothing.
 
 It has no chat format: in a chat it goes on with what was said to it.
 
-## What it is
+## Description
 
 | | |
 |---|---|
@@ -54,7 +54,7 @@ It has no chat format: in a chat it goes on with what was said to it.
 | window in training | {context} tokens |
 | size on disk | {megabytes:.1f} MB |
 
-## What it was trained on
+## Training data
 
 Two texts, both in the public domain and in `models/data`; nothing else, and no other model.
 
@@ -77,9 +77,9 @@ model is not trained on them, but the settings, and the step whose weights were 
 Every token is predicted from the {half} to {context} tokens before it (fewer at the start).
 Perplexity depends on how much text a token holds; bits a byte can be compared between vocabularies.
 
-## What it writes
+## Samples
 
-What the command above writes for three prompts (in bold), on a CPU, the first attempt of each:
+The command above writes these texts for three prompts (in bold), on a CPU, at the first attempt:
 
 {samples}
 

@@ -14,7 +14,7 @@ def option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """What determines a trained model, besides the texts."""
+    """The settings that determine a trained model, besides the texts."""
 
     seed: int = option(0, "seed of everything random")
     vocab: int = option(4096, "tokens, the end-of-text token included")

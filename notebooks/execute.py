@@ -18,7 +18,7 @@ TIMEOUT = 240
 def execute(path: Path, changes: Mapping[str, str] | None = None) -> nbformat.NotebookNode:
     """A notebook with the outputs of a fresh run, top to bottom, in the notebook's folder.
 
-    What goes to the standard error stream is left out: it tells of compilations, which happen once.
+    The standard error stream is left out: it tells of compilations, which happen once.
 
     Args:
         path: the notebook.

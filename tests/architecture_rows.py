@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def _stopped(model: nn.Module) -> str | None:
-    """What stops the first step, where it begins as a graph."""
+    """The reason that stops the first step, where it begins as a graph."""
     with as_graphs() as steps:
         logits([model], "own", 1, VOCABULARY)
     return None if steps else stopped(model)

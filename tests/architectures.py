@@ -49,7 +49,7 @@ _FORMATS = [
 
 
 class Architecture(NamedTuple):
-    """What a small model of an architecture is made from, and what a conversion does to it.
+    """The settings of a small model of an architecture, and the result of its conversion.
 
     Attributes:
         patched: attention modules that are swapped.

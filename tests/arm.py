@@ -21,7 +21,7 @@ _PAGE, _STACK, _DATA, _END = 1 << 12, 0x7000_0000, 0x4000_0000, 0x1000
 _ROOM = 1 << 20
 _ENTRY, _TABLE, _COUNT = (("<Q", 24), ("<Q", 32), ("<H", 56))  # of an ELF file
 _LOADED = 1
-# What a kernel takes from C's library.
+# The functions that a kernel takes from C's library.
 _LIBRARY = """
 void *memset(void *to, int value, unsigned long n) {
   for (volatile char *at = to; n--;) *at++ = value;
@@ -103,7 +103,7 @@ class Processor:
         write(self._names.UC_ARM64_REG_PC, at + 4)
 
     def run(self, arrays: Sequence[np.ndarray], threads: int) -> list[np.ndarray]:
-        """What is in the kernel's buffers, given in order, after threadgroups of one thread."""
+        """Contents of the kernel's buffers, given in order, after threadgroups of one thread."""
         uc, names = self._uc, self._names
         ends = np.cumsum([0, *(-(-x.nbytes // 64) * 64 for x in arrays)])
         places = [_DATA + _PAGE + int(end) for end in ends[:-1]]

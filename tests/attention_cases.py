@@ -52,7 +52,7 @@ def make(seed, shape, dtype, kind="none", extra=None):
 
 
 def units(dtype: mx.Dtype, packed: bool = False) -> Units:
-    """What kernels round on their way: operands of products, and what packed keys stand for."""
+    """The roundings of kernels on their way: operands of products, and numbers of packed keys."""
     unit = IN_FLOAT32[dtype]
     return Units(unit if dtype != mx.float32 else 0.0, unit if packed else 0.0)
 

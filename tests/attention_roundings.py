@@ -1,4 +1,4 @@
-"""What roundings make of attention and its gradients, to first order.
+"""The effect of roundings on attention and its gradients, to first order.
 
 All is in units of float32's rounding. The roundings of a score move all weights of its query; the
 roundings of different scores, weights and gradients are independent, so their squares add up.
@@ -29,7 +29,7 @@ class Units:
 
 @dataclass(frozen=True)
 class Weights:
-    """What attention computes on its way; the sink is one more key, with the value zero.
+    """The intermediate results of attention; the sink is one more key, with the value zero.
 
     Attributes:
         q, k, v: of all query heads.

@@ -7,5 +7,5 @@ PROMPT = "Once upon a time"
 
 
 def complaints(stderr: bytes) -> list[bytes]:
-    """What a command says besides that it compiles a kernel for the first time."""
+    """The output of a command, besides the line that it compiles a kernel for the first time."""
     return [line for line in stderr.splitlines() if b"compiling kernel" not in line]

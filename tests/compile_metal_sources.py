@@ -30,7 +30,7 @@ VERSIONS = ("3.1", "3.2", "4.0")
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What came of one text in one language version.
+    """The outcome of one text in one language version.
 
     Attributes:
         kernel: the kernel's name.

@@ -1,4 +1,4 @@
-"""What the tests share."""
+"""Fixtures that the tests share."""
 
 import contextlib
 import gc
@@ -9,7 +9,7 @@ import tempfile
 
 # Workers of pytest-xdist have a core each: numpy's threads would only wait for one another.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# What a test finds must not depend on what this machine measures.
+# The results of a test must not depend on what this machine measures.
 os.environ.setdefault("MLX_QLAYERS_CALIBRATE", "0")
 
 import gpus
@@ -57,7 +57,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def forced_backend():
-    """What a test or an example that it runs forces for good is forced no longer."""
+    """A backend that a test or an example forces for good is forced no longer."""
     before = current.get()
     yield
     current.set(before)

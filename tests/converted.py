@@ -51,5 +51,5 @@ def decoded(model: nn.Module, steps: int = 4) -> mx.array:
 
 
 def fusions(report: ConversionReport) -> dict[str, tuple[str, str]]:
-    """What happened to modules that share launches, and why, by their paths."""
+    """The actions on modules that share launches, and why, by their paths."""
     return {row.path: (row.action, row.reason) for row in report.fusions}

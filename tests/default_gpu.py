@@ -14,7 +14,7 @@ _SOURCE = Path(__file__).with_suffix(".c")
 
 
 def run(code: str, folder: Path) -> str:
-    """What the code prints.
+    """The output of the code.
 
     Without a GPU it may build graphs, and MLX refuses what it would refuse with one: float64, and
     the operations that have no GPU implementation, on a stream of the GPU. Nothing may be

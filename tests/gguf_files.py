@@ -15,7 +15,7 @@ from tiny_model import CONFIG, _tokenizer
 from tokenizers import Tokenizer
 
 KINDS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q5_0": 6, "Q6_K": 14}
-# What llama.cpp calls mlx-lm's modules, and what it keeps in other ways, by architecture.
+# The names of mlx-lm's modules in llama.cpp, and tensors that it keeps otherwise.
 _NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "model.final_layernorm": "output_norm", "input_layernorm": "attn_norm",
@@ -124,7 +124,7 @@ def write_model(
     """Write mlx-lm's ``model`` as llama.cpp would, and give it the values that the blocks have.
 
     Returns:
-        What was written, as :func:`write` takes it.
+        The written tensors, as :func:`write` takes it.
     """
     gemma = architecture.startswith("gemma")
     tensors, values = {}, {}

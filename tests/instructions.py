@@ -260,7 +260,7 @@ def many_queries(mask: str) -> tuple[Row, Row]:
 
 
 def widening() -> Iterator[tuple[str, float]]:
-    """What parts of bfloat that are widened add to a lane's instructions, by matrix product.
+    """The instructions of a lane that widened bfloat adds, by matrix product.
 
     GPUs before the M3 convert four elements for each product of parts that are not.
     """

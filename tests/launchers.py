@@ -88,7 +88,7 @@ def scales_and_biases_gradient(x, dy, w, scales, fmt, transpose, device, chosen=
 def decode_config(device, q, k, v):
     """The configuration of attention of a few queries."""
     call = AttentionCall(q, _parts(k), _parts(v), Scores(1.0))
-    return configure("attention_decode", device, *_decode.question(call))
+    return configure("attention_decode", device, *_decode.key_of(call))
 
 
 def attention_decode(q, k, v, *, scale, config, mask=None, window=None, softcap=None, sinks=None):

@@ -59,7 +59,7 @@ class Text:
 
 @dataclass
 class Report:
-    """What clients saw."""
+    """The record of clients."""
 
     answers: Counter[str] = field(default_factory=Counter)  # by kind of request
     wrong: list[str] = field(default_factory=list)  # what was not as it is alone

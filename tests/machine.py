@@ -71,10 +71,10 @@ class Machine:
         forget()
         backend.advance_epoch()
 
-    def measured(self, family: str, *question: Any, **seconds: float) -> None:
+    def measured(self, family: str, *key: Any, **seconds: float) -> None:
         """A problem's paths took so many seconds here, the first was fastest."""
         device = backend.backend()
-        record = RECORDS[family](*question)
+        record = RECORDS[family](*key)
         config, path = record.heuristic(device), next(iter(seconds))
         name = entries.file_of(device)
         assert name is not None

@@ -1,7 +1,7 @@
 """Writes the Metal text of every kernel that a test run launches, for Apple's compiler.
 
 A pytest plugin, which ``make metal-sources`` uses: ``PYTHONOPTIMIZE=1 pytest -p tests.metal_sources
---metal-sources build/metal``. Nothing is compiled and no kernel runs: a launch gives zeros. What
+--metal-sources build/metal``. Nothing is compiled and no kernel runs: launches give zeros. All that
 tests assert is computed, since it may launch, and nothing comes of it, so that they go on to their
 next launch. A test that fails nevertheless counts for what it launched until then: ``make test`` is
 there to judge it.
@@ -139,7 +139,7 @@ class MetalSources:
 
 @cache
 def file_name(text: str) -> str:
-    """What a text is called in the folder: the same for the same text in every process."""
+    """The name of a text in the folder: the same for the same text in every process."""
     return hashlib.sha256(text.encode()).hexdigest()[:24] + ".metal"
 
 

@@ -2,7 +2,7 @@
 
 The truth is float64. A result passes if its error is at most ``FACTOR`` times that of ``rounded``:
 the same computation with inputs in the dtype, float32 accumulation and one rounding to the dtype at
-the end. What cannot be held to that has a constant here, with its reason. No test has a tolerance
+the end. Results that miss that have a constant here, with the reason. No test has a tolerance
 of its own.
 """
 

@@ -10,7 +10,7 @@ from tests.attention_roundings import Units, Weights
 def sums(
     a: np.ndarray, b: np.ndarray, parts: np.ndarray, start: np.ndarray | None = None
 ) -> np.ndarray:
-    """What ``start + a @ b`` loses in float32's roundings: the larger of two estimates.
+    """The error of ``start + a @ b`` in float32's roundings: the larger of two estimates.
 
     One is the sum of the absolute terms, of which ``parts`` are the factors beside ``a``. The other
     adds the squares of independent roundings: of each term, and of each sum up to it where they

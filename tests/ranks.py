@@ -32,12 +32,12 @@ def hostfile(ranks: int) -> str:
 
 
 def environment(rank: int, file: str) -> dict[str, str]:
-    """What makes a process a rank."""
+    """The environment that makes a process a rank."""
     return {"MLX_RANK": str(rank), "MLX_HOSTFILE": file, "MLX_QLAYERS_CALIBRATE": "0"}
 
 
 def run(module: str, name: str, ranks: int, *arguments: object) -> list[Any]:
-    """What a function of a test module returns on each rank; an error of one is the error.
+    """The results of a function of a test module on each rank; an error of one is the error.
 
     Args:
         module: its file, by the name below the root, such as ``tests/test_sharding.py``.

@@ -1,4 +1,4 @@
-"""What MLX is given on an NVIDIA GPU, on machines without one: the same graphs, never computed.
+"""The graphs that MLX is given on an NVIDIA GPU, on machines without one: the same, never computed.
 
 Kernels are chosen, bound and added to graphs as for an H200, but each is a ``Depends`` of MLX's: a
 primitive of the same inputs that gives zeros. So a model decodes zeros, at the cost of its graph.

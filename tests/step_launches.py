@@ -46,7 +46,7 @@ def launches(model: nn.Module) -> list[str]:
 
 
 def recorded() -> dict[str, list[str]]:
-    """What the file holds: the kernels of each model."""
+    """The contents of the file: the kernels of each model."""
     found: dict[str, list[str]] = json.loads(PATH.read_text())
     return found
 

@@ -82,7 +82,7 @@ class Stepped:
 
 
 def state(cache: list[Any]) -> list[mx.array]:
-    """What caches say that they hold, quantized ones as numbers."""
+    """The contents of caches, quantized ones as numbers."""
     found = []
     for c in cache:
         counts = (c._idx, c._offset) if hasattr(c, "_offset") else ()

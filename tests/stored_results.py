@@ -12,15 +12,15 @@ from mlx_qlayers.metal.records import RECORDS
 
 FMT = Format(64, 4)
 TIMES = "kernel 41.0 us, stock 63.0 us"
-QUESTION = (1, 3584, 3584, mx.bfloat16, FMT)
+KEY = (1, 3584, 3584, mx.bfloat16, FMT)
 
 
 def heuristic(device="cuda"):
-    return RECORDS["qmv"](*QUESTION).heuristic(device)
+    return RECORDS["qmv"](*KEY).heuristic(device)
 
 
-def keep(family="qmv", question=QUESTION, config=None, device="some_gpu", **changes):
-    problem = RECORDS[family](*question)
+def keep(family="qmv", key=KEY, config=None, device="some_gpu", **changes):
+    problem = RECORDS[family](*key)
     config = config or problem.heuristic("cuda")
     entry = Entry(
         config if isinstance(config, dict) else asdict(config),

@@ -49,7 +49,7 @@ Check = Callable[[], object]
 
 @contextmanager
 def interrupts() -> Iterator[Callable[[Callable[[], object], float], None]]:
-    """What interrupts a function that is called again and again, after so many seconds.
+    """A thread that interrupts a function called again and again, after so many seconds.
 
     It raises where the interrupt does not arrive as a KeyboardInterrupt. The garbage collector
     waits until the end: what its callbacks raise, and finalizers of models that earlier tests left,

@@ -24,7 +24,7 @@ from mlx_qlayers.runtime.cache_folder import own_folder
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "faults.md"
 PATHS = ("decoding", "training", "quantizing", "serving")
-# What such a fault is called in a warning.
+# The name of such a fault in a warning.
 SAID = {
     "does not compile": "Unable to build metal library",
     "NaN": "NaN in output",
@@ -49,7 +49,7 @@ WRITES = bool(os.environ.get("MLX_QLAYERS_WRITE_FAULTS"))
 
 
 class Run(NamedTuple):
-    """What a process did.
+    """The outcome of a process.
 
     Attributes:
         results: by scenario why they were not as stock's, or nothing.

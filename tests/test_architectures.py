@@ -75,7 +75,7 @@ def arrays(model: nn.Module) -> list[tuple[str, int]]:
 
 
 def described(model: nn.Module) -> str:
-    """What a model prints as, by the names of the stock layers."""
+    """The printed model, by the names of the stock layers."""
     kinds = ("Linear", "Embedding", "SwitchLinear", "MultiLinear")
     ours = {"Fused": ""} | {f"Q{kind}": f"Quantized{kind}" for kind in kinds}
     return re.sub("|".join(rf"\b{name}" for name in ours), lambda m: ours[m[0]], repr(model))

@@ -124,7 +124,7 @@ def narrow_model(tmp_path_factory):
 
 
 def refused(*arguments: object) -> str:
-    """What a command says, in one line, that ends with code 2."""
+    """The message of a command, in one line, that ends with code 2."""
     with contextlib.redirect_stderr(io.StringIO()) as error:
         assert main([*map(str, arguments)]) == 2
     check_line(error.getvalue())

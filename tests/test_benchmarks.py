@@ -93,7 +93,7 @@ def test_a_case_that_is_wrong_is_not_timed(share, fails):
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """What a benchmark prints that is run as a script."""
+    """The output of a benchmark that is run as a script."""
 
     def run(benchmark: str, *options: str) -> str:
         monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / benchmark), *options])

@@ -192,7 +192,7 @@ class TestTransformations:
 
     @pytest.mark.parametrize("mixed", [False, True], ids=["uniform", "mixed"])
     def test_quantize_again_in_another_format(self, tmp_path, mixed):
-        """What the configuration says is what was saved: the model loads and computes the same."""
+        """The configuration describes the saved arrays: the model loads and computes the same."""
         config = {**CONFIG, "hidden_size": 256, "intermediate_size": 512}
         del config["quantization"]
         module = build("qwen2", QWEN._replace(config={"tie_word_embeddings": True, **config}))

@@ -27,7 +27,7 @@ MODULES = sorted(
 )
 # Starts a GPU capture, for which the process must have been started with MTL_CAPTURE_ENABLED.
 NOT_RUN = {"mlx_qlayers.runtime.capture.capture"}
-# What an example need not import.
+# Names that an example need not import.
 NAMES = {"mx": mx, "nn": nn} | {name: getattr(mlx_qlayers, name) for name in mlx_qlayers.__all__}
 BLOCK = re.compile(r"^ *```(python|sh)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 PRINTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)

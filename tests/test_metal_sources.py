@@ -29,7 +29,7 @@ done
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """What a run of one small test file writes."""
+    """The files that a run of one small test file writes."""
     folder = tmp_path_factory.mktemp("sources") / "metal"
     cache = folder.parent / "cache"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.metal_sources"]

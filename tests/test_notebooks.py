@@ -20,7 +20,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 ABSOLUTE = re.compile(r"(?<![\w./:])(?:/\w[\w.-]*/\w|[A-Za-z]:\\)")
 LARGEST = 500_000
 
-# What takes long and shows nothing else: steps of training, repetitions, tokens, lengths.
+# Numbers that take long and show nothing else: steps of training, repetitions, tokens, lengths.
 SMALLER = {
     "02_grid_sample": {"(160, 25)": "(160, 3)", "repeats=15": "repeats=2"},
     "04_convert_qwen2": {
@@ -52,7 +52,7 @@ def code_cells(path: Path) -> list[nbformat.NotebookNode]:
 
 
 def texts(output: nbformat.NotebookNode) -> list[str]:
-    """What an output says, its pictures left out."""
+    """The text of an output, its pictures left out."""
     shown = {mime: data for mime, data in output.get("data", {}).items() if "image" not in mime}
     return [*map(str, shown.values()), output.get("text", ""), *output.get("traceback", [])]
 

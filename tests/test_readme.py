@@ -36,6 +36,14 @@ STALE = "kernels have changed since"
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
+@pytest.mark.parametrize("room", ["mlx_qlayers", "benchmarks", "examples", "notebooks", "tests"])
+def test_no_sentence_begins_with_a_relative_clause(room):
+    """Docstrings, comments and pages have a subject and a verb, as MLX's and PyTorch's do."""
+    files = [path for path in (ROOT / room).rglob("*") if path.suffix in (".py", ".ipynb")]
+    found = [p for p in (*files, *PAGES) if re.search(r"\bWh(at|ose)\b", p.read_text("utf-8"))]
+    assert files and not found
+
+
 def rows(block: str) -> list[list[str]]:
     """The cells of a block's tables, without their heads."""
     tables = re.findall(r"^\|[-:| ]+\|\n((?:\|.*\n?)*)", block, re.MULTILINE)
@@ -98,7 +106,7 @@ def test_prose_about_measurements_has_no_number_of_its_own(page):
     if page == readme.MODELS:
         prose = prose.partition("The cost is ")[2].partition("## ")[0]
     if page == readme.SERVING:  # above that are sizes, which nobody measured
-        prose = prose.partition("## What it costs")[2]
+        prose = prose.partition("## Costs")[2]
     assert not re.findall(r"\d\.\d|\d ?%|\d(?:x| times)\b", prose)
 
 

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def in_threads(work: Callable[[int], T], number: int, *, same_context: bool = False) -> list[T]:
-    """What ``work(0)``, ``work(1)`` and so on give in threads that start together.
+    """The results of ``work(0)``, ``work(1)`` and so on in threads that start together.
 
     Args:
         work: called with a thread's number; what it raises is raised here.

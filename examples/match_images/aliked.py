@@ -33,7 +33,7 @@ RADIUS, TEMPERATURE = 2, 0.1
 
 
 class Keypoints(NamedTuple):
-    """What ALIKED finds in an image.
+    """The points that ALIKED finds in an image.
 
     Attributes:
         points: (N, 2) as (x, y), in pixels from the centre of the first.
@@ -191,7 +191,7 @@ class ALIKED(nn.Module):
     def describe(
         self, features: mx.array, scores: mx.array, pixels: mx.array
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """What Keypoints has of those near pixels (B, N, 2), as many in each image."""
+        """The arrays of Keypoints for points near pixels (B, N, 2), as many in each image."""
         steps = range(-RADIUS, RADIUS + 1)
         around = mx.array([(x, y) for y in steps for x in steps])
         near = pixels[:, :, None] + around

@@ -37,7 +37,7 @@ class Matches(NamedTuple):
 
 
 class FeedForward(nn.Module):
-    """What a message adds to the points that it came for."""
+    """The addition of a message to its points."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class LightGlue(nn.Module):
         return scores.argmax(1), scores.argmax(0), mx.exp(scores.max(1))
 
     def _turns(self, points: mx.array, size: tuple[int, int]) -> tuple[mx.array, mx.array]:
-        """What positions turn pairs of channels by: factors of a pair, and of it the other way."""
+        """The rotation of channels by positions: factors of a pair, and of it the other way."""
         centred = (points - mx.array(size) / 2) / (max(size) / 2)
         angles = self.posenc.Wr(centred)[None, None, ..., None]
         sines = mx.sin(angles)

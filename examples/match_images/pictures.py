@@ -30,7 +30,7 @@ def halved(picture: np.ndarray) -> np.ndarray:
 
 
 def warped(picture: np.ndarray, back: np.ndarray) -> np.ndarray:
-    """What is where, bilinear; ``back`` leads from the new pixels to the picture's."""
+    """A picture at other pixels, bilinear; ``back`` leads from the new pixels to the picture's."""
     y, x = np.mgrid[:HEIGHT, :WIDTH]
     at = moved(np.stack([x, y], -1).reshape(-1, 2).astype(np.float64), back)
     size = np.array(picture.shape[1::-1])

@@ -1,4 +1,4 @@
-// What both models compute on CPUs, in float32.
+// The products of both models on CPUs, in float32.
 //
 // product     y = bias + rest + sum over taps and channels of x * weight, and SELU of it: convolutions
 //             with zeros around the image, and matrix products. x (B, H, W, C), rest and y
@@ -42,7 +42,7 @@ METAL_FUNC float selu_of(float x) {
   return x > 0 ? 1.0507009873554805f * x : below;
 }
 
-// What the entries of `sizes` are: the last say whether every image has a weight of its own, and
+// The entries of `sizes`: the last say whether every image has a weight of its own, and
 // whether there are a rest and SELU.
 enum size { HEIGHT, WIDTH, DOWN, ACROSS, CHANNELS, OUTPUTS, KH, KW, ABOVE, LEFT, EACH, REST, SELU };
 

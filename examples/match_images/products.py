@@ -1,4 +1,4 @@
-"""What both models are made of, with the kernels of ``products.metal``.
+"""The products of both models, with the kernels of ``products.metal``.
 
 MLX's wheel for Linux computes products with the reference BLAS, at a twentieth of what a core can
 do. The host backend runs Metal kernels there instead; everywhere else MLX's own operators do.

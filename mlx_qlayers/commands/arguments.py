@@ -13,7 +13,7 @@ from ..conversion.shares import PARALLEL
 from ..runtime.staging import expanded
 from .ranges import COUNT, check_number, shown
 
-# What may be an empty text; all else is a name or a path.
+# Options that may be an empty text; all others are names or paths.
 _TEXTS = ("prompt", "system_prompt", "prefill_response", "chat_template", "adapter_path")
 _OBJECTS = ("chat_template_args", "chat_template_config")
 _FILES = ("text", "config", "resume_adapter_file", "prompt_cache_file")

@@ -19,7 +19,7 @@ from ..conversion.checkpoint import read_header
 from . import guesses, kv_cache
 from .arguments import Parser, add_layers, positive
 
-# What each command does, as mlx_lm's of the same name.
+# The work of each command, as of mlx_lm's of the same name.
 SUMMARIES = {
     "chat": "Chat with a model in the terminal with the converted layers, as mlx_lm.chat does.",
     "server": "Serve a model over HTTP with the converted layers, as mlx_lm.server does.",
@@ -67,7 +67,7 @@ def run_main(args: argparse.Namespace, command_line: Sequence[str], **replaced: 
     import mlx.core as mx
 
     from ..runtime.backend import default_backend
-    from .ranks import together
+    from .ranks import ending_on_all_ranks
 
     one_line = SimpleNamespace(**vars(argparse) | {"ArgumentParser": Parser})
     group = mx.distributed.init()
@@ -86,7 +86,7 @@ def run_main(args: argparse.Namespace, command_line: Sequence[str], **replaced: 
         argv += guesses.most(command_line) if args.command != "chat" else []
         replaced |= guesses.replaced(args, replaced)
     with (
-        together(group),
+        ending_on_all_ranks(group),
         _holding(sys, argv=argv),
         _holding(module, **replaced),
         backend,
@@ -206,7 +206,7 @@ def _lora(module: Any, asked: Any) -> Iterator[None]:
             print(plan_of(model, optimizer, train_dataset, args, asked.memory, **given))
             return
         given |= {"model": model, "args": args, "optimizer": optimizer}
-        # What kernels on a CPU compute is there at once.
+        # Kernels on a CPU compute at once.
         if backend() != "host" and not asked.stock:
             given["iterate_batches"] = in_least_memory(iterate_batches)
         begin(train_dataset=train_dataset, **given, **options)
@@ -225,8 +225,8 @@ def _lora(module: Any, asked: Any) -> Iterator[None]:
     begin, measure = module.train, module.evaluate
     replaced: dict[str, Any] = {"run": run, "train": train, "evaluate": evaluate}
     replaced["yaml"] = SimpleNamespace(load=read_yaml)
-    # A compiled step traces its operations, and traced ones run no kernels on a CPU. What is freed
-    # there is as soon allocated again.
+    # A compiled step traces its operations, and traced ones run no kernels on a CPU. Freed memory
+    # is allocated again as soon there.
     on_cpu = backend() == "host"
     before = mx.set_cache_limit(0) if on_cpu else None
     try:

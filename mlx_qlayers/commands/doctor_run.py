@@ -5,12 +5,12 @@ from __future__ import annotations
 import faulthandler
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 from math import inf
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..runtime.worker import Worker
 
 if TYPE_CHECKING:
     from .example import Example
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 # Longer than any check takes to compile; one that is not back by then hangs.
 _PATIENCE = 60.0
 _REPEATS = 3
-# How long a process that is done may take to end.
-_ENDING = 5.0
 # After the checks.
 MODEL = "model"
 
@@ -68,31 +66,23 @@ def outcomes(
 
 def _received(families: list[str], skip: int, path: str, end: float) -> Iterator[_Message | str]:
     """The messages of another process, and how it ended where it did so before it was done."""
-    context = get_context("spawn")  # a process that holds a GPU cannot be forked
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(theirs, families, skip, path, end))
-    process.start()
-    theirs.close()
+    worker = Worker(work, quiet=False)
     try:
-        while (message := ours.recv()) is not None:
+        worker.jobs.send((families, skip, path, end))
+        while (message := worker.received()) is not None:
             yield message
-        process.join(_ENDING)
-    except EOFError:
-        process.join()
-        code = process.exitcode or 0
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        yield f"its process ended with {how}"
+    except (EOFError, OSError):
+        yield worker.ending()
     finally:
-        process.kill()  # a kernel that hangs keeps it from ending
+        worker.process.kill()  # a kernel that hangs keeps it from ending
 
 
-def work(connection: Connection, families: list[str], skip: int, path: str, end: float) -> None:
-    """Send the messages of the checks, and None behind them."""
+def work(job: Any, tell: Callable[[Any], None]) -> None:
+    """Tell the messages of the checks, and None behind them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked ends this one
     faulthandler.enable()
-    for message in _messages(families, skip, path, end):
-        connection.send(message)
-    connection.send(None)
+    for message in chain(_messages(*job), [None]):
+        tell(message)
 
 
 def _messages(families: Sequence[str], skip: int, path: str, end: float) -> Iterator[_Message]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # The share of a step's time that others may have had in between for it to be a measurement.
 _OTHERS = 0.5
-# What mlx-lm's batch holds of each sequence.
+# The lists of mlx-lm's batch, with an item for each sequence.
 _LISTS = (
     *("uids", "tokens", "samplers", "logits_processors", "max_tokens"),
     *("stop_sequences", "_num_tokens", "_matchers"),

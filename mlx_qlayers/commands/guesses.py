@@ -56,7 +56,7 @@ def most(command_line: Sequence[str]) -> list[str]:
 
 
 def replaced(args: argparse.Namespace, names: dict[str, Any]) -> dict[str, Any]:
-    """What takes the place of names of mlx-lm's command, as :func:`.borrowed.run_main` has them."""
+    """The replacements for names of mlx-lm's command, as :func:`.borrowed.run_main` has them."""
     load = Loads(names["load"])
     stream = Guessed(args, load)
     if args.command != "generate":

@@ -56,7 +56,7 @@ def check_lora(module: Any, args: Any) -> None:
 def plan_of(
     model: Any, optimizer: Any, data: Any, args: Any, gigabytes: int | None, loss: Any = None
 ) -> str:
-    """What the plan of a training says, for the longest batch of its data."""
+    """The text of a training's plan, for the longest batch of its data."""
     import mlx.core as mx
     from mlx_lm.tuner.trainer import default_loss, grad_checkpoint
 

@@ -22,7 +22,7 @@ _LONGEST = 2000  # characters of an error: a pipe takes that in one piece
 
 
 @contextmanager
-def together(group: mx.distributed.Group) -> Iterator[None]:
+def ending_on_all_ranks(group: mx.distributed.Group) -> Iterator[None]:
     """Run a command on all ranks: only rank 0 prints, and when one ends early, all do.
 
     An error, an interrupt or the death of a rank ends the processes of all, within ten seconds,

@@ -9,7 +9,7 @@ from typing import Any
 
 from .ranges import RANGES, Range, check_number, shown
 
-# What mlx-lm reads of a request, but for what it checks itself; null counts as absent.
+# The fields of a request that mlx-lm reads and does not check; null counts as absent.
 _TYPES: Mapping[str, type] = {
     "prompt": str,
     "messages": list,

@@ -63,7 +63,7 @@ def _tune(args: argparse.Namespace) -> None:
     os.environ.update(IN_ORDER)  # read by MLX when it first uses a GPU
     lost: DeviceLost | None = None
     done: list[Tuned[Any]] = []
-    problems = _problems(args)
+    records = _records(args)
     start, best, layout = time.monotonic(), 1.0, "{l_bar}{bar}| {n:.0f}/{total:.0f} s {postfix}"
     with tqdm(total=args.budget, disable=None, bar_format=layout) as bar:
 
@@ -74,7 +74,7 @@ def _tune(args: argparse.Namespace) -> None:
             bar.set_postfix_str(f"{record.key}: {gain:.2f}x, best {best:.2f}x")
 
         try:
-            found = tune_all(problems, beam=args.beam, budget_s=args.budget, progress=show)
+            found = tune_all(records, beam=args.beam, budget_s=args.budget, progress=show)
             for each in found:
                 done.append(each)  # what comes before an interrupt counts
         except KeyboardInterrupt:
@@ -83,24 +83,24 @@ def _tune(args: argparse.Namespace) -> None:
             lost = error
     if done:
         _report(done)
-    if len(done) < len(problems):
-        print(f"{len(problems) - len(done)} of {len(problems)} were not tuned", file=sys.stderr)
+    if len(done) < len(records):
+        print(f"{len(records) - len(done)} of {len(records)} were not tuned", file=sys.stderr)
     if lost is not None:
         print(f"mlx-qlayers: {lost}; what was found is kept", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)  # a normal end would wait for the kernel that hangs
 
 
-def _problems(args: argparse.Namespace) -> list[Record]:
+def _records(args: argparse.Namespace) -> list[Record]:
     from ..conversion.loading import load_stock
     from ..convert import convert_model
-    from ..tuning.problems import problems_of_model
+    from ..tuning.model_records import records_of_model
     from .demo import shipped_model
 
     path = args.model or shipped_model()
     loaded = load_stock(path, trust_remote_code=args.trust_remote_code)
     convert_model(loaded.model, config=loaded.quantization, calibrate=False)
-    return problems_of_model(loaded.model, prompt=args.prompt_tokens, batch=args.batch)
+    return records_of_model(loaded.model, prompt=args.prompt_tokens, batch=args.batch)
 
 
 def _report(done: list[Tuned[Any]]) -> None:

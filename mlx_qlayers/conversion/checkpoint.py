@@ -21,7 +21,7 @@ import mlx.core as mx
 
 INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model*.safetensors"  # the files that mlx-lm reads
-# What mlx-lm downloads, but for the Python files.
+# The files that mlx-lm downloads, but for Python's.
 PATTERNS = ("*.json", _WEIGHTS, "*.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja")
 _TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "*.jsonl")
 _SIZES = "hidden_size|num_hidden_layers|num_attention_heads|vocab_size"

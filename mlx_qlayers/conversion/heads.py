@@ -28,7 +28,7 @@ _NORMS = ("enorm", "hnorm", "norm")
 _AS_NORM = ".input_layernorm"
 
 
-class Layout(NamedTuple):
+class HeadLayout(NamedTuple):
     """How an architecture stores heads.
 
     Attributes:
@@ -47,13 +47,13 @@ class Layout(NamedTuple):
     normed: bool = True
 
 
-_NEXTN = Layout(
+_NEXTN = HeadLayout(
     r"model\.layers\.(\d+)\.(.+)",
     {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "norm"},
     first=True,
     normed=False,
 )
-_QWEN = Layout(
+_QWEN = HeadLayout(
     r"mtp\.layers\.(\d+)\.(.+)",
     {
         "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj",
@@ -61,7 +61,7 @@ _QWEN = Layout(
     },
     shared=r"mtp\.((?:fc|norm|pre_fc_norm_\w+)\..+)",
 )  # fmt: skip
-_MIMO = Layout(
+_MIMO = HeadLayout(
     r"model\.mtp_layers\.(\d+)\.(.+)",
     {
         "token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj",
@@ -69,7 +69,7 @@ _MIMO = Layout(
     },
     embedding_first=False,
 )  # fmt: skip
-_MIMO_V2 = Layout(
+_MIMO_V2 = HeadLayout(
     r"model\.mtp\.layers\.(\d+)\.(.+)",
     {
         "enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "norm",
@@ -86,7 +86,7 @@ LAYOUTS = {
 _MODELS_OWN = ("embed_tokens", "shared_head.head")
 
 
-def layout_of(model: Any) -> Layout:
+def layout_of(model: Any) -> HeadLayout:
     """How checkpoints of a model store heads; a ``ValueError`` if that is not known."""
     kind = getattr(model, "model_type", type(model).__name__)
     if kind not in LAYOUTS:
@@ -131,7 +131,7 @@ def read_heads(path: Path, model: Any) -> Heads:
     return heads
 
 
-def _raw(path: Path, layout: Layout, layers: int) -> dict[str, mx.array]:
+def _raw(path: Path, layout: HeadLayout, layers: int) -> dict[str, mx.array]:
     """The weights of heads under the names of the model's first layers."""
     read: dict[str, mx.array] = {}
     for file in [path] if path.is_file() else sorted(path.glob("*.safetensors")):
@@ -156,7 +156,7 @@ def _raw(path: Path, layout: Layout, layers: int) -> dict[str, mx.array]:
     return weights
 
 
-def _place(name: str, layout: Layout, layers: int) -> tuple[int | None, str] | None:
+def _place(name: str, layout: HeadLayout, layers: int) -> tuple[int | None, str] | None:
     """The number of a head, or None for all, and the part of it that a weight is; else None."""
     bare = re.sub(r"^(model\.)?language_model\.(?=mtp)", "", name)
     if match := re.fullmatch(layout.layers, bare):
@@ -168,7 +168,7 @@ def _place(name: str, layout: Layout, layers: int) -> tuple[int | None, str] | N
     return (-1, name) if layout is _QWEN and ".layers.0.linear_attn.conv1d.w" in name else None
 
 
-def _renamed(part: str, layout: Layout) -> str:
+def _renamed(part: str, layout: HeadLayout) -> str:
     for name, ours in layout.parts.items():
         if part.startswith(f"{name}."):
             norm = _AS_NORM if ours in _NORMS else ""
@@ -195,7 +195,7 @@ def _sanitized(model: Any, weights: dict[str, mx.array]) -> dict[tuple[str, str]
     return found | {at: mx.stack([a for _, a in sorted(e.items())]) for at, e in stacks.items()}
 
 
-def _head(owner: Any, layout: Layout) -> Head:
+def _head(owner: Any, layout: HeadLayout) -> Head:
     """A head with a decoder layer that attends to all tokens, or in MiMo's V2 to a window."""
     args, last, options = owner.args, owner.model.layers[-1], dict[str, Any]()
     if layout is _MIMO_V2:

@@ -1,6 +1,6 @@
 """Models whose logits of a sequence are the same bits whatever else is in the batch.
 
-What depends on neighbours is which kernel runs, and attention, whose blocks of keys begin where a
+Neighbours decide which kernel runs, and change attention, whose blocks of keys begin where a
 batch's padding ends. Batch-invariant models take one kernel for all numbers of rows. On a CPU keys
 are added up in the order of their tokens, one by one; on a GPU in tiles that are counted from the
 first token, and stock layers, whose products choose by rows, are refused by name.

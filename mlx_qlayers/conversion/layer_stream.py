@@ -99,7 +99,7 @@ def cached_layers(model: nn.Module, tokens: mx.array) -> Iterator[CachedLayer]:
 
 
 def _with_cache(layer: Any, call: _Call, state: mx.array, own: Any, other: Any) -> mx.array:
-    """What a layer gives with another cache in the place of its own."""
+    """The output of a layer with another cache in the place of its own."""
     args = [other if each is own else each for each in call.args[1:]]
     options = {name: other if each is own else each for name, each in call.options.items()}
     found: mx.array = layer(state, *args, **options)

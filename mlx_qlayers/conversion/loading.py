@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..formats import Format
-from ..runtime.ranks import check_same, stopping_together
+from ..runtime.ranks import check_same, raising_on_all_ranks
 from ..runtime.staging import expanded
 from .checkpoint import PATTERNS, check_adapter, check_directory, digests
 from .config import QuantizationConfig
@@ -63,13 +63,13 @@ def load_stock(
         raise ValueError(f"parallel must be one of {', '.join(PARALLEL)}, not {parallel!r}")
     if adapter_path is not None and parallel != "data":
         raise ValueError(f"{adapter_path}: adapters are not sharded; fuse them into the model")
-    with stopping_together(group):
+    with raising_on_all_ranks(group):
         path = find_model(path_or_hf_repo, **options)
         check_model(path, trust_remote_code=trust_remote_code)
         facts = digests(path)
     check_same(group, facts)
     share = (group, parallel) if parallel != "data" else None
-    with stopping_together(group):
+    with raising_on_all_ranks(group):
         return _load(path, *given, share)
 
 

@@ -22,7 +22,7 @@ Predicate = Callable[[str, nn.Module], bool]
 
 
 @dataclass(frozen=True)
-class Step:
+class Change:
     """A module of the model, its row in the report, and what it becomes."""
 
     module: nn.Module
@@ -30,8 +30,8 @@ class Step:
     cls: type[nn.Module] | None = None
     packed: nn.Module | None = None  # the quantized twin of an nn.Linear
 
-    def left(self, reason: str) -> Step:
-        return Step(self.module, replace(self.row, action=LEFT, reason=reason))
+    def left(self, reason: str) -> Change:
+        return Change(self.module, replace(self.row, action=LEFT, reason=reason))
 
     def make(self) -> None:
         """Let the module become it; all references to the module see the change."""
@@ -71,7 +71,7 @@ class Planner:
         self.keys: set[str] = set()
         self.shares = dict(_shares(self.modules))
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[Change]:
         """A step for every module that a conversion concerns."""
         return [step for path, m in self.modules if (step := self._step(path, m)) is not None]
 
@@ -79,12 +79,12 @@ class Planner:
         """Per-layer keys of the configuration that no module has asked for."""
         return tuple(key for key in self.config.layers if key not in self.keys)
 
-    def _step(self, path: str, module: nn.Module) -> Step | None:
+    def _step(self, path: str, module: nn.Module) -> Change | None:
         kind = kind_of(module)
         if kind is None:
             return None
         row = row_of(path, kind, module, SWAPPED)
-        step = Step(module, replace(row, reason=self.shares.get(id(module), "")))
+        step = Change(module, replace(row, reason=self.shares.get(id(module), "")))
         if kind == "module":
             return self._registered(path, step)
         if kind == "attention":
@@ -95,30 +95,30 @@ class Planner:
                 self._check(path, module, key, said)
             plan, switch = self._linear, self.linear
         if is_patched(module) or isinstance(module, Counterpart):
-            return Step(module, replace(step.row, action=ALREADY))
+            return Change(module, replace(step.row, action=ALREADY))
         if not switch:
             return step.left(f"{'attention' if kind == 'attention' else 'linear'}=False")
         if not self.predicate(path, module):
             return step.left("the predicate says so")
         return plan(path, step)
 
-    def _registered(self, path: str, step: Step) -> Step:
+    def _registered(self, path: str, step: Change) -> Change:
         registration = registered_for(type(step.module))
         if registration is None:
-            return Step(step.module, replace(step.row, action=ALREADY))
+            return Change(step.module, replace(step.row, action=ALREADY))
         if not self.predicate(path, step.module):
             return step.left("the predicate says so")
         reason = f"{registration.counterpart.__name__} for {registration.stock.__name__}"
         reason += "" if registration.example else ", not compared: registered without an example"
-        return Step(step.module, replace(step.row, reason=reason), registration.counterpart)
+        return Change(step.module, replace(step.row, reason=reason), registration.counterpart)
 
-    def _attention(self, path: str, step: Step) -> Step:
+    def _attention(self, path: str, step: Change) -> Change:
         cls = patched_class(type(step.module))
         if cls is None:
             return step.left("does not use mlx-lm's shared attention function")
         return replace(step, cls=cls)
 
-    def _linear(self, path: str, step: Step) -> Step:
+    def _linear(self, path: str, step: Change) -> Change:
         module = step.module
         if type(module) is nn.Linear:
             return self._quantize(path, step)
@@ -132,7 +132,7 @@ class Planner:
             return step.left("is not quantized")
         return step.left(f"no counterpart of {type(module).__name__}")
 
-    def _quantize(self, path: str, step: Step) -> Step:
+    def _quantize(self, path: str, step: Change) -> Change:
         module, (key, said) = step.module, self._entry(path)
         if not isinstance(said, Format):
             return step.left("config says false" if said is False else "is not quantized")
@@ -155,7 +155,7 @@ class Planner:
         packed.train(module.training)
         packed._no_grad |= module._no_grad
         row = row_of(path, "linear", packed, QUANTIZED)
-        return Step(
+        return Change(
             module, replace(row, reason=f"{self.config.describe(key)} asks for it"), QLinear, packed
         )
 

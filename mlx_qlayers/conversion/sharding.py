@@ -21,7 +21,7 @@ from ..runtime.explain import note
 from .attention_patch import made_class, stock_class
 from .plan import copied, counterpart_of, modules
 
-# What a class that was made of another one keeps.
+# Attributes that a class keeps of the one that it was made of.
 _MARKS = ("_fuses", "_patches")
 # The layers of modules as mlx-lm's code names them where it splits them.
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -19,7 +19,7 @@ from ..runtime.backend import current, within
 from ..runtime.devices import device_of
 from .attention_patch import made_class, stock_class
 from .long_prompts import in_turn
-from .plan import Predicate, Step, is_stage
+from .plan import Change, Predicate, is_stage
 from .report import ALREADY, FUSED, INVARIANT, FusionReport
 
 # The name of what a whole model is.
@@ -67,27 +67,27 @@ def step_class(
 
 
 def planned(
-    model: nn.Module, steps: Iterable[Step], predicate: Predicate | None, invariant: bool = False
-) -> tuple[Step, ...]:
+    model: nn.Module, steps: Iterable[Change], predicate: Predicate | None, invariant: bool = False
+) -> tuple[Change, ...]:
     """The step for a model that is called with tokens and caches; nothing for other modules."""
     classes = {id(step.module): step.cls for step in steps if step.cls is not None}
     ours = classes or any(isinstance(part, LINEARS) for part in model.modules())
     cls = step_class(classes.get(id(model)) or type(model), invariant)
     if is_stepped(model):
-        return (Step(model, FusionReport("", STEP, ALREADY, "")),)
+        return (Change(model, FusionReport("", STEP, ALREADY, "")),)
     # A model without a layer of this package stays as it is.
     if cls is None or not ours:
         return ()
-    found = Step(model, FusionReport("", STEP, FUSED, ""), cls)
+    found = Change(model, FusionReport("", STEP, FUSED, ""), cls)
     if predicate is not None and not predicate("", model):
         return (found.left("the predicate says so"),)
     if is_stage(model):
         return (found.left("other ranks have the other layers"),)
     if invariant:
-        return (Step(model, FusionReport("", STEP, FUSED, INVARIANT), cls),)
+        return (Change(model, FusionReport("", STEP, FUSED, INVARIANT), cls),)
     try:
         before, after = (len(graph.nodes()) for graph in graphs(model))
     except Unsupported as error:
         return (found.left(str(error)),)
     what = f"a graph of {before} operations as one of {after}"
-    return (Step(model, FusionReport("", STEP, FUSED, what), cls),)
+    return (Change(model, FusionReport("", STEP, FUSED, what), cls),)

@@ -17,10 +17,10 @@ from ..runtime.cuda_ahead import compiled_in_parallel
 from ..runtime.devices import device_of
 from ..runtime.explain import recording
 from .attention_patch import patched_attention
-from .plan import Step, copied
+from .plan import Change, copied
 from .registry import registered_as
 
-# What is compared, the result, the stock layer's, terms of its sums and steps one after the other.
+# A name, the result, the stock layer's, terms of its sums and steps one after the other.
 Result = tuple[str, mx.array, mx.array, int, int]
 Results = Iterator[Result]
 
@@ -29,7 +29,7 @@ _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _DEPTH = 16
 
 
-def verify_steps(model: nn.Module, steps: Sequence[Step]) -> None:
+def verify_steps(model: nn.Module, steps: Sequence[Change]) -> None:
     """Run each kind of layer of a model once, and compare with the stock one in float32.
 
     The random state of the caller is not used, but by registered examples. Layers run as ``auto``

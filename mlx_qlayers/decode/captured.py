@@ -18,7 +18,7 @@ from .rules import fused
 MAX_BATCH = 128
 
 
-class Step(NamedTuple):
+class CapturedStep(NamedTuple):
     """A captured step.
 
     Attributes:
@@ -55,7 +55,7 @@ class Step(NamedTuple):
         return all(a <= at[n] <= b for n, (a, b) in self.limits.items())
 
 
-def step_of(step: Captured, one: Setting, other: Setting) -> Step:
+def step_of(step: Captured, one: Setting, other: Setting) -> CapturedStep:
     """A captured step with where it holds: wherever both settings are alike."""
     limits = {}
     for (number, name), value in one.counters.items():
@@ -64,7 +64,7 @@ def step_of(step: Captured, one: Setting, other: Setting) -> Step:
             limits[f"{number}.{name}"] = pair[0], pair[1]
     batches = one.batch, max(one.batch, other.batch)
     rows = {f"{i}.rows": n for i, n in one.rows.items() if n == other.rows[i]}
-    return Step(step, batches, limits, rows, {}, {})
+    return CapturedStep(step, batches, limits, rows, {}, {})
 
 
 def captured(

@@ -84,13 +84,13 @@ def lines(graph: Graph, layer: int | None = None, brief: bool = False) -> Iterat
     for node in shown if layer is None else _of_layer(shown, layer):
         if brief:
             words = [each for each in node.arg[3:] if isinstance(each, str)]
-            names = [_LONG.sub("", each) for each in _together([name(s) for s in node.src])]
+            names = [_LONG.sub("", each) for each in _matrices([name(s) for s in node.src])]
             sources = ", ".join(each for each in names if not _UNTOLD.match(each))
             yield f"{numbers[node]} = {', '.join([node.op, *words])}({sources})"
             continue
         arguments = f"{list(node.arg)}" if node.arg else ""
         shapes = " ".join(f"({', '.join(map(str, spec.shape))})" for spec in node.outputs)
-        sources = ", ".join(_together([name(each) for each in node.src]))
+        sources = ", ".join(_matrices([name(each) for each in node.src]))
         yield f"{numbers[node]} = {node.op}{arguments}({sources}) {shapes}"
 
 
@@ -100,7 +100,7 @@ def operations(graph: Graph, layer: int | None = None) -> str:
     return " ".join(each.replace(", )", ")").replace("()", "") for each in short)
 
 
-def _together(names: list[str]) -> Iterator[str]:
+def _matrices(names: list[str]) -> Iterator[str]:
     """Names of sources, in which the arrays of a matrix are one."""
     for i, name in enumerate(names):
         layer, _, array = name.rpartition(".")

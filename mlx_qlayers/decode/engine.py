@@ -19,7 +19,7 @@ from .append_buffers import released
 from .append_form import AppendForm
 from .caches import REACH, Facts, arrays_of, facts, more_steps
 from .capture import Differs, Unsupported, stopping_line
-from .captured import MAX_BATCH, Step, captured, check, step_of
+from .captured import MAX_BATCH, CapturedStep, captured, check, step_of
 from .effects import Effects
 from .emit import Program
 from .forms import Form, PaddedForm, Progress
@@ -117,11 +117,11 @@ class Steps:
         vain = before is not None and before.failed()
         self.wait: int = min(2 * before.wait + 1, 1000) if before and vain else 0
         self.waits = self.wait
-        self.steps: dict[Any, list[Step]] = {}
+        self.steps: dict[Any, list[CapturedStep]] = {}
         self.reaches: dict[Any, int] = {}
         self.replaces = False
         # The last step with append buffers that was begun for some tokens, and its capture.
-        self.appending: dict[Any, tuple[AppendForm, Step]] = {}
+        self.appending: dict[Any, tuple[AppendForm, CapturedStep]] = {}
         # The last step's progress, by the first of its caches as long as that lives.
         self.progress: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -258,7 +258,7 @@ class Steps:
         self.progress[own[0]] = now._replace(asked=last.asked, left=left)
         return logits
 
-    def _forms(self, found: Step, batch: int, some: Sequence[Facts]) -> Iterator[Form]:
+    def _forms(self, found: CapturedStep, batch: int, some: Sequence[Facts]) -> Iterator[Form]:
         """The forms that can run a step with such caches, the fastest first.
 
         Raises:
@@ -286,12 +286,12 @@ class Steps:
             found.programs[key] = Form(found.captured, found.graph, batch, binds=on_cpu)
         yield found.programs[key]
 
-    def _append_form(self, found: Step, batch: int, caches: TracedCaches) -> Form:
+    def _append_form(self, found: CapturedStep, batch: int, caches: TracedCaches) -> Form:
         if "append" not in found.forms:
             found.forms["append"] = fused(found.captured.graph, caches)
         return AppendForm(found.captured, found.forms["append"], batch, caches, self._views())
 
-    def _padded_form(self, found: Step, batch: int, caches: TracedCaches) -> Form:
+    def _padded_form(self, found: CapturedStep, batch: int, caches: TracedCaches) -> Form:
         name = "invariant" if current.get().invariant else "padded"
         if name not in found.forms:
             if name == "invariant":
@@ -309,7 +309,7 @@ class Steps:
 
     def _captured(
         self, key: Any, caches: Sequence[Any], some: list[Facts], batch: int, again: bool = True
-    ) -> Step:
+    ) -> CapturedStep:
         """A step for these caches, and for as many positions and batch sizes as are alike."""
         model: Any = self.model()
         arrays = [array for _, array in arrays_in(model)]

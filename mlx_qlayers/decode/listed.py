@@ -110,7 +110,7 @@ def _listed(
             pending.append((kind, call))
             touched.update(made_by(call.target), call.given[:1] if kind == "copy" else ())
         else:
-            # What takes nothing of the list is called ahead of it.
+            # A call that takes nothing of the list goes ahead of it.
             if call.function is operator.setitem or not touched.isdisjoint(call.given):
                 flush()
             steps.append(call._replace(free=()))

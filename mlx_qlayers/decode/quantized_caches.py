@@ -60,7 +60,7 @@ def format_of(c: Any) -> CacheFormat:
 
 
 class _Quantized:
-    """What the classes below add to the one of mlx-lm's that each is made of."""
+    """The additions of the classes below to those of mlx-lm's that they extend."""
 
     plain: Any
     keys: Any

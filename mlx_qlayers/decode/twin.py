@@ -254,7 +254,7 @@ _OTHERWISE: dict[str, Callable[[Any], Any]] = {
 class _Scope(dict[str, Any]):
     """The globals of a file as they are now, but for those that a twin has other versions of.
 
-    What a twin's code assigns stays here.
+    Assignments of a twin's code stay here.
     """
 
     def __init__(self, names: dict[str, Any]) -> None:
@@ -268,7 +268,7 @@ class _Scope(dict[str, Any]):
 
 
 class _Made(threading.local):
-    """What stands for files and classes in this thread: others' code assigns globals meanwhile."""
+    """The twins of files and classes in this thread: code of others assigns globals meanwhile."""
 
     def __init__(self) -> None:
         self.scopes, self.classes = dict[int, _Scope](), dict[Any, Any]()

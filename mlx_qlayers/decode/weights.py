@@ -1,8 +1,8 @@
-"""The arrays of linear layers in one buffer, so that a launch takes one array instead of 3 to 12.
+"""The arrays of linear layers in one buffer. For NVIDIA GPUs alone, frozen.
 
-Each input of a launch costs the host as much as an output, see :mod:`~..runtime.arena`. So the
-arrays of all linear layers of a module become views of one buffer. They stay the same objects with
-the same numbers; only their memory changes.
+So a launch takes one array instead of 3 to 12, of which each costs the host as much as an output,
+see :mod:`~..runtime.arena`. The arrays of all linear layers of a module become views of one buffer.
+They stay the same objects with the same numbers; only their memory changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..runtime.devices import device_of
 def arrange(model: nn.Module) -> None:
     """Put the arrays of a model's linear layers side by side, where launches can take them so.
 
-    What is computed later still holds the arrays as they were, and their memory.
+    Graphs that are evaluated later still hold the arrays as they were, and their memory.
     """
     if not device_of().launches_views:
         return
@@ -55,11 +55,11 @@ def traced(given: Sequence[mx.array], weights: Sequence[View]) -> Iterator[None]
 def views_of(model: nn.Module) -> list[View]:
     """The buffer views of the arrays that a model still has."""
     there = {id(a) for part in model.modules() for a in part.values()}
-    windows = [each for each in _views.get(id(model), ()) if id(each.y) in there]
-    windows = still_there(windows)
+    views = [each for each in _views.get(id(model), ()) if id(each.y) in there]
+    views = still_there(views)
     if id(model) in _views:
-        _views[id(model)] = windows
-    return windows
+        _views[id(model)] = views
+    return views
 
 
 def _arrays(part: nn.Module) -> list[mx.array]:

@@ -8,10 +8,10 @@ from contextvars import ContextVar
 from types import EllipsisType
 from typing import Any, NamedTuple
 
-from ..measurements.thresholds import Evidence, are_measured, threshold
+from ..measurements.thresholds import Measured
 from ..runtime.backend import BackendError, backend, current, requested, unavailable, within
 from ..runtime.devices import device_of
-from .measurements import Found, decided, found
+from .measurements import Measurement, decided, found
 
 
 class Choice(NamedTuple):
@@ -44,51 +44,49 @@ def choose(
     op: str,
     kernels: Sequence[str] = KERNELS,
     *,
-    unless: str | None = None,
+    empty: str | None = None,
+    reason: str | None = None,
     host_gain: float | None = None,
     by: str = "",
-    rests_on: Sequence[str | Evidence] = (),
-    best: Found | EllipsisType | None = ...,
+    best: Measurement | EllipsisType | None = ...,
     wins: str = "kernel",
 ) -> Choice:
     """The backend on which ``op`` runs.
 
     Args:
-        unless: why ``auto`` should leave the kernel for the reference, or why there is no kernel.
-        host_gain: the measured speedup over the reference on a CPU, by default the first number of
-            ``rests_on``. ``auto`` takes the kernel there only if it is above 1.
+        empty: why nothing is computed, whichever backend with a kernel is asked for.
+        reason: why ``auto`` should leave the kernel for the reference, or why there is no kernel;
+            :class:`Measured` where a threshold decides, for the kernel too.
+        host_gain: the measured speedup over the reference on a CPU. ``auto`` takes the kernel there
+            only if it is above 1.
         by: which of the operation's kernels runs, for the reason.
-        rests_on: the measured values that ``unless`` and ``host_gain`` go by.
         best: from :func:`.measurements.found`, which counts before all that; left out for a kernel
             without a record.
         wins: the path by which its record measures the kernel.
     """
-    is_measured = are_measured(rests_on)
-    if host_gain is None and rests_on and isinstance(name := rests_on[0], str):
-        number = threshold(name, device="host")
-        host_gain = number if isinstance(number, (int, float)) else None
     if not isinstance(best, EllipsisType):
-        unless, told = decided(best, unless, wins)
-        host_gain, is_measured = (best and best.gain) or host_gain, is_measured or bool(told)
-        if told and not unless:
+        reason, host_gain = decided(best, reason, wins), (best and best.gain) or host_gain
+        if best and best.path == wins and isinstance(reason, Measured):
             kernel, also, more = by.partition(";")
-            by = f"{kernel or 'its kernel'}, {told}{also}{more}"
-    evidence = "measured" if is_measured else "rule"
+            by = f"{kernel or 'its kernel'}, {best.evidence}{also}{more}"
+    evidence = "measured" if isinstance(reason, Measured) else "rule"
     wanted, suffix = requested(), f", by {by}" if by else ""
+    if wanted not in ("auto", "reference", *kernels):
+        why = f": {empty or reason}" if empty or reason else ""
+        raise BackendError(f"{op} has no {wanted} kernel for these arguments{why}")
+    if empty:
+        return Choice(op, "reference", empty)
     if wanted == "reference":
         return Choice(op, "reference", "asked for")
     if wanted != "auto":
-        if wanted not in kernels:
-            why = f": {unless}" if unless else ""
-            raise BackendError(f"{op} has no {wanted} kernel for these arguments{why}")
         return Choice(op, wanted, "asked for" + suffix)
     if refusal := _refusal.get():
         return Choice(op, "reference", refusal)
     name, invariant = backend(), current.get().invariant
     # Stock operators of a GPU are other ones for other numbers of rows, however fast.
     counts = not (invariant and device_of(name).gpu and name in kernels)
-    if unless is not None and refusal is None and counts:
-        return Choice(op, "reference", unless, evidence if kernels else "rule")
+    if reason and refusal is None and counts:
+        return Choice(op, "reference", reason, evidence)
     if name not in kernels:
         return Choice(op, "reference", _no_kernel(name, kernels))
     if not counts:
@@ -103,17 +101,17 @@ def choose(
         return Choice(op, "reference", "the kernel was not measured on a CPU")
     if host_gain <= 1:
         reason = f"on a CPU the kernel has {host_gain:.2g} times the speed of MLX's operators"
-        return Choice(op, "reference", reason, evidence)
+        return Choice(op, "reference", reason, "measured")
     reason = f"auto: {host_gain:.2g} times the speed of MLX's operators on a CPU"
-    return Choice(op, "host", reason + suffix, evidence)
+    return Choice(op, "host", reason + suffix, "measured")
 
 
 def choose_measured(
-    op: str, kernels: Sequence[str], family: str, *question: Hashable, **rule: Any
+    op: str, kernels: Sequence[str], family: str, *key: Hashable, **rule: Any
 ) -> Choice:
     """As :func:`choose`, by the measurement of an operation's only kernel, else by the ``rule``."""
-    best = found(family, *question) if kernels else None
-    rule["unless"] = rule.get("unless") or unmeasured()
+    best = found(family, *key) if kernels else None
+    rule["reason"] = unmeasured() or rule.get("reason")
     return choose(op, kernels, best=best, **rule)
 
 

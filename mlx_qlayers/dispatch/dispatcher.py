@@ -38,7 +38,7 @@ from ..runtime.transformed import has_values
 from .choice import Choice
 from .gradients import Gradient, Outputs, differentiable, gradient_of
 from .mapped import Batched, run_mapped, wrap_vmap
-from .measurements import by_heuristics, unasked
+from .measurements import by_heuristics, uncollected
 from .prover import plan_of, proven
 
 # A server sees prompts of any length: what has not been asked for lately is made again.
@@ -324,7 +324,7 @@ def _with_values(
         if forced or reference is None:
             raise BackendError(f"{operation.name}: {traced}")
         count((row(operation.name, "reference", traced),))
-        with unasked():
+        with uncollected():
             return reference(*arrays)
 
     return checked

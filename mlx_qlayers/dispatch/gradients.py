@@ -35,7 +35,7 @@ def gradient_of(composed: Callable[..., Outputs], arrays: Arrays) -> tuple[Gradi
     def compute(given: Arrays, cotangents: list[mx.array], _: list[mx.array]) -> Sequence[mx.array]:
         def of_floats(*some: mx.array) -> list[mx.array]:
             made = listed(composed(*replaced(given, floats, some)))
-            # What a launch gives besides has no gradient.
+            # Further outputs of a launch have no gradient.
             return made + [mx.zeros_like(c) for c in cotangents[len(made) :]]
 
         primals = [cast(mx.array, given[i]) for i in floats]
@@ -99,7 +99,7 @@ def _lazy(
     return lambda given: cast(Outputs, node(*given))
 
 
-# What clears the arrays of gradients that were computed, in a block of :func:`forgetting`.
+# Functions that clear the arrays of gradients that were computed, in a block of :func:`forgetting`.
 _clear: ContextVar[list[Callable[[], None]] | None] = ContextVar("clear", default=None)
 
 
@@ -122,7 +122,7 @@ def _at_once(
     """Every argument passes an identity first, whose gradient MLX asks for only if it needs it."""
 
     def run(arrays: list[mx.array]) -> Outputs:
-        # What the whole function's vjp is given; the identities' own come after it.
+        # The cotangents of the whole function; the identities' own come after them.
         given, made = list[list[mx.array]](), dict[Compute, Sequence[mx.array]]()
         if (calls := _clear.get()) is not None:
             calls += [given.clear, made.clear]

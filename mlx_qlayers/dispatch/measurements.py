@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..measurements import entries as stored
 from ..measurements.entries import COMPUTED, Entry, Evidence
+from ..measurements.thresholds import Measured
 from ..metal.record import Record
 from ..metal.records import RECORDS
 from ..runtime.backend import advance_epoch, backend, within
@@ -33,7 +34,7 @@ _REMEMBERED = 4096
 _version = cache(version)
 
 
-class Found(NamedTuple):
+class Measurement(NamedTuple):
     """A measurement that was found for a record."""
 
     path: str  # as an Entry has it
@@ -47,47 +48,46 @@ class Found(NamedTuple):
         return seconds["stock"] / seconds["kernel"] if {"stock", "kernel"} <= {*seconds} else None
 
 
-# What ``with`` blocks change for their own thread or task.
+# Settings that ``with`` blocks change for their own thread or task.
 _heuristics_only: ContextVar[bool] = ContextVar("heuristics_only", default=False)
-_questions: ContextVar[dict[Record, None] | None] = ContextVar("questions", default=None)
+_collected: ContextVar[dict[Record, None] | None] = ContextVar("collected", default=None)
 
 
-def configure(family: str, device: str, *question: Hashable) -> Any:
-    """The configuration of a kernel by its record's question: the tuned one or the heuristic's."""
-    best = found(family, *question, device=device)
-    return RECORDS[family](*question).heuristic(device) if best is None else best.config
+def configure(family: str, device: str, *key: Hashable) -> Any:
+    """The configuration of a kernel by its record's key: the tuned one or the heuristic's."""
+    best = found(family, *key, device=device)
+    return RECORDS[family](*key).heuristic(device) if best is None else best.config
 
 
-def found(family: str, *question: Hashable, device: str | None = None) -> Found | None:
-    """The measurement of a question to a family's record; None if there is none."""
-    if (asked := _questions.get()) is not None:
-        asked[RECORDS[family](*question)] = None
+def found(family: str, *key: Hashable, device: str | None = None) -> Measurement | None:
+    """The measurement for a key of a family's record; None if there is none."""
+    if (asked := _collected.get()) is not None:
+        asked[RECORDS[family](*key)] = None
     if _heuristics_only.get() or context.get().invariant or context.get().integers:
         return None
-    return _found(current.number, family, device or backend(), question)
+    return _found(current.number, family, device or backend(), key)
 
 
-def decided(best: Found | None, unless: str | None, wins: str = "kernel") -> tuple[str | None, str]:
-    """Why ``auto`` leaves a kernel for another path, or None; and what was measured, or "".
+def decided(best: Measurement | None, reason: str | None, wins: str = "kernel") -> str | None:
+    """Why ``auto`` leaves a kernel for another path; None or ``""`` where it does not.
 
-    ``unless`` is the reason by rules, ``wins`` the path by which the kernel was measured.
+    ``reason`` is the reason by rules, ``wins`` the path by which the kernel was measured.
     """
-    if _questions.get() is not None:  # what is collected is what the kernels would be asked
-        return None, ""
+    if _collected.get() is not None:  # what is collected is what the kernels would be asked
+        return None
     if best is None or best.path == "uncompared":
-        return unless, ""
-    told = str(best.evidence)
-    return None if best.path == wins else told, told
+        return reason
+    return Measured("" if best.path == wins else best.evidence)
 
 
-def questions() -> AbstractContextManager[dict[Record, None]]:
+def collected_records() -> AbstractContextManager[dict[Record, None]]:
     """Collect what operations ask inside a ``with`` block, each record once."""
-    return _afresh(_questions, {})
+    return _afresh(_collected, {})
 
 
-def unasked() -> AbstractContextManager[None]:
-    """Inside a ``with`` block, questions are not collected: they are about what would not run."""
-    return within(_questions, None)
+def uncollected() -> AbstractContextManager[None]:
+    """Inside a ``with`` block, no records are collected: nothing of them would run."""
+    return within(_collected, None)
 
 
 def untuned() -> AbstractContextManager[bool]:
@@ -112,13 +112,13 @@ def _afresh(variable: ContextVar[Any], value: T) -> Iterator[T]:
 
 
 @lru_cache(maxsize=_REMEMBERED)
-def _found(epoch: int, family: str, device: str, question: tuple[Hashable, ...]) -> Found | None:
-    record, name = RECORDS[family](*question), stored.file_of(device)
+def _found(epoch: int, family: str, device: str, key: tuple[Hashable, ...]) -> Measurement | None:
+    record, name = RECORDS[family](*key), stored.file_of(device)
     names = stored.devices(device) if record.of_backend else (name,) if name else ()
     return lookup(record, *names) or _of_larger(record, names, device)
 
 
-def _of_larger(record: Record, names: Sequence[str], device: str) -> Found | None:
+def _of_larger(record: Record, names: Sequence[str], device: str) -> Measurement | None:
     """This machine's measurement of the next larger problem, if its kernel is the same."""
     for larger in record.larger():
         if (best := lookup(larger, *names)) is not None:
@@ -132,7 +132,7 @@ def _of_larger(record: Record, names: Sequence[str], device: str) -> Found | Non
     return None
 
 
-def lookup(record: Record, *devices: str) -> Found | None:
+def lookup(record: Record, *devices: str) -> Measurement | None:
     """The entry stored for a problem under names of devices, if it can be trusted."""
     found = stored.look_up(record.key, *devices)
     if found is None or (entry := found[0]).config is None:
@@ -144,7 +144,7 @@ def lookup(record: Record, *devices: str) -> Found | None:
         note("tuning", "ignored", f"{record.key}: {error}")
         return None
     note("tuning", entry.path, f"{record.key}: {config}", "measured")
-    return Found(entry.path, config, found[1])
+    return Measurement(entry.path, config, found[1])
 
 
 def _check(config: Any, record: Record, device: str) -> None:

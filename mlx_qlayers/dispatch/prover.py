@@ -8,17 +8,11 @@ each of those launches; see :mod:`~mlx_qlayers.runtime.proof`.
 from __future__ import annotations
 
 import copyreg
-import json
 import os
 import pickle
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import wait
-from pathlib import Path
-from tempfile import TemporaryFile
-from typing import Any, BinaryIO, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
@@ -29,6 +23,7 @@ from ..runtime.backend import Mode, advance_epoch, current, mode, use_backend, w
 from ..runtime.declaration import KernelError
 from ..runtime.proof import Launches, Unproven, trial
 from ..runtime.spec import Spec
+from ..runtime.worker import Worker
 from .choice import refused
 from .gradients import differentiable, is_float, listed, replaced
 
@@ -36,8 +31,6 @@ from .gradients import differentiable, is_float, listed, replaced
 _PATIENCE = float(os.environ.get("MLX_QLAYERS_PROOF_SECONDS") or 60)
 # Seconds until the first launch is bound.
 _START = 60.0
-# Seconds without work after which the other process ends.
-_IDLE = 20.0
 # Elements of a call's arrays from which fewer are looked for.
 _MANY = 1 << 20
 # Roundings one after the other in an operation: norm, product, activation, product.
@@ -102,8 +95,7 @@ def plan_of(operation: Any, static: tuple[Any, ...], specs: Sequence[Any]) -> An
 
 
 # The other process, while there is one; one thread at a time has it work.
-_prover: subprocess.Popen[bytes] | None = None
-_errors: Any = None
+_prover: Worker | None = None
 _lock = threading.Lock()
 
 
@@ -133,85 +125,43 @@ def _prove(job: _Job, found: Unproven) -> None:
 
 def _told(job: _Job) -> tuple[Launches, str]:
     """The launches of a job, and what is wrong with its results, or how its process ended."""
-    order = pickle.dumps(job)
-    # A process that has had no work ends.
-    told = list(_lines(order)) or list(_lines(order))
-    if not told:
-        return {}, f"it cannot be proven: {_ending()}"
-    *launches, last = told if isinstance(told[-1], str) else [*told, _ending()]
-    return dict(launches), last
-
-
-def _lines(order: bytes) -> Iterator[Any]:
-    """Likewise, as its process says so."""
-    global _prover, _errors
-    if _prover is None or _prover.poll() is not None:
-        _errors = TemporaryFile()  # noqa: SIM115
-        paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")
-        changed = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "MLX_ENABLE_TF32": "0"}
-        environment = {**os.environ, **changed, "MLX_QLAYERS_BACKEND": "auto"}
-        pipe = subprocess.PIPE
-        _prover = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import main; main()"],
-            stdin=pipe,
-            stdout=pipe,
-            stderr=_errors,
-            env=environment,
-            bufsize=0,  # what is read ahead would not be waited for
-        )
-    given, told = cast(BinaryIO, _prover.stdin), cast(BinaryIO, _prover.stdout)
-    try:
-        given.write(len(order).to_bytes(8, "little") + order)
-        given.flush()
-    except BrokenPipeError:
-        _prover.wait()
-        return
-    patience, last = _START, None
-    while not isinstance(last, str):
-        if not wait([told.fileno()], patience):
-            _prover.kill()
-        if not (line := told.readline()):
-            _prover.wait()
-            return
-        patience, last = _PATIENCE, json.loads(line)
-        yield last
-
-
-def _ending() -> str:
-    """Why the other process said nothing more."""
-    if _prover is None or _prover.returncode == -9:
-        return f"no result within {_PATIENCE:g} s"
-    _errors.seek(0)
-    said = _errors.read()[-300:].decode(errors="replace").strip()
-    return f"its process ended with exit status {_prover.returncode}: {said}"
-
-
-def main() -> None:
-    """Do the jobs that come by standard input."""
-    orders = sys.stdin.buffer
-    results = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever prints meanwhile is no result
-    while wait([orders.fileno()], _IDLE) and (size := orders.read(8)):
-        job: _Job = pickle.loads(orders.read(int.from_bytes(size, "little")))
-        entries.adopted, entries.unsaved = job.measured
-        advance_epoch()  # results may have been stored since the last job
-
-        def tell(what: Any) -> None:
-            print(json.dumps(what), file=results, flush=True)
-
+    global _prover
+    launches, why = Launches(), ""
+    for _ in range(2):  # a process that has had no work ends
+        if _prover is None or _prover.process.poll() is not None:
+            _prover = Worker(prove, {"MLX_ENABLE_TF32": "0", "MLX_QLAYERS_BACKEND": "auto"})
         try:
-            specs = _smaller(job)
-            arrays = _arrays(job.operation, job.static, specs)
-            actual, of = _launched(job, specs, arrays, _Told(tell))
-            mx.eval(actual)
-            terms = max((n for a in arrays if a is not None for n in a.shape), default=1)
-            # What is packed has the layout of its dtype.
-            expected, besides = _expected(job, arrays, of, actual)
-            why = _wrong(actual, expected, terms) or _wrong(*besides, terms, len(expected))
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-        tell(why)
-    os._exit(0)  # an end that waits for no kernel
+            _prover.jobs.send(job)
+            patience = _START
+            while not isinstance(told := _prover.received(patience), str):
+                launches |= [told]
+                patience = _PATIENCE
+            return launches, told
+        except (EOFError, OSError):
+            why = _prover.ending()
+        if _prover.process.returncode == -9:
+            why = f"no result within {_PATIENCE:g} s"
+        if launches:
+            return launches, why
+    return launches, f"it cannot be proven: {why}"
+
+
+def prove(job: _Job, tell: Callable[[Any], None]) -> None:
+    """Do a job: tell the launches as they are made, then what is wrong with the results."""
+    entries.adopted, entries.unsaved = job.measured
+    advance_epoch()  # results may have been stored since the last job
+    try:
+        specs = _smaller(job)
+        arrays = _arrays(job.operation, job.static, specs)
+        actual, of = _launched(job, specs, arrays, _Told(tell))
+        mx.eval(actual)
+        terms = max((n for a in arrays if a is not None for n in a.shape), default=1)
+        # Packed arrays have the layout of their dtype.
+        expected, besides = _expected(job, arrays, of, actual)
+        why = _wrong(actual, expected, terms) or _wrong(*besides, terms, len(expected))
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+    tell(why)
 
 
 class _Told(Launches):

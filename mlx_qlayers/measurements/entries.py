@@ -26,7 +26,7 @@ from ..runtime.devices.record import FILES
 from ..runtime.explain import note, significant
 
 SHIPPED = FILES
-# What an entry has that says which path was fastest.
+# Fields of an entry that says which path was fastest.
 _OF_COMPARED = ("seconds", "heuristic", "tried", "source", "mlx")
 # The path of an entry whose seconds are an estimate: no operation goes by it.
 COMPUTED = "modelled"

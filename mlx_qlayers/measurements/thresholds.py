@@ -6,13 +6,17 @@ Answers are kept for an epoch: until results are saved or cleared, or a mode beg
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from ..runtime.backend import backend
 from ..runtime.backend import epoch as current
-from .entries import Evidence, devices, look_up
+from .entries import devices, look_up
+
+
+class Measured(str):
+    """Why a rule prefers stock operators, by a threshold; ``""`` where it prefers the kernel."""
 
 
 def threshold(name: str, *key: Hashable, device: str | None = None) -> Any:
@@ -20,7 +24,7 @@ def threshold(name: str, *key: Hashable, device: str | None = None) -> Any:
 
     ``key`` selects one of several values; ``device`` is by default the current backend.
     """
-    values = _values(current.number, name, device or backend())[0]
+    values = _values(current.number, name, device or backend())
     return values.get(" ".join(map(str, key))) if key and isinstance(values, Mapping) else values
 
 
@@ -38,20 +42,10 @@ def row_of(table: Sequence[tuple[float, Any]], size: float) -> Any:
     return next((each for largest, each in table if size <= largest), None)
 
 
-def evidence_of(name: str, *, device: str | None = None) -> Evidence | None:
-    """Where a threshold comes from."""
-    return _values(current.number, name, device or backend())[1]
-
-
-def are_measured(of: Iterable[str | Evidence]) -> bool:
-    """Whether there is any of these: a threshold of the current backend, or evidence."""
-    return any(isinstance(each, Evidence) or evidence_of(each) for each in of)
-
-
 @lru_cache(maxsize=4096)
-def _values(epoch: int, name: str, device: str) -> tuple[Any, Evidence | None]:
+def _values(epoch: int, name: str, device: str) -> Any:
     found = look_up(name, *devices(device))
-    return (None, None) if found is None else (_frozen(found[0].values), found[1])
+    return found and _frozen(found[0].values)
 
 
 def _frozen(value: Any) -> Any:

@@ -193,7 +193,7 @@ class Record(ABC):
         """Multiplications and additions, of a prompt."""
         return 0.0
 
-    # What is measured, and compared.
+    # The measurement and its comparison.
 
     @abstractmethod
     def inputs(self) -> Inputs:

@@ -12,7 +12,7 @@ import mlx.core as mx
 from ..dispatch import KERNELS, Choice, Gradient, Operation, Plan, choose, dispatch
 from ..dispatch import gradient_of as autodiff
 from ..dispatch.measurements import configure, decided, found
-from ..measurements.thresholds import threshold
+from ..measurements.thresholds import Measured, threshold
 from ..metal.attention import decode
 from ..metal.attention.backward import attention_backward
 from ..metal.attention.forward import Launcher, attention_forward
@@ -143,7 +143,7 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
         # The kernels' gradient computes the forward pass again.
         return Plan(choice, run, autodiff(_by_kernels(call), arrays), composed)
     if decoding:
-        config = configure("attention_decode", choice.path, *decode.question(call))
+        config = configure("attention_decode", choice.path, *decode.key_of(call))
         launch = decode.attention_decode(call, config)
         return Plan(choice, launch, autodiff(_decode_composed(call), arrays), composed)
     if call.packing[1]:
@@ -156,18 +156,18 @@ def _plan_packed(call: AttentionCall, static: tuple[Any, ...]) -> Plan:
     batch, heads, keys, _ = call.k[0].shape
     size = batch * heads * keys * (call.q.shape[3] + call.v_width) * call.q.dtype.size
     large, many = size > _MOST_DENSE, max(batch, heads) > 1
-    unless, best = None, None
+    reason, best = None, None
     if (lacking := _lacks_packed(call)) is None and requested() == "auto":
         # Each tile of queries unpacks keys anew: on an H200 that took 2.3 times as long.
         why = "dense keys of a layer are faster" if many or not large else None
-        best = found("attention_forward", *Launcher(call).question())
-        unless, _ = decided(best, why)
-    if lacking or unless:
+        best = found("attention_forward", *Launcher(call).key())
+        reason = decided(best, why)
+    if lacking or reason:
         if large and many:
             return Plan(None, _in_halves(call, int(heads > 1), ATTENTION, static))
         return Plan(None, _unpacked(call, ATTENTION, ((0, 0), *static[1:])))
-    by, gain = "many queries of packed keys", ("attention_forward_gain",)
-    return _by_forward(choose("attention", by=by, rests_on=gain, best=best), call)
+    choice = choose("attention", by="many queries of packed keys", best=best)
+    return _by_forward(choice, call)
 
 
 def _lacks_packed(call: AttentionCall) -> str | None:
@@ -214,9 +214,7 @@ def _plan_wide(call: AttentionCall, static: tuple[Any, ...], choice: Choice) -> 
     if not (wide and many) or why_no_kernel(call, WIDEST_FORWARD):
         return Plan(choice, turns)
     launch = attention_forward(Launcher(call))
-    choice = choose(
-        "attention", by="many queries of wide heads", rests_on=("attention_in_turn_most",)
-    )
+    choice = choose("attention", reason=Measured(""), by="many queries of wide heads")
     return Plan(choice, lambda *given: launch(*given)[:1], autodiff(turns, arrays), turns)
 
 
@@ -243,13 +241,12 @@ def _in_turn(call: AttentionCall, static: tuple[Any, ...]) -> Run:
 
 
 def choose_decode(call: AttentionCall) -> Choice:
-    best = found("attention_decode", *decode.question(call))
+    best = found("attention_decode", *decode.key_of(call))
     return choose(
         "attention",
-        unless=why_not_decode(call),
+        reason=why_not_decode(call),
         host_gain=decode_host_gain(call),
         by="few queries" if best else "",
-        rests_on=("attention_decode_cost", "attention_decode_min_elements"),
         best=best,
     )
 
@@ -274,13 +271,13 @@ def _choose_forward(call: AttentionCall) -> Choice:
     if current.get().sparing and not lacking and backend() == "host":
         return Choice("attention", "host", "the gradients of MLX's operators keep all scores")
     if not (device_of().measured or lacking):
-        question = Launcher(call).question()
-        best = measured_beside(found("attention_forward", *question), _MANY)
+        key = Launcher(call).key()
+        best = measured_beside(found("attention_forward", *key), _MANY)
     return choose(
         "attention",
         () if lacking else KERNELS,
-        unless=lacking or why_not_forward(call),
-        rests_on=("attention_forward_gain", "attention_forward_widest"),
+        reason=lacking or why_not_forward(call),
+        host_gain=threshold("attention_forward_gain", device="host"),
         **best,
     )
 
@@ -315,11 +312,11 @@ def _by_forward(choice: Choice | None, call: AttentionCall) -> Plan:
             return Plan(choice, _in_halves(call, axis, _FORWARD, call.scores))
     at = Launcher(call)
     if call.packing[1]:
-        chosen = configure("attention_forward", at.device, *at.question())
+        chosen = configure("attention_forward", at.device, *at.key())
         arrays = call.q, *call.k, *call.v, call.mask, call.sinks
         dense = autodiff(_unpacked(call, _FORWARD, call.scores), arrays)
         return Plan(choice, attention_forward(at, chosen), dense)
-    best = found("attention_forward", *at.question()) if not device_of(at.device).measured else None
+    best = found("attention_forward", *at.key()) if not device_of(at.device).measured else None
     kernels = [_MANY]
     if best is not None and by_tensors(best) and why_no_tensors(at) is None:
         kernels = in_turn(best, {"kernel": _MANY, **PATHS})
@@ -337,7 +334,7 @@ def _by_kernel(kernel: str, choice: Choice | None, call: AttentionCall) -> Plan:
         return Plan(choice, attention_tensor(at), gradients)
     if best_cut := cut("forward", at):
         return Plan(choice, forward_ahead(at, best_cut), gradients)
-    chosen = configure("attention_forward", at.device, *at.question())
+    chosen = configure("attention_forward", at.device, *at.key())
     return Plan(choice, attention_forward(at, chosen), gradients)
 
 

@@ -7,7 +7,7 @@ from math import prod
 import mlx.core as mx
 
 from ..dispatch.choice import unmeasured
-from ..measurements.thresholds import threshold
+from ..measurements.thresholds import Measured, threshold
 from ..metal.attention import decode
 from ..metal.attention.forward import FAR
 from ..metal.attention.layout import WIDEST
@@ -57,9 +57,9 @@ def why_not_decode(call: AttentionCall) -> str | None:
     single = current.get().mode.single and len(call.k) == 1 and call.mask is None
     if not (device_of().gpu and single):
         return None
-    if prod(call.k[0].shape) < threshold("attention_decode_min_elements"):
-        return "on NVIDIA GPUs the stock operator is launched faster, and the cache is short"
-    return None
+    short = prod(call.k[0].shape) < threshold("attention_decode_min_elements")
+    why = "on NVIDIA GPUs the stock operator is launched faster, and the cache is short"
+    return Measured(why if short else "")
 
 
 def decode_host_gain(call: AttentionCall) -> float:
@@ -110,21 +110,25 @@ def why_not_forward(call: AttentionCall) -> str | None:
         return "on NVIDIA GPUs the stock operator is faster in float32, with gradients"
     sizes, keys = (q.shape[3], call.v_width), call.k[0].shape[2]
     if max(sizes) > threshold("attention_forward_widest"):
-        measured = sizes in threshold("attention_forward_wide_heads")
-        measured |= prod(q.shape[:3]) * keys > MOST_SCORES  # which stock would keep
-        return None if measured else "heads of these sizes were not measured on NVIDIA GPUs"
+        if sizes in threshold("attention_forward_wide_heads"):
+            return Measured("")
+        stock_keeps = prod(q.shape[:3]) * keys > MOST_SCORES
+        return None if stock_keeps else "heads of these sizes were not measured on NVIDIA GPUs"
+    if scores.softcap is not None:
+        return None
     pairs = prod(q.shape[:3]) * keys
     better = scores.window is not None and 2 * scores.window <= keys
     if current.get().mode.differentiable:
         better = better and pairs >= threshold("attention_forward_min_scores")
+    elif better:
+        return None
     else:
         # Launches of a compiled graph, of which stock's take longer.
         work = pairs // (1 + scores.causal) * sum(sizes)
         short, little = (threshold("attention_forward_short", key) for key in ("keys", "work"))
-        better = better or (keys <= short and work <= little)
-    if better or scores.softcap is not None:
-        return None
-    return "on NVIDIA GPUs the stock operator was measured faster where nobody differentiates"
+        better = keys <= short and work <= little
+    why = "on NVIDIA GPUs the stock operator was measured faster where nobody differentiates"
+    return Measured("" if better else why)
 
 
 def gradients_by_kernels(call: AttentionCall) -> bool:

@@ -35,7 +35,7 @@ def _plan(arrays: Sequence[Any], scale: float, causal: bool) -> Plan:
     choice = choose_decode(call)
     if choice.path != "host":  # whose kernel takes a count
         return Plan(None, composed)
-    config = configure("attention_decode", choice.path, *decode.question(call))
+    config = configure("attention_decode", choice.path, *decode.key_of(call))
     return Plan(choice, decode.attention_decode(call, config, counted=True), reference=composed)
 
 

@@ -136,8 +136,8 @@ def _plan(
     composed = reference.attention_step(arrays, scale, rotation, epsilon)
     if choice.path == "reference":
         return Plan(choice, composed)
-    question = kernels.question(q, Spec(shape, q.dtype), v_width, call.packing)
-    config = configure("attention_step", choice.path, *question)
+    key = kernels.key_of(q, Spec(shape, q.dtype), v_width, call.packing)
+    config = configure("attention_step", choice.path, *key)
     known = arrays if device_of(choice.path).orders_threadgroups else arrays[:-1]
     launch = kernels.attention_step(known, scale, rotation, config, epsilon)
     if bits:
@@ -175,7 +175,7 @@ ATTENTION_STEP = Operation("attention_step", _plan, sample=_sample)
 
 
 class _Asked(NamedTuple):
-    """What a choice depends on: a cache (B, Hkv, S, D), values' width, tokens of each sequence."""
+    """The key of a choice: a cache (B, Hkv, S, D), values' width, tokens of each sequence."""
 
     dtype: mx.Dtype
     share: int
@@ -209,11 +209,11 @@ def _choose(asked: _Asked) -> Choice:
     failed = proof.failed("attention_step") if device_of().needs_proof else None
     # Several tokens go by a measurement of one: both read the same keys.
     q = Spec((k_shape[0], 1, share * k_shape[1] * k_shape[3]), dtype)
-    best = found("attention_step", *kernels.question(q, Spec(k_shape, dtype), v_width, packing))
+    best = found("attention_step", *kernels.key_of(q, Spec(k_shape, dtype), v_width, packing))
     if failed or not device_of().gpu:  # a CPU decodes by attention to rows
         best = None
     by = f"attention_step_packed, {packing.bits} bits" if packing.bits else ""
-    return choose("attention_step", unless=failed or unmeasured(), by=by, best=best)
+    return choose("attention_step", reason=failed or unmeasured(), by=by, best=best)
 
 
 def _covers(asked: _Asked) -> bool:

@@ -32,8 +32,8 @@ def deform_conv2d(
 ) -> mx.array:
     """Convolve an image at taps that an offset moves, each for itself at each output.
 
-    Taps are bilinear samples, zeros outside of the image; positions are computed in float32. What
-    the offsets of G groups move are C / G channels each; kh and kw are the kernel's extents. The
+    Taps are bilinear samples, zeros outside of the image; positions are computed in float32. The
+    offsets of each of G groups move C / G channels; kh and kw are the kernel's extents. The
     product of samples and weight is exact in float32, also on GPUs where ``mx.conv2d`` rounds to
     TF32.
 

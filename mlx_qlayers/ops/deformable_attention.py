@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Arrays, Gradient, Operation, Plan, choose, dispatch
+from ..measurements.thresholds import threshold
 from ..metal.deformable import launch as kernels
 from ..options import Deformable
 from ..reference import deformable_attention as reference
@@ -83,13 +84,12 @@ def _plan(arrays: Sequence[Any], padding_mode: str, pixels: bool, *extents: Any)
     choice = choose(
         "deformable_attention",
         KERNELS if kernels.covers(values, locations) else (),
-        unless=empty,
-        rests_on=() if empty else ("deformable_attention_gain",),
+        empty=empty,
+        host_gain=threshold("deformable_attention_gain", device="host"),
     )
     if empty:
         shape = *locations.shape[:2], values.shape[2] * values.shape[3]
-        zeros = choice._replace(path="reference", reason=empty)
-        return Plan(zeros, lambda *_: mx.zeros(shape, values.dtype))
+        return Plan(choice, lambda *_: mx.zeros(shape, values.dtype))
     composed = reference.attender(options)
     if choice.path == "reference":
         return Plan(choice, composed)

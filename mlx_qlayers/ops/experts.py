@@ -20,7 +20,7 @@ from ..runtime.launch import Launching
 from ..runtime.spec import Spec
 from .fused_products import ACTIVATIONS, normed, with_squares
 from .gather_qmm import gather_qmm
-from .signature import Signature
+from .signature import Signature, check_packed
 
 _FORMAT = Format(64, 4)
 _INDICES = partial(Spec, dtype=mx.uint32)
@@ -148,8 +148,8 @@ def _plan_chosen(arrays: Sequence[Any], router: Router) -> Plan:
     fits = few and logits.size and experts <= _MAX_EXPERTS
     sizes = logits.size // experts, experts
     form = router, bias is not None, factors is not None
-    question = "router", sizes, logits.dtype, form
-    choice = choose_measured("experts_chosen", KERNELS if fits else (), *question)
+    key = "router", sizes, logits.dtype, form
+    choice = choose_measured("experts_chosen", KERNELS if fits else (), *key)
     if choice.path == "reference":
         return Plan(choice, composed)
     launch = kernels.experts_chosen(logits, bias, factors, router)
@@ -264,6 +264,7 @@ _ROWS = Signature("""
     experts: integer (*N, J)
     x: float (*N, K) or (*N, J, K)
 """)
+_MATRIX = Signature("matrices: uint32 (E, N, W)\nbias: any (E, N) or None")
 _SUMMED = Signature("""
     experts: integer (*N, J)
     x: float (*N, J, K)
@@ -288,8 +289,8 @@ def _choice(
     (count, n, _), each = matrices[0].w.shape, experts.shape[-1]
     lacking = 0 in (x.size, *matrices[0].w.shape) or {a.dtype for a in arrays} - {x.dtype}
     sizes = prod(experts.shape[:-1]), count, each, n, x.shape[-1]
-    question = "experts", sizes, x.dtype, (fmt.mode, fmt.group_size, fmt.bits, kind)
-    return choose_measured(op, () if lacking else KERNELS, *question)
+    key = "experts", sizes, x.dtype, (fmt.mode, fmt.group_size, fmt.bits, kind)
+    return choose_measured(op, () if lacking else KERNELS, *key)
 
 
 def leaves_experts(x: mx.array, experts: mx.array, matrix: PackedMatrix, fmt: Format) -> bool:
@@ -301,9 +302,5 @@ def leaves_experts(x: mx.array, experts: mx.array, matrix: PackedMatrix, fmt: Fo
 def _check(x: Any, experts: Any, matrices: Sequence[PackedMatrix], fmt: Format) -> None:
     _ROWS.check(experts, x)
     for w, scales, biases, bias in matrices:
-        if w.ndim != 3 or (problem := fmt.mismatch(w, scales, biases)):
-            raise ValueError(f"matrices: {problem if w.ndim == 3 else 'must be (E, N, K)'}")
-        if x.shape[-1] != fmt.dims(w):
-            raise ValueError(f"x of shape {x.shape} does not go with {fmt.dims(w)} columns")
-        if bias is not None and bias.shape != w.shape[:2]:
-            raise ValueError(f"bias must have shape {w.shape[:2]}, not {bias.shape}")
+        _MATRIX.check(w, bias)
+        check_packed(x, w, scales, biases, True, fmt, "matrices: ")

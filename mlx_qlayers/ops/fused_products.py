@@ -37,7 +37,7 @@ from .quantized_route import (
     skinny_spread,
     stock_is_better,
 )
-from .signature import Signature
+from .signature import Signature, check_packed
 from .tensor_choice import CODES, PATHS, by_tensors, in_turn, takes_tensors
 
 Norm = tuple[mx.array | None, float]
@@ -148,17 +148,15 @@ def _plan(
     dense = rows > MAX_QMV_ROWS and not skinny
     by = DENSE if dense else SKINNY if skinny else QMV
     if lacking:
-        choice = choose("fused_products", (), unless=lacking)
+        choice = choose("fused_products", (), reason=lacking)
     elif dense:
-        unless, rests_on = dense_is_worse(rows, n, x, fmt)
-        choice = choose("fused_products", unless=unless, by=by, rests_on=rests_on)
+        choice = choose("fused_products", reason=dense_is_worse(rows, n, x, fmt), by=by)
     else:
         choice = choose(
             "fused_products",
-            unless=stock_is_better(x.dtype, fmt),
+            reason=stock_is_better(x.dtype, fmt, skinny),
             host_gain=None if skinny else host_gain(rows, fmt),
             by=by,
-            rests_on=("qmm_skinny_rows" if skinny else "qmv_gain",),
             best=best,
         )
     if choice.path == "reference":
@@ -180,10 +178,11 @@ def with_squares(arrays: list[Any], *static: Any) -> list[Any]:
     return [x, other, None if squares is None else 16 * (1 + mx.abs(squares)), *rest]
 
 
-_TAKES = Signature("""
+_TAKES = Signature(f"""
     x: float (*R, K)
     the weight of norm: any (K,) or None
     partial_squares: float32 (M, T) or None
+    gate: {str((*ACTIVATIONS,))[1:-1]} or None
 """)
 _BIAS = Signature("bias: any (N,) or None")
 _DEFERRED = Signature("deferred_weight: any (N,) or None")
@@ -361,19 +360,12 @@ def _check(
     if not matrices:
         raise ValueError("matrices must have at least one element")
     tiles = {"M": prod(x.shape[:-1]), "T": -(-x.shape[-1] // 16)} if x.ndim else {}
-    _TAKES.check(x, weight, partial_squares, **tiles)
+    _TAKES.check(x, weight, partial_squares, gate, **tiles)
     for w, scales, biases, bias in matrices:
-        if problem := fmt.mismatch(w, scales, biases):
-            raise ValueError(f"matrices: {problem}")
-        if x.shape[-1] != fmt.dims(w):
-            raise ValueError(
-                f"x of shape {x.shape} does not go with a matrix of {fmt.dims(w)} columns"
-            )
+        check_packed(x, w, scales, biases, True, fmt, "matrices: ")
         _BIAS.check(bias, N=w.shape[0])
     shapes = [m.w.shape for m in matrices]
     single, n = gate is None and len(matrices) == 1, shapes[0][0]
-    if gate is not None and gate not in ACTIVATIONS:
-        raise ValueError(f"gate must be one of {', '.join(ACTIVATIONS)}, not {gate!r}")
     if gate is not None and (len(shapes) != 2 or shapes[0] != shapes[1]):
         raise ValueError(f"gate needs two matrices of one shape, not shapes {shapes}")
     if residual is not None and not (single and residual.shape == (*x.shape[:-1], n)):

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
+from ..measurements.thresholds import threshold
 from ..metal.gated_delta import launch as kernels
 from ..reference import gated_delta as reference
 from ..runtime.backend import backend, requested
@@ -73,8 +74,8 @@ def _plan(arrays: Sequence[Any], norms: tuple[float, float, float] | None) -> Pl
     choice = choose(
         "gated_delta",
         KERNELS if takes else (),
-        unless=_NOT_ON_METAL.get(backend()),
-        rests_on=("gated_delta_gain",),
+        reason=_NOT_ON_METAL.get(backend()),
+        host_gain=threshold("gated_delta_gain", device="host"),
     )
     composed = partial(reference.gated_delta, norms=numbers)
     if choice.path == "reference":

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
 from ..dispatch.choice import unmeasured
-from ..dispatch.measurements import Found, found
+from ..dispatch.measurements import Measurement, found
 from ..formats import GLOBAL_UNIT, Format
 from ..measurements.thresholds import gain
 from ..metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
@@ -114,15 +114,14 @@ def _plan(
     rows = prod(leading) * x.shape[-2]
     empty = None if 0 not in (*leading, *x.shape, *w.shape) else "the product is empty"
     best: dict[str, Any] = {}
-    unless = empty or _stock_is_better(rows, fmt.bits, transpose)
+    reason = empty or _stock_is_better(rows, fmt.bits, transpose)
     if sorted_indices and not empty and not device_of().measured:
         best = measured_beside(_measured(call, rows), _TILES)
     choice = choose(
         "gather_qmm",
         () if empty else KERNELS,
-        unless=unless,
+        reason=reason,
         host_gain=gain("gather_qmm_gain", rows, fmt.mode, fmt.bits, _KINDS[transpose]),
-        rests_on=("gather_qmm_gain",),
         **best,
     )
     if empty:  # MLX's operator divides by zero
@@ -155,7 +154,7 @@ def leaves_to_stock(context: Context, epoch: int, rows: int, bits: int, in_order
     return _stock_is_better(rows, bits, True) is not None
 
 
-def _measured(call: MatmulCall, rows: int) -> Found | None:
+def _measured(call: MatmulCall, rows: int) -> Measurement | None:
     """The measurement for so many sorted rows."""
     x, (w, *_), transpose, (group, bits, mode) = call
     if not transpose:
@@ -177,7 +176,7 @@ def _stock_is_better(rows: int, bits: int, transpose: bool) -> str | None:
 def _pairs(arrays: _Arrays, leading: tuple[int, ...], sorted_indices: bool) -> Pairs:
     x, w, _, _, left, right, _ = arrays
     share = 0 if left is not None else _repeats(x.shape[:-2], leading)
-    # What is repeated as a whole is not sorted any more.
+    # Indices that are repeated as a whole are not sorted any more.
     in_order = sorted_indices and _repeats(w.shape[:-2] if right is None else right.shape, leading)
     broadcast = any(a is not None and a.shape != leading for a in (left, right))
     every_left = _every(x, leading) if left is None and not share else None

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from ..dispatch import Operation, Plan, choose, dispatch
 from ..formats import Format
+from ..measurements.thresholds import threshold
 from ..metal.gptq import launch
 from ..metal.gptq.launch import BLOCK
 from ..reference import gptq as reference
@@ -219,7 +220,7 @@ def _plan_fixed(arrays: Sequence[Spec], bits: int) -> Plan:
 
 
 def _plan(run: Any, bind: Callable[[], Any]) -> Plan:
-    choice = choose("gptq", rests_on=("gptq_gain",))
+    choice = choose("gptq", host_gain=threshold("gptq_gain", device="host"))
     return Plan(choice, run) if choice.path == "reference" else Plan(choice, bind(), (), run)
 
 

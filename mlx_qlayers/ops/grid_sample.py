@@ -83,19 +83,16 @@ def _plan(
     choice = choose(
         "grid_sample",
         KERNELS if kernels.covers(grid, options) else (),
-        unless=empty,
+        empty=empty,
         host_gain=_host_gain(mode, grid.size // grid.shape[-1], x.shape[-1]),
-        rests_on=() if empty else ("grid_sample_gain",),
     )
     if empty:
         shape = *grid.shape[:-1], x.shape[-1]
-        return Plan(
-            choice._replace(path="reference", reason=empty), lambda *_: mx.zeros(shape, x.dtype)
-        )
+        return Plan(choice, lambda *_: mx.zeros(shape, x.dtype))
     if choice.path == "reference":
         return Plan(choice, composed)
-    question = x.shape[-1], x.dtype, options.deterministic, grid.shape[-1]
-    config = configure("grid_sample", choice.path, *question)
+    key = x.shape[-1], x.dtype, options.deterministic, grid.shape[-1]
+    config = configure("grid_sample", choice.path, *key)
     if choice.path == "metal":
         config = kernels.within_registers(config, x, grid, options)
     given = x, grid, options, config

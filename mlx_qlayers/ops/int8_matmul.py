@@ -69,7 +69,7 @@ def _plan(arrays: Sequence[Any], block: int) -> Plan:
         raise ValueError(f"block must be one of {_BLOCKS} and divide {columns}, not {block}")
     x, w, _, bias = arrays
     lacking = _lacking(x, w.shape[0])
-    choice = choose("int8_matmul", () if lacking else KERNELS, unless=lacking)
+    choice = choose("int8_matmul", () if lacking else KERNELS, reason=lacking)
 
     def composed(x: mx.array, *matrix: Any) -> mx.array:
         return reference(rotated(x, block), *matrix)

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..dispatch import KERNELS, Choice, Operation, Plan, dispatch, gradient_of
 from ..dispatch.choice import choose_measured
-from ..measurements.thresholds import threshold
+from ..measurements.thresholds import Measured, threshold
 from ..metal.attention import latent as kernels
 from ..reference import latent_attention as reference
 from .signature import Signature
@@ -56,14 +56,13 @@ def latent_attention(
 def _choose(q: Any, r: Any, c: Any) -> Choice:
     (batch, heads, _, width), rows = q.shape, c.shape[2]
     takes = kernels.takes(q, r, rows) and c.shape[1] == 1
-    question = (rows, batch, heads, width, r.shape[3]), q.dtype, ()
-    name, unless = "latent_attention", None  # of the family too
-    most = threshold("latent_attention_rows")
-    if most is not None and rows > most * batch:
-        unless = f"{rows} rows, more than {most} for each of {batch} sequences"
-    return choose_measured(
-        name, KERNELS if takes else (), name, *question, unless=unless, rests_on=(f"{name}_rows",)
-    )
+    key = (rows, batch, heads, width, r.shape[3]), q.dtype, ()
+    reason, most = None, threshold("latent_attention_rows")
+    if most is not None:
+        many = f"{rows} rows, more than {most} for each of {batch} sequences"
+        reason = Measured(many if rows > most * batch else "")
+    name, kernels_of = "latent_attention", KERNELS if takes else ()  # the family's name too
+    return choose_measured(name, kernels_of, name, *key, reason=reason)
 
 
 def _plan(arrays: Sequence[Any], scale: float) -> Plan:

@@ -142,8 +142,8 @@ def qr(a: mx.array, mode: str = "reduced") -> Any:
             alone; ``"raw"``, as in NumPy, LAPACK's H (..., N, M), transposed, and tau (..., K).
 
     Returns:
-        What ``mode`` says. Q and R can be differentiated once, where the first K columns of A are
-        independent; H and tau cannot.
+        The arrays that ``mode`` names. Q and R can be differentiated once, where the first K
+        columns of A are independent; H and tau cannot.
 
     Raises:
         ValueError: ``a`` has another dtype or less than two axes, or there is no such mode.
@@ -243,9 +243,7 @@ def _plan_solve(arrays: Sequence[Spec], upper: bool, transpose: bool) -> Plan:
 
 def _plan_qr(arrays: Sequence[Spec], mode: str) -> Plan:
     (a,) = arrays
-    _MATRICES.check(a)
-    if mode not in ("reduced", "r", "raw"):
-        raise ValueError(f"mode must be 'reduced', 'r' or 'raw', not {mode!r}")
+    _MATRICES.check(a, mode)
     flat, choice = _flat(a), _choose("qr", a)
     *lead, m, n = a.shape
     k = min(m, n)
@@ -322,7 +320,7 @@ def _sample(arrays: list[mx.array], *static: Any) -> list[mx.array]:
     return [symmetric.astype(a.dtype), *rest]
 
 
-_MATRICES = Signature("a: float32 (..., N, M)")
+_MATRICES = Signature("a: float32 (..., N, M)\nmode: 'reduced', 'r', 'raw'")
 _SQUARE = Signature("a: float32 (..., N, N)")
 _FACTOR = Signature("l: float32 (..., N, N)")
 _SYSTEM = Signature("""
@@ -343,8 +341,7 @@ _SUBTRACT = Operation("subtract_product", _plan_subtract)
 def _choose(op: str, *arrays: Spec) -> Any:
     faster = gain("linalg_gain", arrays[0].shape[-1], op)
     empty = next((f"{a.shape} is empty" for a in arrays if not a.size), None)
-    choice = choose(op, unless=empty, host_gain=faster, rests_on=("linalg_gain",))
-    return choice._replace(path="reference") if empty else choice
+    return choose(op, empty=empty, host_gain=faster)
 
 
 def _block() -> int:

@@ -87,7 +87,7 @@ def _choose(arrays: Sequence[Spec], allow_tf32: bool) -> Choice:
             "matmul", "reference", "the kernel is for float32 matrices that are not empty"
         )
     faster = gain("linalg_gain", a.shape[-2], "subtract_product")
-    return choose("matmul", unless=_why_exact(), host_gain=faster, rests_on=("linalg_gain",))
+    return choose("matmul", reason=_why_exact(), host_gain=faster)
 
 
 def _why_exact() -> str | None:

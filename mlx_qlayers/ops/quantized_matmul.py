@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..dispatch import KERNELS, Arrays, Gradient, Operation, Plan, choose, dispatch
 from ..dispatch.choice import unmeasured
 from ..formats import GLOBAL_UNIT, Format
-from ..measurements.thresholds import threshold
+from ..measurements.thresholds import Measured, threshold
 from ..metal.quantized_matmul.gradients import scales_and_biases_gradient
 from ..options import MatmulCall, PackedMatrix
 from ..runtime.backend import current, requested
@@ -183,8 +183,8 @@ def _plan_scales_and_biases(arrays: Sequence[Any], transpose: bool, fmt: Format)
     choice = choose(
         "quantized_matmul, gradient of scales and biases",
         () if lacking else KERNELS,
-        unless=lacking or _left_to_stock(rows, x.dtype),
-        rests_on=("scales_gradient_gain", "scales_gradient_max_rows"),
+        reason=lacking or _left_to_stock(rows, x.dtype),
+        host_gain=threshold("scales_gradient_gain", device="host"),
     )
     reference = by_reference(transpose, fmt)
 
@@ -207,9 +207,10 @@ def _left_to_stock(rows: int, dtype: mx.Dtype) -> str | None:
         return why
     # In float32 the stock operators multiply in TF32, which is not exact enough.
     most = threshold("scales_gradient_max_rows")
-    if most is not None and rows > most and dtype != mx.float32:
-        return "the stock operators, which hold the dense gradient, are faster with so many rows"
-    return None
+    if most is None or dtype == mx.float32:
+        return None
+    why = "the stock operators, which hold the dense gradient, are faster with so many rows"
+    return Measured(why if rows > most else "")
 
 
 _TAKES = Signature("""

@@ -10,9 +10,9 @@ import mlx.core as mx
 
 from ..dispatch import Choice, choose
 from ..dispatch.choice import UNMEASURED, unmeasured
-from ..dispatch.measurements import Found, configure, decided, found
+from ..dispatch.measurements import Measurement, configure, decided, found
 from ..formats import Format
-from ..measurements.thresholds import Evidence, gain, threshold
+from ..measurements.thresholds import Measured, gain, threshold
 from ..metal.quantized_matmul.dequantize import dense_product
 from ..metal.quantized_matmul.qmm import qmm
 from ..metal.quantized_matmul.qmm_skinny import MAX_SKINNY_ROWS, skinny_config
@@ -104,10 +104,10 @@ def route(op: str, call: MatmulCall, single: bool = False) -> Route:
     if current.get().invariant and device_of().gpu:
         return _invariant(op, call)
     if w.ndim > 2 or 0 in (rows, *w.shape):
-        return Route(choose(op, (), unless="the kernels take one matrix, and nothing empty"))
-    kernel, unless, rests_on = _by_rule(call)
+        return Route(choose(op, (), reason="the kernels take one matrix, and nothing empty"))
+    kernel, reason = _by_rule(call)
     wins, others = "kernel", list[str]()
-    best: Found | None = None
+    best: Measurement | None = None
     at = device_of()
     if transpose and (rows <= MAX_QMV_ROWS or not at.gpu):
         # There more rows are as sixteen.
@@ -123,13 +123,11 @@ def route(op: str, call: MatmulCall, single: bool = False) -> Route:
     lacks_tensors = wins == "kernel" and kernel == QMM and not at.measured
     by = kernel + (f"; {without_tensors(best)}" if lacks_tensors else "")
     few = transpose and rows <= MAX_QMV_ROWS
-    is_taken = single and few and decided(best, unless, wins)[0] is None
-    if is_taken and (too_long := _call_is_too_long(call)) is not None:
-        return Route(choose(op, unless=too_long, by=by, rests_on=("qmv_call",)), kernel, others)
+    is_taken = single and few and not decided(best, reason, wins)
+    if is_taken and (too_long := _call_is_too_long(call)):
+        return Route(choose(op, reason=too_long, by=by), kernel, others)
     gain = host_gain(rows, fmt, transpose)
-    choice = choose(
-        op, unless=unless, host_gain=gain, by=by, rests_on=rests_on, best=best, wins=wins
-    )
+    choice = choose(op, reason=reason, host_gain=gain, by=by, best=best, wins=wins)
     return Route(choice, kernel, others)
 
 
@@ -145,33 +143,30 @@ def _invariant(op: str, call: MatmulCall) -> Route:
     return Route(choice, QMV)
 
 
-def _by_rule(call: MatmulCall) -> tuple[str, str | None, tuple[str, ...]]:
-    """The kernel, why ``auto`` leaves it for the stock operator, and what that rests on."""
+def _by_rule(call: MatmulCall) -> tuple[str, str | None]:
+    """The kernel, and why ``auto`` leaves it for the stock operator."""
     device, vector = device_of(), QMV if call.transpose else QVM
     if not device.gpu:
         # Where threads do not run side by side, sixteen rows after sixteen are fastest.
-        return vector, None, (f"{vector}_gain",)
+        return vector, None
     if vector == QMV and call.shape[0] <= MAX_QMV_ROWS:
         if device.tensor_cores and is_skinny(call.x, [call.matrix]):
-            return SKINNY, None, ("qmm_skinny_rows",)
+            return SKINNY, Measured("")
         compiles = device.stock_compiles and call.shape[0] >= STOCK_COMPILES
         if compiles and call.x.dtype == mx.float32:
-            return QMM, None, ()
-        return QMV, stock_is_better(call.x.dtype, call.fmt), ()
-    if device.tensor_cores:
-        kernel = _many_rows(call)
-        return kernel, None, ("qmm_skinny_rows" if kernel == SKINNY else "qmm_max_rows",)
-    return QMM, UNMEASURED, ()
+            return QMM, None
+        return QMV, stock_is_better(call.x.dtype, call.fmt)
+    return _many_rows(call) if device.tensor_cores else (QMM, UNMEASURED)
 
 
-def stock_is_better(dtype: mx.Dtype, fmt: Format) -> str | None:
-    """Why ``auto`` leaves qmv for the stock operator on a GPU."""
+def stock_is_better(dtype: mx.Dtype, fmt: Format, skinny: bool = False) -> str | None:
+    """Why ``auto`` leaves qmv, or qmm_skinny, for the stock operator on a GPU."""
     device = device_of()
     if fmt.bits < device.stock_least_bits:
         return None
     if device.tensor_cores and dtype == mx.float32:
         return "the stock operator is faster in float32, which the matrix units do not take"
-    return unmeasured()
+    return unmeasured() or (Measured("") if skinny else None)
 
 
 def _call_is_too_long(call: MatmulCall) -> str | None:
@@ -180,7 +175,7 @@ def _call_is_too_long(call: MatmulCall) -> str | None:
     most = None if call.fmt.bits < device_of().stock_least_bits else threshold("qmv_call")
     if most is None or rows >= STOCK_COMPILES or threshold("qmv_stock")[rows - 1] * n * k > most:
         return None
-    return "the stock operator takes less time than Python to call the kernel"
+    return Measured("the stock operator takes less time than Python to call the kernel")
 
 
 def host_gain(rows: int, fmt: Format, transpose: bool = True) -> float | None:
@@ -190,17 +185,17 @@ def host_gain(rows: int, fmt: Format, transpose: bool = True) -> float | None:
     return gain("qmv_gain", rows, fmt.mode, fmt.bits)
 
 
-def _many_rows(call: MatmulCall) -> str:
+def _many_rows(call: MatmulCall) -> tuple[str, str | None]:
     """The kernel, by measured rows. Stock is none of the choices: MLX compiles it for 40 s."""
     (x, _, transpose, fmt), (rows, n, k) = call, call.shape
+    if x.dtype == mx.float32:  # dense matrices of which MLX multiplies in TF32
+        return QMM, None
+    if transpose and is_skinny(x, [call.matrix]):
+        return SKINNY, Measured("")
     cut = configure("qmm", backend(), rows, n, k, x.dtype, fmt, transpose)
     # Where tiles share the depth and another launch adds them up, a dense product wins sooner.
     until = _max_rows("whole" if cut.fills(rows, n) else "split")
-    # MLX multiplies dense float32 matrices in TF32, which the kernels must not be.
-    kernel = QMM if x.dtype == mx.float32 or rows <= until else DENSE
-    if transpose and is_skinny(x, [call.matrix]):
-        kernel = SKINNY
-    return kernel
+    return QMM if rows <= until else DENSE, Measured("")
 
 
 def _max_rows(tiles: str) -> int:
@@ -208,18 +203,14 @@ def _max_rows(tiles: str) -> int:
     return threshold("qmm_max_rows", tiles)
 
 
-def dense_is_worse(
-    rows: int, n: int, x: Spec, fmt: Format
-) -> tuple[str | None, tuple[str | Evidence, ...]]:
-    """Why ``auto`` does not dequantize matrices for one dense product, and what that rests on."""
+def dense_is_worse(rows: int, n: int, x: Spec, fmt: Format) -> str | None:
+    """Why ``auto`` does not dequantize matrices for one dense product."""
     best = found("qmm", rows, n, x.shape[-1], x.dtype, fmt, True)
     if best is not None and best.path != "uncompared":
-        worse = None if best.path == "dequantized" else str(best.evidence)
-        return worse, (best.evidence,)
+        return Measured("" if best.path == "dequantized" else best.evidence)
     if not device_of().tensor_cores:
-        return "a dense product of many rows was measured on NVIDIA GPUs only", ()
-    few = "qmm is faster for so few rows" if rows <= _max_rows("whole") else None
-    return few, ("qmm_max_rows",)
+        return "a dense product of many rows was measured on NVIDIA GPUs only"
+    return Measured("qmm is faster for so few rows" if rows <= _max_rows("whole") else "")
 
 
 def product(to: Route, call: MatmulCall) -> Product:

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
 from ..dispatch.choice import unmeasured
-from ..measurements.thresholds import threshold
+from ..measurements.thresholds import Measured, threshold
 from ..metal.rotary import launch as kernels
 from ..options import Rotation
 from ..reference import rotary as reference
@@ -66,12 +66,12 @@ def _plan(arrays: Sequence[Any], *options: Any) -> Plan:
     check_rotation(rotation, freqs, _TAKES.check(q, k, offset)["D"])
     empty = "there is nothing to turn" if 0 in (*q.shape, *k.shape, rotation.dims) else None
     took = threshold("rotary_stock")
-    as_fast = took and f"two launches of the stock operator are as fast: {took}"
+    as_fast = took and Measured(f"two launches of the stock operator are as fast: {took}")
     choice = choose(
         "rotary_embedding",
         () if empty else KERNELS,
-        unless=empty or unmeasured() or as_fast,
-        rests_on=("rotary_gain", "rotary_stock"),
+        reason=empty or unmeasured() or as_fast,
+        host_gain=threshold("rotary_gain", device="host"),
     )
     composed = reference.rotary_embedding(rotation)
     if choice.path == "reference":

@@ -167,10 +167,12 @@ def is_finite(value: object) -> bool:
     return isinstance(value, (int, float)) and abs(value) <= _LARGEST
 
 
-def check_packed(x: Any, w: Any, scales: Any, biases: Any, transpose: bool, fmt: Format) -> None:
-    """Raise unless rows of ``x`` can be multiplied with what ``w`` packs."""
+def check_packed(
+    x: Any, w: Any, scales: Any, biases: Any, transpose: bool, fmt: Format, of: str = ""
+) -> None:
+    """Raise unless rows of ``x`` can be multiplied with a packed ``w``; ``of`` begins messages."""
     if problem := fmt.mismatch(w, scales, biases):
-        raise ValueError(problem)
+        raise ValueError(of + problem)
     inner = fmt.dims(w) if transpose else w.shape[-2]
     if x.shape[-1] != inner:
         raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..dispatch.measurements import Found
+from ..dispatch.measurements import Measurement
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from ..runtime import tensor_ops
 from ..runtime.backend import backend
@@ -22,7 +22,7 @@ MEMORY = "tensor operations by way of threadgroup memory"
 PATHS = {"tensor": TENSOR, "codes": CODES, "tensor_memory": MEMORY}
 
 
-def by_tensors(best: Found | None) -> bool:
+def by_tensors(best: Measurement | None) -> bool:
     """Whether they were measured to be fastest, and still run here."""
     return best is not None and best.path in PATHS and _runs(best.path)
 
@@ -37,7 +37,7 @@ def _runs(path: str) -> bool:
     return (tensor_ops.missing_codes() if codes else tensor_ops.missing()) is None
 
 
-def in_turn(best: Found, kernels: Mapping[str, str]) -> list[str]:
+def in_turn(best: Measurement, kernels: Mapping[str, str]) -> list[str]:
     """The fastest kernel of a call, then others no slower than stock, if the proof fails."""
     seconds = best.evidence.seconds or {}
     rest = [p for p in kernels if seconds.get(p, inf) <= seconds.get("stock", 0) and _runs(p)]
@@ -54,13 +54,13 @@ def takes_tensors(x: Spec | mx.array) -> bool:
     return x.ndim > 1 and x.size > MAX_QMV_ROWS * x.shape[-1] > 0
 
 
-def as_it_runs(best: Found | None) -> Found | None:
+def as_it_runs(best: Measurement | None) -> Measurement | None:
     """The measurement, or None if it is older than the system or the compiler."""
     lost = best is not None and best.path in PATHS and not by_tensors(best)
     return None if lost else best
 
 
-def measured_beside(best: Found | None, kernel: str) -> dict[str, Any]:
+def measured_beside(best: Measurement | None, kernel: str) -> dict[str, Any]:
     """Arguments of :func:`~mlx_qlayers.dispatch.choose` where a tensor kernel may be faster."""
     best = as_it_runs(best)
     if best is not None and by_tensors(best):
@@ -68,7 +68,7 @@ def measured_beside(best: Found | None, kernel: str) -> dict[str, Any]:
     return {"best": best, "by": f"{kernel}; {without_tensors(best)}"}
 
 
-def without_tensors(best: Found | None) -> str:
+def without_tensors(best: Measurement | None) -> str:
     """Why a call on an Apple GPU does without them."""
     if why := tensor_ops.missing():
         return f"no {TENSOR}: {why}"

@@ -19,7 +19,7 @@ _CHUNK = {mx.cpu: 1 << 19, mx.gpu: 1 << 28}
 def blend(pixels: mx.array, taps: Taps, weighted: bool = True) -> mx.array:
     """Sum the taps of each point, rows of ``pixels``, in float32; one tap without weights."""
     index, weight, inside = taps
-    # What is outside counts as zero, whatever the pixel that stands in for it: it is a row of
+    # Points outside count as zero, whatever pixel stands in for them: they are a row of
     # zeros behind all pixels, or masked where points are so few that this costs less.
     dtype, padded = pixels.dtype, index.size > pixels.shape[0]
     if padded:

@@ -1,9 +1,9 @@
-"""Arrays of a graph that lie in a larger one: kernels read and write them there.
+"""Arrays of a graph that lie in a larger one. For NVIDIA GPUs alone, frozen.
 
 For every array that a launch gives, MLX makes nodes, memory and a record of who uses it: that takes
 about a microsecond, and most of the time of a launch that gives three or four. So in a graph that
-is only evaluated a launch gives one array, and later ones take that and know where in it their
-inputs are. Whoever else uses such an array gets it as a view.
+is only evaluated a launch gives one array, and later ones take that and read their inputs in it.
+Whoever else uses such an array gets it as a view.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def capture(path: str | Path) -> Iterator[Path]:
         raise ValueError(f"path must end in .gputrace, not {str(path)!r}")
     if path.exists():
         raise FileExistsError(f"{path} exists, and Metal does not overwrite a capture")
-    # What was queued before does not belong to the block.
+    # Work that was queued before does not belong to the block.
     mx.synchronize()
     mx.metal.start_capture(str(path))
     try:

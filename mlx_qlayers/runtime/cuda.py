@@ -1,4 +1,4 @@
-"""Runs launches on an NVIDIA GPU, through ``mx.fast.cuda_kernel``.
+"""Runs launches by ``mx.fast.cuda_kernel``. For NVIDIA GPUs alone, frozen.
 
 The Metal source is compiled as CUDA C++ behind the headers in ``shims/cuda``. The rest is
 rewritten here, token by token: see :func:`translate`.
@@ -31,7 +31,7 @@ from .staging import replace_file
 SHIM = Path(__file__).parent / "shims" / "cuda" / "msl.h"
 # Characters from which a kernel's text is worth a file.
 _LONG = 2048
-# What CUDA starts at most along y and z, where Metal knows no such limit.
+# The most that CUDA starts along y and z, where Metal knows no such limit.
 _MOST_GROUPS, _MOST_DEEP = 2**16 - 1, 64
 # Their declarations, and those of the files that they include, come from the shim instead.
 _SHIMMED = tuple(
@@ -182,7 +182,7 @@ def cuda_source(
         outer.append(f"auto&& {name}_msl={value};")
         inner.append(f"auto&& {name}={name}_msl;")
     lines = ["".join([*outer, "{", *inner])] if outer else []
-    # What a kernel does without an array it leaves out where it knows that it gets the array.
+    # A kernel leaves out its code for a missing array where it knows that there is one.
     given = [p.name for p in program.inputs if not p.reference] + list(program.output_names)
     lines.append("".join([f"__builtin_assume({name}!=nullptr);" for name in given]))
     lines += _attributes(program.source, threadgroup, surplus)

@@ -1,6 +1,6 @@
-"""Compiles CUDA kernels before MLX does, side by side, and keeps them for later processes.
+"""Compiles CUDA kernels before MLX does, and keeps them. For NVIDIA GPUs alone, frozen.
 
-MLX compiles a custom kernel at its first launch, one after the other behind a lock, with headers
+It does so side by side. MLX compiles at the first launch, one after the other, with headers
 that take most of that time, and keeps no result. But before it compiles it looks into its folder of
 compiled kernels, for the kernel's name and the hash of its whole text, and takes what is there.
 Where nothing could be put there, for whatever reason, it compiles as ever.
@@ -34,7 +34,7 @@ from .spec import Spec
 from .staging import replace_file
 
 _WORKER = Path(__file__).with_name("nvrtc_worker.py")
-# What MLX writes in front of a kernel, and as much of that as kernels here need.
+# The text that MLX writes in front of a kernel, as far as kernels here need it.
 _MLX = '\n#include "mlx/backend/cuda/device/utils.cuh"\n\n#include <cooperative_groups.h>\n\n'
 _OWN = """
 #include <cuda_bf16.h>
@@ -60,7 +60,7 @@ _PATIENCE = 60
 _SEED = 0xC70F6907
 
 _jobs: dict[str, Future[None]] = {}
-# What is to be compiled in a ``with`` block; None: what is bound is waited for.
+# Compilations of a ``with`` block; None: each is waited for where it is bound.
 _asked: ContextVar[list[Future[None]] | None] = ContextVar("asked", default=None)
 _idle = False
 # Seconds that compilers took, and the kernels that they compiled here.

@@ -41,7 +41,7 @@ ATTRIBUTES = {
     "threads_per_threadgroup": "uint3",
 }
 
-# What follows an input where the body asks for it, in MLX's order: suffix, type.
+# Parameters that follow an input where the body asks for it, in MLX's order: suffix, type.
 SHAPE_WORDS = (("_shape", "int*"), ("_strides", "int64_t*"), ("_ndim", "int&"))
 
 TYPES = {
@@ -61,7 +61,7 @@ TYPES = {
 }
 
 
-# What the text depends on in an input: its type, whether it is 0-d, whether it is small.
+# The facts of an input that the text depends on: its type, whether it is 0-d, whether it is small.
 _Input = tuple[str, bool, bool]
 
 

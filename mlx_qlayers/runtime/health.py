@@ -97,7 +97,7 @@ def checked(
         args: what both are called with.
 
     Returns:
-        What ``kernel`` returned, or else ``reference``.
+        The result of ``kernel``, or else of ``reference``.
 
     Raises:
         BackendError: inside ``mx.compile`` or ``mx.vmap``, where nothing can be read.

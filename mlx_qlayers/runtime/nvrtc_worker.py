@@ -1,8 +1,8 @@
-"""Compiles one CUDA kernel with NVRTC: a program of its own, since NVRTC holds a lock in a process.
+"""Compiles one CUDA kernel with NVRTC. For NVIDIA GPUs alone, frozen.
 
-Standard input holds JSON: ``library``, ``text``, ``name`` and ``options``. Standard output gets a
-line with the kernel's mangled name, and the machine code after it. It imports nothing of the
-package, so that it starts within a few hundredths of a second.
+It is a program of its own, since NVRTC holds a lock in a process, and imports nothing of the
+package, so that it starts at once. Standard input holds JSON: ``library``, ``text``, ``name`` and
+``options``. Standard output gets the kernel's mangled name in a line, then the machine code.
 """
 
 import ctypes

@@ -9,7 +9,7 @@ from functools import cached_property
 # MLX passes inputs with fewer elements in the constant address space.
 CONSTANT_BELOW = 8
 
-# What a generated text is called in messages.
+# The name of a generated text in messages.
 _CITED = re.compile(r"source\.metal:(\d+)(?::\d+)?")
 _COOPERATIVE = re.compile(r"\b(simd_|quad_|simdgroup_|threadgroup_barrier)")
 

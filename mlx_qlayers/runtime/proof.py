@@ -31,7 +31,7 @@ from .macos import macos_build
 from .source import METAL
 
 T = TypeVar("T")
-# What a reason says before the names of several kernels, of which one failed.
+# The words of a reason before the names of several kernels, of which one failed.
 TOGETHER = "; launched together: "
 # The names of kernels by the keys of their launches.
 Launches = dict[str, str]
@@ -56,13 +56,13 @@ class Unproven(RuntimeError):
 
 
 _trial: ContextVar[Launches | None] = ContextVar("trial", default=None)
-# What was taken in the place of something else; a launch that failed is refused, by trials too.
+# Kernels that took another's place; a launch that failed is refused, by trials too.
 _instead: ContextVar[list[str] | None] = ContextVar("instead", default=None)
 _has_another: ContextVar[bool] = ContextVar("has_another", default=False)
 _lock = threading.Lock()
 # By the file that they are stored in, which is another one where the cache's folder is.
 _verdicts: dict[Path, dict[str, Verdict]] = {}
-# What could not be written, and what nobody can find out in this process.
+# Verdicts that could not be written, or that nobody can find out in this process.
 _unkept: dict[str, Verdict] = {}
 
 
@@ -70,7 +70,7 @@ def admit(launch: Launch, folder: Path | None) -> Callable[[], None] | None:
     """Let a launch on Metal pass that was proven or forced, or is a trial, else raise Unproven.
 
     Returns:
-        What a trial wants to be called when it is launched: one that is only bound proves nothing.
+        The function that a trial calls at the launch: a kernel that is only bound proves nothing.
     """
     trial = _trial.get()
     if trial is None and (requested() != "auto" or METAL.parent not in (folder or Path()).parents):

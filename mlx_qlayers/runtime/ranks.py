@@ -34,7 +34,7 @@ def _finish_generation() -> None:
 
 
 @contextmanager
-def stopping_together(group: Group) -> Iterator[None]:
+def raising_on_all_ranks(group: Group) -> Iterator[None]:
     """Let an error of one rank raise a RanksError on all, which names the first such rank."""
     if group.size() == 1:
         yield

@@ -25,7 +25,7 @@ def wait_for(result: T | Callable[..., T], seconds: float, *inputs: Any) -> T:
 
     It may be called from any thread, from many at once too.
 
-    What it stops is the waiting. It cannot stop the kernel: nothing in MLX can. On Metal the system
+    It stops the waiting. It cannot stop the kernel: nothing in MLX can. On Metal the system
     ends a command buffer that runs for seconds, and MLX then fails; on an NVIDIA GPU a kernel that
     hangs goes on until the process ends; the checked build of the host backend ends one by its
     budget, the fast build does not. After a timeout the stream of the hanging work stays

@@ -10,7 +10,7 @@ from typing import Any
 
 # The lengths of steps, of which each is captured by itself.
 LENGTHS = (2, 3, 5, 9, 16)
-# What guesses behind a wrong and a right one are taken to be worth before there were some, and for
+# The assumed worth of guesses behind a wrong and a right one before there were some, and for
 # how many trials that counts.
 _PRIOR, _WEIGHT = (0.6, 0.8), 2.0
 _MEMORY = 0.9  # of trials, a round
@@ -27,7 +27,7 @@ _LOSS = 0.01
 
 @dataclass
 class Known:
-    """What is known of a model from one text to the next.
+    """Facts about a model that are kept from one text to the next.
 
     Attributes:
         costs: seconds by the number of texts and the source of guesses, or None, and by length.
@@ -54,9 +54,9 @@ class Depths:
     gives 1 + b * (1 + a + ... + a^(d - 1)) tokens, or with a in the place of b behind a round whose
     guesses were all right. It costs what rounds of its length did. Lengths that were not tried are
     taken to cost what lies between the others, and the next longer one what the line through the
-    last two says. What rounds lose against steps without guesses, less what they gain, is counted,
-    and past a hundredth of the time there are none for a while. The texts of a batch have one
-    depth, and add up.
+    last two says. The losses of rounds against steps without guesses, less their gains, are added
+    up, and past a hundredth of the time there are no rounds for a while. The texts of a batch have
+    one depth, and add up.
 
     The first step of a length is captured and compiled, which takes as long as many steps. Sources
     that guess for nothing are asked without rounds, too, and the text says what was right. A
@@ -185,7 +185,7 @@ class Depths:
         if kind is not None and seconds is not None and plain:
             tokens = sum(accepted) / texts + 1
             self.known.save(tokens * plain - seconds)
-            # What a step waits for once, such as longer caches, one without guesses waits for too.
+            # A step waits once for, say, longer caches; one without guesses waits for them too.
             taken = min(seconds, 1.5 * costs[length]) if costs[length] else seconds
             self.lost += taken - tokens * plain
             slope = (costs[length] - plain) / (length - 1)
@@ -206,7 +206,7 @@ def _kind(sources: Sequence[int | None]) -> int | None:
 
 
 def _cost(known: dict[int, float]) -> Callable[[int], float]:
-    """What a round of some length costs, from those that are known."""
+    """The cost of a round of some length, from those that are known."""
     points = sorted(known.items())
 
     def cost(length: int) -> float:

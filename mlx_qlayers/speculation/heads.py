@@ -60,7 +60,7 @@ class Head(nn.Module):
         return self.norm(out) if self.normed else out
 
     def normal(self, out: mx.array) -> mx.array:
-        """What the output layer takes."""
+        """The input of the output layer."""
         return out if self.normed else self.norm(out)
 
 

@@ -42,7 +42,7 @@ def speculative_generate_step(
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
 ) -> Generator[tuple[int, mx.array, bool]]:
-    """What ``mlx_lm.generate.speculative_generate_step`` gives, with any source and any caches.
+    """Generate as ``mlx_lm.generate.speculative_generate_step``, with any source and any caches.
 
     Args:
         prompt: (tokens,).
@@ -233,7 +233,7 @@ class Speculation:
         self.report = SpeculationReport()
 
     def depths(self, model: Any, most: int | None) -> Depths:
-        """What chooses how many guesses a round has, at most so many."""
+        """The choice of how many guesses a round has, at most so many."""
         most = min(MAX_LENGTH if most is None else most, MAX_LENGTH - 1)
         return Depths(model, most, self.measured)
 

@@ -42,7 +42,7 @@ class Checkpoint:
         self.singly = singly or length == 1
         kinds = [kind_of(c).__name__ for c in self.own]
         kept = [not self._is_cut(c, kind) for c, kind in zip(self.own, kinds, strict=True)]
-        # What a state goes back with is kept, too, unless it has counts alone.
+        # Arrays that a state goes back with are kept, too, unless it has counts alone.
         self.kept: list[Any] = [None] * len(kept)
         if any(kept):
             kept = [k or kind in RINGS for k, kind in zip(kept, kinds, strict=True)]

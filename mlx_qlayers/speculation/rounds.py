@@ -21,7 +21,7 @@ from .sources import Foreteller, Pipelined
 
 @dataclass
 class SpeculationReport:
-    """What guesses were worth in a text.
+    """The worth of guesses in a text.
 
     Attributes:
         tokens: of the text, behind the prompt.

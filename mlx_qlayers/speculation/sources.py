@@ -18,7 +18,7 @@ Draw = Callable[[mx.array, list[mx.array]], mx.array]
 
 
 class Source(Protocol):
-    """What guesses the next tokens.
+    """A source of guesses for the next tokens.
 
     A guess is a token, without a probability: what the model draws decides, with the same random
     numbers as ``draw`` has here. So a text is what it is without guesses, whatever these are.
@@ -42,7 +42,7 @@ class Foreteller(Protocol):
     """A source whose guesses cost nothing, so that what they are worth is known without rounds."""
 
     def foretell(self, tokens: Sequence[int], depth: int) -> list[int]:
-        """What it would guess, up to so many tokens."""
+        """The tokens that it would guess, at most so many."""
         ...
 
 
@@ -118,7 +118,7 @@ class PromptLookup:
 
 
 class _Taken(NamedTuple):
-    """What a draft model took for a round: ``known`` tokens, and its guesses but for the last."""
+    """Inputs of a draft model for a round: ``known`` tokens, and its guesses but for the last."""
 
     known: int
     guesses: mx.array

@@ -1,1 +1,1 @@
-"""What training needs beside the layers: a loss without logits."""
+"""Training beside the layers: a loss without logits."""

@@ -25,7 +25,7 @@ _METHODS: dict[type[nn.Module], str] = {
 
 
 class Head(NamedTuple):
-    """What a model's logits are: ``softcap`` of ``scale`` times what a layer gives.
+    """The logits of a model: ``softcap`` of ``scale`` times the output of a layer.
 
     Attributes:
         name: of the layer in the model.

@@ -19,7 +19,7 @@ from ..tuning.calibrate import same_random_state
 SHARE = 0.95
 
 
-class Plan(NamedTuple):
+class Usage(NamedTuple):
     """The bytes of a training's parts, and of all of it by the length of its sequences.
 
     Attributes:
@@ -69,7 +69,7 @@ class Plan(NamedTuple):
         return "\n".join([*lines, fits])
 
 
-def plan(model: Any, optimizer: Any, loss: Callable[..., Any], batch: int, length: int) -> Plan:
+def plan(model: Any, optimizer: Any, loss: Callable[..., Any], batch: int, length: int) -> Usage:
     """Take steps without an effect, and tell what the training will take.
 
     Model, optimizer and random numbers are what they were afterwards.
@@ -104,7 +104,7 @@ def plan(model: Any, optimizer: Any, loss: Callable[..., Any], batch: int, lengt
                 break  # which leaves what follows from shorter ones
             points[n] = least_memory(_step(model, optimizer, loss, batch, n)) - outside
     alone = _loss_alone(loss, batch, length)
-    return Plan(all_of - some, some, moments, alone, batch, length, _through([*points.items()]))
+    return Usage(all_of - some, some, moments, alone, batch, length, _through([*points.items()]))
 
 
 def memory() -> int:
@@ -191,7 +191,7 @@ def _step(model: Any, optimizer: Any, loss: Any, batch: int, length: int) -> Cal
 
 
 def _loss_alone(loss: Any, batch: int, length: int) -> int:
-    """What a fused loss takes beside what it is given and gives; 0 for others."""
+    """The memory of a fused loss beside its inputs and outputs; 0 for others."""
     head = getattr(loss, "head", None)
     if head is None:
         return 0

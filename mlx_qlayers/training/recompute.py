@@ -92,7 +92,7 @@ def checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
         given, made, before = _holes((args, options)), list[Any](), _key()
         key, arrays = mx.array(before), arrays_in((args, options))
-        # What kernels on a CPU are given has values, and keeps what these were computed from.
+        # Inputs of kernels on a CPU have values, and keep what these were computed from.
         at_once = backend() == "host" and has_values(arrays)
 
         def cut(arrays: Any) -> list[mx.array]:

@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..dispatch.measurements import lookup, questions
+from ..dispatch.measurements import collected_records, lookup
 from ..formats import Format
 from ..measurements.entries import COMPUTED, Entry, adopted, file_of, own_entries, parsed, raw
 from ..measurements.store import exclusive, save
@@ -31,7 +31,7 @@ from ..runtime.devices import device_of
 from ..runtime.explain import note, recording, significant
 from ..runtime.ranks import gathered
 from .measuring import Result, results
-from .problems import asked_by, problems_of
+from .model_records import asked_by, records_of
 
 # Set to 0 it leaves calibration out.
 _ENVIRONMENT = "MLX_QLAYERS_CALIBRATE"
@@ -46,7 +46,7 @@ _SAVE, _STORING = 1.0, 0.03
 
 @dataclass(frozen=True)
 class Measured:
-    """A problem of a model, and what was measured of it."""
+    """A record of a model, and its measurement."""
 
     record: Record  # what the kernel is asked for
     count: int  # how often it is, for one token
@@ -56,7 +56,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The measurements known of a model's problems on this device.
+    """The measurements known of a model's kernels on this device.
 
     Attributes:
         measured: those that were measured here, now or before.
@@ -109,7 +109,7 @@ def calibrate(
             take all of its results in the place of their own.
 
     Returns:
-        What is known now. Nothing is measured where a backend was forced, where there are no
+        The measurements known now. None is made where a backend was forced, where there are no
         kernels, in debug modes, or where ``MLX_QLAYERS_CALIBRATE`` is 0.
 
     Example:
@@ -177,7 +177,7 @@ def _adopt(name: str, group: mx.distributed.Group) -> None:
 def _measure(
     name: str, total: int, measured: Iterator[Result], notes: list[tuple[str, str]]
 ) -> int:
-    """Store what comes of so many problems; of how many something did."""
+    """Store the outcomes of so many measurements; of how many there was one."""
     from tqdm import tqdm
 
     done: dict[str, Entry] = {}
@@ -216,7 +216,7 @@ def _counted(model: nn.Module) -> dict[Record, int]:
     layers = len(getattr(model, "layers", ())) or 1
     matrices: Counter[Any] = Counter(filter(None, map(_shape, model.modules())))
     counts: dict[Record, int] = {}
-    for record in _problems(model):
+    for record in _records(model):
         counts[record] = matrices.get(record.matrix, layers)
 
     def order(item: tuple[Record, int]) -> tuple[float, ...]:
@@ -226,14 +226,14 @@ def _counted(model: nn.Module) -> dict[Record, int]:
     return dict(sorted(counts.items(), key=order))
 
 
-def _problems(model: nn.Module) -> list[Record]:
-    """The problems of decoding and of prompts, at the sizes that are measured."""
-    with questions() as asked, nothing_compiled():
+def _records(model: nn.Module) -> list[Record]:
+    """The records of decoding and of prompts, at the sizes that are measured."""
+    with collected_records() as asked, nothing_compiled():
         if not asked_by(model):
             asked |= dict.fromkeys(_products(model))
         elif backend() != "host":  # which computes a prompt as rows, sixteen after sixteen
             asked_by(model, prompt=CALIBRATED_PROMPTS[-1])
-    every = problems_of((each for one in asked for each in one.calibrated()), searched=False)
+    every = records_of((each for one in asked for each in one.calibrated()), searched=False)
     slow = device_of().stock_compiles
     return [each for each in every if each.bytes() <= LARGEST and not (slow and each.stock_waits)]
 

@@ -271,7 +271,7 @@ class Evaluator(Generic[C]):
                 y = found[-1]
             return found if self._ordered else [y], behind
 
-        # What is compiled has no values, which the host backend needs.
+        # Compiled functions see no values, which the host backend needs.
         run: Any = mx.compile(once) if device_of(self.device).gpu else once
 
         def launches(y: mx.array) -> list[mx.array]:

@@ -1,4 +1,4 @@
-"""Measures problems one after the other until a deadline: here or, for NVIDIA, in another process.
+"""Measures kernels one after the other until a deadline: here or, for NVIDIA, in another process.
 
 MLX compiles for NVIDIA GPUs behind a lock, for up to half a minute, and nothing ends that. So a
 process of its own waits for it: it is left behind at the deadline, ends with what it compiles, and
@@ -7,28 +7,25 @@ the next one finds that in MLX's folder.
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from math import inf
-from multiprocessing.connection import wait
-from pathlib import Path
-from tempfile import TemporaryFile
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from ..dispatch.measurements import entry_of
-from ..measurements.entries import COMPUTED, Entry, parsed, raw
+from ..measurements.entries import COMPUTED, Entry
 from ..metal.record import Record
 from ..runtime.backend import backend
+from ..runtime.cuda_ahead import finish
 from ..runtime.devices import device_of
+from ..runtime.worker import Worker
 from .evaluator import IN_ORDER, Evaluator, timer_of
 from .queue_timer import OutOfTime
 from .timing import Sample, verdict
@@ -37,7 +34,7 @@ from .timing import Sample, verdict
 _AHEAD = 4
 # Seconds that a GPU works before anything is measured.
 _WARM = 0.5
-# What measuring a prompt takes: seconds, and times a product of the same size as MLX computes it.
+# The time to measure a prompt: seconds, and times a product of the same size as MLX computes it.
 _SETUP, _PRODUCTS = 0.2, 24
 # Seconds after which a process that was left behind ends, whatever it is doing.
 _PATIENCE = 60
@@ -45,16 +42,16 @@ _left_behind: list[subprocess.Popen[bytes]] = []
 
 
 class Result(NamedTuple):
-    """The outcome of measuring a problem."""
+    """The outcome of a measurement."""
 
-    key: str  # the problem's
+    key: str  # the record's
     entry: Entry | None  # what is stored, or None for what the stock operator does not take
     note: tuple[str, str] | None = None  # what is wrong with it, and what follows from that
     lost: str = ""  # why nothing can run in this process any more
 
 
 def results(records: Sequence[Record], deadline: float, longest: float) -> Iterator[Result]:
-    """Measure problems in their order until ``deadline``, by ``time.monotonic``.
+    """Measure kernels in their order until ``deadline``, by ``time.monotonic``.
 
     A prompt that would take longer than ``longest`` seconds is left to the tuner.
     """
@@ -82,7 +79,7 @@ def _measured(records: Sequence[Record], deadline: float, longest: float = inf) 
             if not ahead:
                 return
             record, rates, compiled = ahead.pop(0)
-            # What is wrong with a kernel will show where it is verified.
+            # The verification will show any error of the kernel.
             if compiled is not None and not futures.wait([compiled], left).done:
                 return
             yield rates if isinstance(rates, Result) else _rated(record, rates)
@@ -94,14 +91,14 @@ def _measured(records: Sequence[Record], deadline: float, longest: float = inf) 
 
 
 def _estimated(record: Record) -> float:
-    """Seconds that it takes to measure a problem of a prompt, on a GPU; 0 for all others."""
+    """Seconds that it takes to measure a kernel of a prompt, on a GPU; 0 for all others."""
     if not device_of().gpu or record.stage < 2:
         return 0.0
     return _SETUP + _PRODUCTS * record.operations() / timer_of(backend()).rate
 
 
 def _left_to_tune(record: Record, estimate: float) -> Result:
-    """The result of a problem that takes longer than a whole calibration and is not tried again."""
+    """The result of a kernel that takes longer than a whole calibration and is not tried again."""
     config, paths = record.heuristic(backend()), {COMPUTED: estimate}
     why = f"{record.key}: takes {estimate:.1f} s; mlx-qlayers tune --prompt-tokens measures it"
     entry = entry_of(record, config, COMPUTED, paths, tried=0)
@@ -111,7 +108,7 @@ def _left_to_tune(record: Record, estimate: float) -> Result:
 def _begun(
     record: Record, pool: ThreadPoolExecutor | None, deadline: float
 ) -> tuple[Evaluator[Any] | Result, Future[None] | None]:
-    """The evaluator of a problem, and its kernel being compiled if there are threads for that."""
+    """The evaluator of a kernel, and its kernel being compiled if there are threads for that."""
     try:
         part = record if device_of().gpu else record.part()
         rates: Evaluator[Any] = Evaluator(part, False, deadline)
@@ -126,7 +123,7 @@ def _begun(
 
 
 def _rated(record: Record, rates: Evaluator[Any]) -> Result:
-    """The verdict on a problem."""
+    """The verdict on a kernel."""
     config, note = record.heuristic(rates.device), None
     scale = record.bytes() / rates.record.bytes()
     trial = rates.attempt(config, rated=False)
@@ -140,57 +137,26 @@ def _rated(record: Record, rates: Evaluator[Any]) -> Result:
 
 def _of_process(records: Sequence[Record], deadline: float) -> Iterator[Result]:
     """Yield what another process measures until the deadline."""
-    paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")
-    environment = os.environ | IN_ORDER | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    with TemporaryFile() as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=environment,
-        )
-        _left_behind.append(process)
-        given, told = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
+    worker = Worker(measure, IN_ORDER)
+    _left_behind.append(worker.process)
+    with worker.messages:
         try:
-            with given:
-                given.write(pickle.dumps((records, deadline, sys.argv)))
-            for line in _lines(told, deadline):
-                key, entry, note, lost = json.loads(line)
-                yield Result(key, parsed(entry) if entry else None, note, lost)
-            if time.monotonic() < deadline and process.wait(_PATIENCE):
-                errors.seek(0)
-                why = errors.read()[-500:].decode(errors="replace").strip()
-                yield Result("", None, ("ended", f"exit status {process.returncode}: {why}"))
-        except BrokenPipeError as error:
-            yield Result("", None, ("ended", str(error)))
+            with worker.jobs:
+                worker.jobs.send((records, deadline, sys.argv))
+            while (left := deadline - time.monotonic()) > 0 and worker.messages.poll(left):
+                yield worker.messages.recv()
+        except (EOFError, OSError):
+            if worker.process.wait(_PATIENCE):
+                yield Result("", None, ("ended", worker.ending()))
         except BaseException:
-            process.kill()
+            worker.process.kill()
             raise
-        finally:
-            told.close()
 
 
-def _lines(pipe: BinaryIO, deadline: float) -> Iterator[bytes]:
-    """Lines as they come, until the deadline or the end."""
-    begun = b""
-    while (left := deadline - time.monotonic()) > 0 and wait([pipe.fileno()], left):
-        if not (more := os.read(pipe.fileno(), 1 << 16)):
-            return
-        *lines, begun = (begun + more).split(b"\n")
-        yield from lines
-
-
-def main() -> None:
-    """Measure what standard input says; a line of JSON for each result."""
+def measure(job: Any, tell: Callable[[Any], None]) -> None:
+    """Measure what a job says, and tell each result."""
     signal.alarm(_PATIENCE)
-    records, deadline, sys.argv = pickle.load(sys.stdin.buffer)
-    try:
-        for key, entry, note, lost in _measured(records, deadline):
-            print(json.dumps((key, raw(entry) if entry else None, note, lost)), flush=True)
-    except BrokenPipeError:  # nobody waits any more
-        os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
+    records, deadline, sys.argv = job
+    for result in _measured(records, deadline):
+        tell(result)
+    finish()

@@ -19,7 +19,7 @@ from ..runtime.cuda_ahead import begin
 from ..runtime.spec import Spec
 from .timing import Sample, turns
 
-# What is queued takes an array and must not start before that is there.
+# Queued work takes an array and must not start before that is there.
 Queued = Callable[[mx.array], list[mx.array]]
 # Seconds of one product at least, of all of them at first, and at most.
 _PRODUCT, _BUSY, _MOST = 1.5e-4, 1e-3, 3e-2

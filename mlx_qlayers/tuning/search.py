@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, Generic, TypeVar
 
 C = TypeVar("C")
-# What should take so many times as long as the best is not tried.
+# Configurations that should take so many times as long as the best are not tried.
 _FAR = 1.15
 
 
@@ -38,7 +38,7 @@ def beam_search(
 ) -> list[Trial[C]]:
     """Keep the best few configurations, try their neighbours, and repeat while that gains.
 
-    What a change of a configuration gained where it was tried is what it should gain elsewhere. The
+    A change of a configuration should gain elsewhere as much as it gained where it was tried. The
     most promising neighbour is tried first. Then the others are rated anew, by what it told and by
     the best so far, until all that are left should be far from that: in the same round, so that a
     change that is of no use is tried once, not from each of the best few.

@@ -1,4 +1,4 @@
-"""Tuning kernels for problems: search, verify, measure side by side, keep."""
+"""Tuning kernels: search, verify, measure side by side, keep."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def tune_all(
     progress: Callable[[Record, float], Any] = lambda record, gain: None,
     **options: Any,
 ) -> Iterator[Tuned[Any]]:
-    """Tune problems within a budget; each has an even share of what is left of it.
+    """Tune kernels within a budget; each has an even share of what is left of it.
 
     Args:
         records: what to tune.

@@ -1,4 +1,4 @@
-"""What people do on a Mac, in a process that has an Apple GPU of ``tests/apple_gpu.py``.
+"""Scenarios of people on a Mac, in a process that has an Apple GPU of ``tests/apple_gpu.py``.
 
 Each scenario prints a line of JSON for each result: what it was, and why it is not as stock's.
 """
@@ -26,8 +26,8 @@ from mlx_qlayers import convert_model, quantize_model, use_backend
 from mlx_qlayers.commands.examples import examples, families
 from mlx_qlayers.conversion.gptq import Calibration
 from mlx_qlayers.decode import engine
-from mlx_qlayers.dispatch import choice, prover
-from mlx_qlayers.runtime import proof
+from mlx_qlayers.dispatch import choice
+from mlx_qlayers.runtime import proof, worker
 from mlx_qlayers.runtime.backend import Mode, current
 
 ARGS = qwen2.ModelArgs("qwen2", 128, 2, 192, 4, 1e-6, 96, 2, tie_word_embeddings=True)
@@ -58,7 +58,7 @@ def patience_begins_with_a_hang() -> None:
             hangs.unlink()
         return ready
 
-    prover.wait = wait
+    worker.wait = wait
 
 
 def operations() -> Iterator[tuple[str, str]]:
@@ -142,7 +142,7 @@ def training() -> Iterator[tuple[str, str]]:
 
 
 def quantizing() -> Iterator[tuple[str, str]]:
-    """What ``mlx-qlayers quantize`` does: by GPTQ."""
+    """The work of ``mlx-qlayers quantize``: by GPTQ."""
 
     class Words:
         def encode(self, text: str) -> list[int]:

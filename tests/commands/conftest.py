@@ -1,4 +1,4 @@
-"""What the tests of commands share."""
+"""Fixtures that the tests of commands share."""
 
 import json
 

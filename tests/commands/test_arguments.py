@@ -1,4 +1,4 @@
-"""What a command line says is checked before any work: a table of hostile values of all options."""
+"""A command line is checked before any work: a table of hostile values of all options."""
 
 import argparse
 import contextlib
@@ -16,7 +16,7 @@ from mlx_qlayers import cli
 from mlx_qlayers.commands.ranges import RANGES
 
 BORROWED = ("generate", "chat", "server", "lora", "fuse")
-# What may be empty, or is a text in which every letter is right.
+# Options that may be empty, or are a text in which every letter is right.
 FREE = {"prompt", "system_prompt", "prefill_response", "chat_template", "adapter_path", "verbose"}
 NUMBERS = {
     int: ["nan", "1e3", "1.5", "", "ten", "-9", "-99999999999", "9" * 30, "9" * 5000, "\x1b[31m"],
@@ -71,7 +71,7 @@ def no_work(monkeypatch, tmp_path):
 
 
 def refused(*arguments: str) -> str:
-    """What is said about a command line, in one line."""
+    """The message about a command line, in one line."""
     with contextlib.redirect_stderr(io.StringIO()) as error, contextlib.redirect_stdout(None):
         code = cli.main(arguments)
     line = error.getvalue()

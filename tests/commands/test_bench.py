@@ -28,7 +28,7 @@ def benchmarks(monkeypatch):
 
 @pytest.fixture
 def suite(monkeypatch):
-    """What the command runs, with one family in one small size and one that fails."""
+    """A run of the command, with one family in one small size and one that fails."""
     suite, grid = import_module("suite"), import_module("bench_grid_sample")
     monkeypatch.setattr(grid, "copy_bandwidth", lambda gpu: 1e9)  # takes seconds
     tiny = [grid.Case((1, 8, 8, 3), (5, 7))]

@@ -49,7 +49,7 @@ def test_the_page_of_some_kernels(capsys):
 
 @pytest.mark.slow
 def test_all_but_attention(capsys):
-    """Whose kernels take a CPU's compiler as long as all others."""
+    """A family whose kernels take a CPU's compiler as long as all others."""
     families = [family for family in examples._FAMILIES if family != "attention"]
     assert main(["doctor", "--only", "model", *families]) == 0
     out, _ = capsys.readouterr()
@@ -109,7 +109,7 @@ def test_a_kernel_that_fails(capsys, monkeypatch):
 
 
 def work_that_crashes(*given: Any) -> None:
-    """What the other process does, with a kernel among those of exp that ends it."""
+    """The work of the other process, with a kernel among those of exp that ends it."""
 
     def crashes(x: mx.array) -> list[mx.array]:
         os.kill(os.getpid(), signal.SIGSEGV)

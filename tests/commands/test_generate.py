@@ -56,7 +56,7 @@ def test_prompt_from_standard_input(tiny_model, capsys, monkeypatch):
 
 
 def generated(capsys: pytest.CaptureFixture[str], model: Path, *arguments: str) -> str:
-    """What the command says on standard output."""
+    """The standard output of the command."""
     assert main(["generate", f"--model={model}", "--max-tokens=12", *arguments]) == 0
     return capsys.readouterr().out.removesuffix("\n")
 

@@ -22,7 +22,7 @@ PROMPTS = [PATTERN * 4, [1, 2, 3, *PATTERN, 9, *PATTERN], [3, 1, 4, 1, 5, 9, 2, 
 
 
 class Seeded:
-    """What mlx-lm's server makes a sampler from."""
+    """The arguments from which mlx-lm's server makes a sampler."""
 
     seed = 5
 

@@ -68,7 +68,7 @@ def test_all_end_with_one(model, number, what):
 
 
 def chat_and_serve(path: str, port: int) -> tuple[str, list[str], int]:
-    """What a chat of two questions prints, answers to two requests at once, and how Ctrl-C ends."""
+    """A chat of two questions, two requests at once, and the end by Ctrl-C."""
     steps_ahead()
     arguments = ["--model", path, "--max-tokens", "5", "--backend", "reference"]
     sys.stdin, sys.stdout = io.StringIO("Once\nr\nA cat\nq\n"), io.StringIO()

@@ -1,4 +1,4 @@
-"""What mlx-lm's server is asked: bad requests get 400 and harm no other; it ends cleanly."""
+"""Requests to mlx-lm's server: bad ones get 400 and harm no other; it ends cleanly."""
 
 import json
 import os

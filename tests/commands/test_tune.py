@@ -17,8 +17,8 @@ from mlx_qlayers.measurements import store
 from mlx_qlayers.measurements.entries import device_name
 from mlx_qlayers.metal.records import RECORDS
 from mlx_qlayers.runtime.backend import advance_epoch
-from mlx_qlayers.tuning import problems, tune
-from mlx_qlayers.tuning.problems import problems_of, problems_of_model
+from mlx_qlayers.tuning import model_records, tune
+from mlx_qlayers.tuning.model_records import records_of, records_of_model
 from mlx_qlayers.tuning.tune import DeviceLost
 
 ARGUMENTS = ["tune", "--beam", "1", "--prompt-tokens", "20"]
@@ -34,10 +34,10 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_shapes_are_those_that_the_model_has(monkeypatch):
-    monkeypatch.setattr(problems, "backend", lambda: "metal")
+    monkeypatch.setattr(model_records, "backend", lambda: "metal")
     loaded = load_stock(str(shipped_model()))
     convert_model(loaded.model, config=loaded.quantization)
-    keys = [record.key for record in problems_of_model(loaded.model, prompt=20)]
+    keys = [record.key for record in records_of_model(loaded.model, prompt=20)]
     form = "bfloat16 affine-64-4-t"
     # q with k and v, o, gate and up together, down, the head; norms are launches of their own here.
     shapes = {"640x384": "-3", "384x384": "-residual", "2048x384": "-gate"}
@@ -59,7 +59,7 @@ def test_steps_of_decoding_are_tuned_with_long_caches_too(machine):
         def __call__(self, tokens, cache):
             found("attention_step", mx.bfloat16, 1, 28, 4, 1024, 128, 128)
 
-    keys = [record.key for record in problems_of_model(Model(), prompt=0)]
+    keys = [record.key for record in records_of_model(Model(), prompt=0)]
     sizes = 1024, 8192, 32768, 65536
     assert keys == [f"attention_step 1x28x4x{size}x128x128 bfloat16" for size in sizes]
 
@@ -71,7 +71,7 @@ def test_problems_that_share_results_count_once_and_others_not_at_all(machine):
     for backend, keys in (("metal", ["32x384x384", "64x384x384", "2x3x32x64x64"]), ("host", [])):
         machine(backend)
         every = [RECORDS[name](*arguments) for name, arguments in (*asked, decode)]
-        found = [record.key.split()[1] for record in problems_of(every)]
+        found = [record.key.split()[1] for record in records_of(every)]
         # A CPU configures decoding by options of its own.
         assert found == (keys or ["32x384x384", "64x384x384"])
 

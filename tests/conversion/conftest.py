@@ -46,6 +46,6 @@ def compiled_steps():
 
 @pytest.fixture
 def steps():
-    """What each step gave that ran as a graph."""
+    """The results of each step that ran as a graph."""
     with on_a_gpu() as found:
         yield found

@@ -14,7 +14,7 @@ from mlx_qlayers.conversion.checkpoint import check_adapter, check_directory, re
 
 @pytest.mark.parametrize("seed", range(4))
 def test_headers_are_judged_as_the_format_says(seed, tmp_path):
-    """What the safetensors library accepts is accepted, and what is accepted, MLX can read."""
+    """Files that the safetensors library accepts are accepted, and MLX can read all that are."""
     draw = random.Random(seed)
     file = tmp_path / "model.safetensors"
     arrays = {"a": mx.ones((3, 5)), "b": mx.ones((7,), mx.bfloat16), "c": mx.ones((), mx.uint8)}

@@ -18,7 +18,7 @@ from mlx_qlayers.conversion.stepping import step_class
 from mlx_qlayers.decode import engine
 from mlx_qlayers.decode.append_form import AppendForm
 
-# What no graph can hold, and the beginning of the reason.
+# Code that no graph can hold, and the beginning of the reason.
 LEFT_TO_THE_MODEL = {
     "dbrx": "dbrx.py:163: for xt, st, it in zip(x, scores, inds.tolist()):",
     "deepseek_v41": "a cache is a LayerCache",

@@ -1,4 +1,4 @@
-"""What is read from config.json."""
+"""The entries that are read from config.json."""
 
 import json
 

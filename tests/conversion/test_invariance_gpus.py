@@ -31,13 +31,13 @@ GPUS = {
     "H100": lambda machine: machine.nvidia(),
 }
 INVARIANT = Context(invariant=True)
-# What of a template says how many rows share a weight, and no more.
+# Template values that say how many rows share a weight, and no more.
 ROWS = ("rows", "outputs", "fragments")
 
 
 @pytest.fixture
 def bound(machine, monkeypatch):
-    """What is bound: kernels with template, threads of a threadgroup and grid."""
+    """The bound launches: kernels with template, threads of a threadgroup and grid."""
     found: list[tuple[Any, ...]] = []
     bind = Kernel.bind
 

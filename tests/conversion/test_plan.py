@@ -1,4 +1,4 @@
-"""What is decided about each module: its format, its class, and whether it stays as it is."""
+"""The decisions about each module: its format, its class, and whether it stays as it is."""
 
 import mlx.core as mx
 import mlx.nn as nn

@@ -136,7 +136,7 @@ def check_layers(group: mx.distributed.Group) -> None:
 
 
 def check_refusals(group: mx.distributed.Group) -> None:
-    """What cannot be split is named, and nothing is changed."""
+    """A module that cannot be split is named, and nothing is changed."""
     cases = {
         r"switch_mlp\.down_proj: 4x128x32 in groups of 32 cannot be split among 2 ranks": (
             "qwen3_moe",

@@ -1,4 +1,4 @@
-"""What goes wrong around a compiled step of decoding: the text is still that of the stock model.
+"""Faults around a compiled step of decoding: the text is still that of the stock model.
 
 Everything here is asked of the public surface, and compared with the stock model beside it.
 """
@@ -150,7 +150,7 @@ RANDOM = [
     *(noises.of_mlx, noises.jitter, noises.unused, noises.dropout, noises.of_numpy),
     *(noises.of_python, noises.a_generator, noises.a_global_generator),
 ]
-# What a reason says of code, or that its two runs differ.
+# Reasons that name code, or say that its two runs differ.
 NOISES = [
     *((noise, "the model draws random numbers of") for noise in RANDOM),
     (noises.own_key, "random|the model changes key"),
@@ -216,7 +216,7 @@ def test_a_model_in_training_mode_decodes_as_one_graph(name, graphs):
     assert_same_model(*reversed(results), bits=None, what=name)
 
 
-# What fails with one cache.
+# Operations that fail with one cache.
 
 
 @pytest.mark.parametrize(("name", "size"), [("phi3", 19), ("gemma3_text", 4096)])

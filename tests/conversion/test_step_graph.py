@@ -1,4 +1,4 @@
-"""What MLX is given for a token on an NVIDIA GPU: as many primitives a layer as there are kernels.
+"""The graph of a token on an NVIDIA GPU: as many primitives a layer as there are kernels.
 
 The graphs of the benchmark, of models as wide as 7B with few layers, without a GPU.
 """
@@ -103,7 +103,7 @@ def test_a_layer_of_qwen2_is_five_kernels_and_nothing_else():
     assert more[0].total() - few[0].total() == 2 * 5
     assert len(more[1]) - len(few[1]) == 2 * 5
     assert few[0].total() <= 2 * 5 + 17 and starting(few[0]) <= 2 * 5 + 6
-    # What MLX looks at for each of them: their inputs, and what they give.
+    # MLX looks at their inputs, and at their outputs.
     pairs = zip(*(sizes(kernels) for _, kernels in (few, more)), strict=True)
     assert [b - a for a, b in pairs] == [2 * each for each in arrays]
     # It also hashes their text.

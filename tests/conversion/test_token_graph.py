@@ -1,4 +1,4 @@
-"""What a GPU is given for a token: kernels, copies and bytes of the graph that MLX records."""
+"""The work of a GPU for a token: kernels, copies and bytes of the graph that MLX records."""
 
 import re
 
@@ -37,7 +37,7 @@ def metal(monkeypatch):
 
 
 def test_the_graph_that_metal_gets(metal, tmp_path):
-    """What MLX records there: the kernels that the host build runs, and no copy of a cache."""
+    """MLX's record there: the kernels that the host build runs, and no copy of a cache."""
     with use_backend("reference"):
         _, model = pair()
         cache = begun(model)
@@ -79,7 +79,7 @@ def test_bytes_of_a_token_of_a_layer_as_wide_as_7b(metal, tmp_path):
         for launch in launches[:7]:
             outputs = map(Spec, launch.output_shapes, launch.output_dtypes)
             moved += sum(s.size * s.dtype.size for s in (*launch.inputs, *outputs))
-        # What the append buffer holds is not read in the buffers. A merge reads and writes these.
+        # Rows of the append buffer are not read in the buffers. A merge reads and writes these.
         (last,) = engine._steps[id(model)].progress.values()
         (beside,) = last.state.append_buffers
         parts = [a for buffer in beside.buffers for a in append_buffers.arrays_of(buffer)]

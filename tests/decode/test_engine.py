@@ -106,7 +106,7 @@ def test_several_tokens_at_once():
     assert caches[1][0].offset == 30
 
 
-# What somebody does to a model's caches between two steps.
+# Changes of a model's caches between two steps.
 CHANGES = {
     "scaled": ("qwen2", lambda model, cache: setattr(cache[0], "keys", cache[0].keys * 2)),
     "trimmed": ("qwen2", lambda model, cache: [c.trim(2) for c in cache]),

@@ -1,4 +1,4 @@
-"""What a token launches by the rules: no more than was recorded, with the stock model's logits."""
+"""Launches of a token by the rules: no more than were recorded, with the stock model's logits."""
 
 from collections import Counter
 from typing import Any

@@ -82,7 +82,7 @@ def test_steps_of_several_tokens_are_one_list_and_go_back(batch):
 
 
 def count_runs(monkeypatch):
-    """What gets an item for each run of a list."""
+    """A list that gets an item for each run of a list of launches."""
     ran, run = [], LaunchList.run
     monkeypatch.setattr(LaunchList, "run", lambda self, x: ran.append(self) or run(self, x))
     return ran

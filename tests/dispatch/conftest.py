@@ -14,7 +14,7 @@ def some_gpu(machine):
 
 @pytest.fixture
 def forgetful_gpu(some_gpu):
-    """Whose results are gone behind a test."""
+    """A GPU whose results are gone behind a test."""
     explain(reset=True)
     yield
     entries.unsaved.clear()

@@ -10,6 +10,7 @@ from machine import ALL
 import mlx_qlayers
 from mlx_qlayers.dispatch import Choice, choose
 from mlx_qlayers.dispatch.choice import choose_measured
+from mlx_qlayers.measurements.thresholds import Measured
 from mlx_qlayers.runtime.backend import BackendError, use_backend
 
 DECODE = Path(mlx_qlayers.__file__).parent / "decode"
@@ -20,19 +21,21 @@ def test_paths_and_reasons(machine):
     assert choose("a", ALL) == Choice("a", "metal", "auto")
     assert choose("b", ("cuda",)) == Choice("b", "reference", "no metal kernel for these arguments")
     reason = "K is not a multiple of 64"
-    assert choose("c", ALL, unless=reason) == Choice("c", "reference", reason)
+    assert choose("c", ALL, reason=reason) == Choice("c", "reference", reason)
     with use_backend("reference"):
         assert choose("d", ALL) == Choice("d", "reference", "asked for")
     with use_backend("metal"):
         # Asked for: what auto would avoid is done.
-        assert choose("e", ALL, unless=reason) == Choice("e", "metal", "asked for")
+        assert choose("e", ALL, reason=reason) == Choice("e", "metal", "asked for")
         with pytest.raises(BackendError, match="f has no metal kernel for these arguments"):
             choose("f", ("cuda",))
-    splits = "attention_step_splits", "no such entry"
-    assert choose("g", by="qmv", rests_on=splits) == Choice(
-        "g", "metal", "auto, by qmv", "measured"
-    )
-    assert choose("g", by="qmv", rests_on=splits[1:]).evidence == "rule"
+    slower = Measured("stock is faster")
+    assert choose("g", reason=slower) == Choice("g", "reference", "stock is faster", "measured")
+    expected = Choice("g", "metal", "auto, by qmv", "measured")
+    assert choose("g", reason=Measured(""), by="qmv") == expected
+    with use_backend("metal"):
+        nothing = Choice("h", "reference", "x is empty")
+        assert choose("h", empty="x is empty", reason=slower) == nothing
 
 
 def test_the_reason_names_a_missing_compiler(machine):
@@ -52,7 +55,8 @@ def test_the_reason_names_a_missing_compiler(machine):
 )
 def test_auto_runs_on_a_cpu_only_what_is_faster_there(machine, gain, expected, reason):
     machine("host")
-    assert choose("op", ALL, host_gain=gain) == Choice("op", expected, reason)
+    evidence = "measured" if gain else "rule"
+    assert choose("op", ALL, host_gain=gain) == Choice("op", expected, reason, evidence)
     with use_backend("host"):
         assert choose("op", ALL, host_gain=gain).path == "host"
 
@@ -70,7 +74,7 @@ def test_on_metal_what_nobody_measured_is_left(machine):
 
 
 def test_the_graphs_of_steps_name_no_backend():
-    """What differs between GPUs is the dispatcher's to know."""
+    """The dispatcher alone knows differences between GPUs."""
     files = [*DECODE.rglob("*.py")]
     assert len(files) > 30
     assert not [path.name for path in files if re.search(r'"(metal|cuda)"', path.read_text())]

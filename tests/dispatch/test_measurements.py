@@ -1,15 +1,15 @@
-"""What operations are told: tuned configurations, faster paths and thresholds, where they hold."""
+"""The answers to operations: tuned configurations, faster paths and thresholds, where they hold."""
 
 import threading
 from dataclasses import asdict, replace
 
 import mlx.core as mx
 import pytest
-from stored_results import FMT, OTHER, QUESTION, TIMES, heuristic, keep
+from stored_results import FMT, KEY, OTHER, TIMES, heuristic, keep
 from threads import switching
 
 from mlx_qlayers import explain, use_backend
-from mlx_qlayers.dispatch.measurements import configure, found, questions, untuned
+from mlx_qlayers.dispatch.measurements import collected_records, configure, found, untuned
 from mlx_qlayers.formats import Format
 from mlx_qlayers.measurements import entries
 from mlx_qlayers.measurements.store import clear
@@ -22,16 +22,16 @@ pytestmark = pytest.mark.usefixtures("forgetful_gpu")
 
 
 def test_a_heuristic_gives_way_to_what_was_found():
-    assert configure("qmv", "cuda", *QUESTION) == heuristic()
+    assert configure("qmv", "cuda", *KEY) == heuristic()
     keep(config=OTHER)
-    assert configure("qmv", "cuda", *QUESTION) == OTHER != heuristic()
+    assert configure("qmv", "cuda", *KEY) == OTHER != heuristic()
     assert any(d.op == "tuning" and d.path == "kernel" for d in explain())
-    assert clear() == 1 and configure("qmv", "cuda", *QUESTION) == heuristic()
+    assert clear() == 1 and configure("qmv", "cuda", *KEY) == heuristic()
 
 
 def test_evidence_says_what_was_measured_where(monkeypatch):
     keep(config=OTHER, date="2026-11-22", command="mlx-qlayers tune")
-    evidence = found("qmv", *QUESTION).evidence
+    evidence = found("qmv", *KEY).evidence
     assert str(evidence) == f"measured here: {TIMES}"
     assert (evidence.device, evidence.date) == ("some_gpu", "2026-11-22")
     # The same file, as if the package held it.
@@ -40,7 +40,7 @@ def test_evidence_says_what_was_measured_where(monkeypatch):
     monkeypatch.setattr(entries, "read", lambda *at: {**read(*at), **shipped.get(at, {})})
     monkeypatch.setattr(entries, "own_entries", lambda device: {})
     advance_epoch()
-    evidence = found("qmv", *QUESTION).evidence
+    evidence = found("qmv", *KEY).evidence
     assert str(evidence) == f"shipped result of some_gpu, 2026-11-22: {TIMES}"
     assert evidence.command == "mlx-qlayers tune"
 
@@ -63,16 +63,16 @@ def test_evidence_says_what_was_measured_where(monkeypatch):
 )
 def test_what_is_stale_or_foreign_counts_for_nothing(changes):
     keep(**changes)
-    assert found("qmv", *QUESTION) is None and configure("qmv", "cuda", *QUESTION) == heuristic()
+    assert found("qmv", *KEY) is None and configure("qmv", "cuda", *KEY) == heuristic()
     assert any(d.op == "tuning" and d.path == "ignored" for d in explain())
 
 
 def test_what_no_kernel_takes_is_not_launched(capsys):
     """A thread keeps a part of its sums for each of so many ways, and three do not divide a run."""
-    question = (1, 64, 128, mx.float32, FMT)
-    config = RECORDS["qmv"](*question).heuristic("host")
-    keep("qmv", question, asdict(config) | {"ways": 3}, "cpu")
-    assert configure("qmv", "host", *question) == config
+    key = (1, 64, 128, mx.float32, FMT)
+    config = RECORDS["qmv"](*key).heuristic("host")
+    keep("qmv", key, asdict(config) | {"ways": 3}, "cpu")
+    assert configure("qmv", "host", *key) == config
     told = "the tuning result qmv 1x64x128 float32 affine-64-4-t of cpu is ignored: ways is 3"
     assert capsys.readouterr().err == f"mlx-qlayers: {told}\n"
     assert any(d.op == "tuning" and "ways is 3" in d.reason for d in explain())
@@ -80,32 +80,32 @@ def test_what_no_kernel_takes_is_not_launched(capsys):
 
 def test_it_counts_for_its_device_dtype_format_and_shape_alone(monkeypatch):
     keep(config=OTHER)
-    assert found("qmv", 2, *QUESTION[1:]) is None
-    assert found("qmv", *QUESTION[:3], mx.float16, FMT) is None
-    assert found("qmv", *QUESTION[:4], Format(32, 4)) is None
-    assert configure("qmv", "metal", *QUESTION) == heuristic("metal")
-    assert configure("qmv", "host", *QUESTION) == heuristic("host")
-    assert found("qmv", *QUESTION, device="host") is None
+    assert found("qmv", 2, *KEY[1:]) is None
+    assert found("qmv", *KEY[:3], mx.float16, FMT) is None
+    assert found("qmv", *KEY[:4], Format(32, 4)) is None
+    assert configure("qmv", "metal", *KEY) == heuristic("metal")
+    assert configure("qmv", "host", *KEY) == heuristic("host")
+    assert found("qmv", *KEY, device="host") is None
     monkeypatch.setattr(entries, "device_name", lambda: "another_gpu")
     advance_epoch()
-    assert found("qmv", *QUESTION) is None
+    assert found("qmv", *KEY) is None
 
 
 def test_what_a_cpu_found_counts_on_the_host_backend():
     config = replace(heuristic("host"), outputs=8)
     keep(config=config, device="cpu")
-    assert configure("qmv", "host", *QUESTION) == config
-    assert found("qmv", *QUESTION, device="host").path == "kernel"
+    assert configure("qmv", "host", *KEY) == config
+    assert found("qmv", *KEY, device="host").path == "kernel"
 
 
 def test_rows_of_a_bucket_share_a_result():
-    question = (512, 3584, 3584, mx.bfloat16, FMT, True)
-    config = keep("qmm", question)
-    assert found("qmm", 300, *question[1:])[:2] == ("kernel", config)
+    key = (512, 3584, 3584, mx.bfloat16, FMT, True)
+    config = keep("qmm", key)
+    assert found("qmm", 300, *key[1:])[:2] == ("kernel", config)
     # Fewer rows go by what was measured of more, with a configuration of their own; more do not.
-    fewer = RECORDS["qmm"](256, *question[1:])
-    assert found("qmm", 256, *question[1:])[:2] == ("kernel", fewer.heuristic("cuda"))
-    assert found("qmm", 600, *question[1:]) is None
+    fewer = RECORDS["qmm"](256, *key[1:])
+    assert found("qmm", 256, *key[1:])[:2] == ("kernel", fewer.heuristic("cuda"))
+    assert found("qmm", 600, *key[1:]) is None
 
 
 HEADS = (1, 8, 2)
@@ -124,21 +124,21 @@ def test_sizes_between_two_that_were_measured_go_by_the_larger(path):
         ("attention_step", STEP, 4, (2048, 8192)),
         ("attention_decode", (mx.bfloat16, 4, 64, 64, 0, 2, 4096), 6, (2048, 8192)),
     ]
-    for family, question, at, sizes in cases:
-        keep(family, question, path=path)
+    for family, key, at, sizes in cases:
+        keep(family, key, path=path)
         answers = []
         for size in sizes:
-            other = size if at is None else (*question[:at], size, *question[at + 1 :])
+            other = size if at is None else (*key[:at], size, *key[at + 1 :])
             answers.append(found(family, *other))
         assert answers[0].path == path and answers[1] is None, family
 
 
 @pytest.mark.parametrize(
-    ("family", "question", "other", "device"),
+    ("family", "key", "other", "device"),
     [
         # Three rows of bfloat16 go without matrix units, and nine take two fragments.
-        ("qmv", (4, *QUESTION[1:]), (3, *QUESTION[1:]), "metal"),
-        ("qmv", (16, *QUESTION[1:]), (7, *QUESTION[1:]), "metal"),
+        ("qmv", (4, *KEY[1:]), (3, *KEY[1:]), "metal"),
+        ("qmv", (16, *KEY[1:]), (7, *KEY[1:]), "metal"),
         # So few keys are not split.
         ("attention_step", STEP, (*STEP[:4], 512, *STEP[5:]), "cuda"),
         # Half a tile of rows.
@@ -153,18 +153,18 @@ def test_sizes_between_two_that_were_measured_go_by_the_larger(path):
         ("latent_attention", LATENT, ((100, *LATENT[0][1:]), *LATENT[1:]), "metal"),
     ],
 )
-def test_but_never_by_another_kernel_or_template(family, question, other, device, monkeypatch):
+def test_but_never_by_another_kernel_or_template(family, key, other, device, monkeypatch):
     monkeypatch.setattr(entries, "device_kind", lambda: device)
-    keep(family, question, RECORDS[family](*question).heuristic(device), path="stock")
-    assert found(family, *question, device=device).path == "stock"
+    keep(family, key, RECORDS[family](*key).heuristic(device), path="stock")
+    assert found(family, *key, device=device).path == "stock"
     assert found(family, *other, device=device) is None
 
 
 @pytest.mark.parametrize("path", ["dequantized", "uncompared"])
 def test_but_not_by_what_depends_on_rows_or_was_not_compared(path):
-    question = (64, 64, mx.bfloat16, FMT, True)
-    keep("qmm", (512, *question), path=path)
-    assert found("qmm", 512, *question).path == path and found("qmm", 128, *question) is None
+    key = (64, 64, mx.bfloat16, FMT, True)
+    keep("qmm", (512, *key), path=path)
+    assert found("qmm", 512, *key).path == path and found("qmm", 128, *key) is None
 
 
 def test_steps_go_to_stock_where_that_was_faster():
@@ -182,21 +182,21 @@ def test_untuned_and_back():
     before, _ = backends.epoch.number, keep(config=OTHER)
     outside = backends.epoch.number
     with untuned():
-        assert configure("qmv", "cuda", *QUESTION) == heuristic()
+        assert configure("qmv", "cuda", *KEY) == heuristic()
         assert backends.epoch.number not in (before, outside)
-    assert configure("qmv", "cuda", *QUESTION) == OTHER
+    assert configure("qmv", "cuda", *KEY) == OTHER
     assert len({before, outside, backends.epoch.number}) == 3
 
 
 def test_a_mode_is_that_of_its_thread():
     keep(config=OTHER)
     seen = []
-    with untuned(), questions() as asked:
-        thread = threading.Thread(target=lambda: seen.append(configure("qmv", "cuda", *QUESTION)))
+    with untuned(), collected_records() as asked:
+        thread = threading.Thread(target=lambda: seen.append(configure("qmv", "cuda", *KEY)))
         thread.start()
         thread.join()
-        assert seen == [OTHER] and configure("qmv", "cuda", *QUESTION) == heuristic()
-        assert list(asked) == [RECORDS["qmv"](*QUESTION)]
+        assert seen == [OTHER] and configure("qmv", "cuda", *KEY) == heuristic()
+        assert list(asked) == [RECORDS["qmv"](*KEY)]
 
 
 def test_threads_that_ask_while_results_change_get_one_of_them():
@@ -204,7 +204,7 @@ def test_threads_that_ask_while_results_change_get_one_of_them():
 
     def ask():
         while not stop.is_set():
-            if (config := configure("qmv", "cuda", *QUESTION)) not in (OTHER, heuristic()):
+            if (config := configure("qmv", "cuda", *KEY)) not in (OTHER, heuristic()):
                 wrong.append(config)
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
@@ -221,11 +221,11 @@ def test_threads_that_ask_while_results_change_get_one_of_them():
 
 
 def test_questions_are_collected_once_each():
-    found("qmv", *QUESTION)
-    with questions() as asked:
+    found("qmv", *KEY)
+    with collected_records() as asked:
         for _ in range(2):
-            configure("qmv", "cuda", *QUESTION)
-            found("qmv", *QUESTION)
-    assert list(asked) == [RECORDS["qmv"](*QUESTION)]
-    configure("qmv", "cuda", 2, *QUESTION[1:])
+            configure("qmv", "cuda", *KEY)
+            found("qmv", *KEY)
+    assert list(asked) == [RECORDS["qmv"](*KEY)]
+    configure("qmv", "cuda", 2, *KEY[1:])
     assert len(asked) == 1

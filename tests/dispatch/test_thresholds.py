@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from mlx_qlayers.measurements.thresholds import evidence_of, gain, threshold
+from mlx_qlayers.measurements.entries import devices, look_up
+from mlx_qlayers.measurements.thresholds import gain, threshold
 from mlx_qlayers.runtime.backend import advance_epoch
 
 pytestmark = pytest.mark.usefixtures("some_gpu")
@@ -16,7 +17,6 @@ def test_thresholds_and_gains_come_from_data():
     # Nothing was measured on an Apple GPU.
     assert threshold("qmm_max_rows", "split", device="metal") is None
     assert threshold("no such entry") is threshold("qmm_max_rows", "no such value") is None
-    assert evidence_of("no such entry") is None
     assert [gain("qmv_gain", rows, "affine", 4) for rows in (1, 3, 16, 99)] == [
         4.4,
         7.2,
@@ -30,16 +30,16 @@ def test_thresholds_and_gains_come_from_data():
 
 def test_other_cuda_devices_go_by_the_thresholds_of_an_h200_and_say_so():
     """This one is called some_gpu."""
-    evidence = evidence_of("qmm_max_rows", device="cuda")
+    evidence = look_up("qmm_max_rows", *devices("cuda"))[1]
     assert (evidence.source, evidence.device) == ("shipped result", "sm_90") and evidence.date
     assert "bench_quantized_matmul.py" in evidence.command
 
 
 def test_apple_gpus_go_by_guesses(machine):
     machine.apple("applegpu_g13g")
-    splits = threshold("attention_step_splits", device="metal")
-    assert splits.keys() == threshold("attention_step_splits", device="cuda").keys()
-    assert evidence_of("attention_step_splits", device="metal").device == "metal"
+    entry, evidence = look_up("attention_step_splits", *devices("metal"))
+    assert entry.values.keys() == threshold("attention_step_splits", device="cuda").keys()
+    assert evidence.device == "metal"
 
 
 def test_values_measured_here_come_first_if_they_are_like_the_packages(tmp_path):
@@ -53,7 +53,7 @@ def test_values_measured_here_come_first_if_they_are_like_the_packages(tmp_path)
 
     write(qvm_gain=3, grid_sample_gain={"nearest": 2.0})
     assert threshold("qvm_gain", device="host") == 3
-    assert evidence_of("qvm_gain", device="host").source == "measured here"
+    assert look_up("qvm_gain", *devices("host"))[1].source == "measured here"
     assert threshold("grid_sample_gain", "bilinear", device="host") == 1.8
     write(qvm_gain="fast")
     assert threshold("qvm_gain", device="host") == 1.4

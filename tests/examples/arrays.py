@@ -135,7 +135,7 @@ def _accurate(
 ) -> None:
     base = round_to(rounded[sure], actual.dtype)
     chosen = mx.array(found[sure].astype(np.float32)).astype(actual.dtype)
-    # What is below the normal numbers may be flushed to zero, as GPUs do.
+    # Numbers below the normal ones may be flushed to zero, as GPUs do.
     flushed = np.abs(found[sure] - truth[sure]) <= NORMAL[actual.dtype]
     if not flushed.all():
         assert_accurate(chosen, truth[sure], base, terms=terms[sure].max(), what=what)
@@ -146,7 +146,7 @@ _NOT_OURS = re.compile(r"^\[(?!convert)\w+|incompatible function arguments|has n
 
 
 def answer(call: Callable[[], Any], backend: str, names: Sequence[str]) -> Answer:
-    """What a call says on a backend: the shapes and dtypes of its results, or what it raises.
+    """The outcome of a call on a backend: shapes and dtypes of its results, or its error.
 
     Raises:
         AssertionError: it raises anything but a ValueError or a TypeError of this package's own,
@@ -163,7 +163,7 @@ def answer(call: Callable[[], Any], backend: str, names: Sequence[str]) -> Answe
     except (ValueError, TypeError) as error:
         assert not _NOT_OURS.search(str(error)), f"an error that is not ours, on {backend}: {error}"
         named = {*names} & {*re.findall(r"\w+", str(error))}
-        # What is no array, no pair, or an array in the place of a flag, Python or MLX refuses.
+        # Python or MLX refuses an argument that is no array, no pair, or an array for a flag.
         odd = isinstance(error, TypeError) or re.search(
             r"^\[convert\]|to unpack|truth value", str(error)
         )

@@ -156,7 +156,7 @@ class Calls(NamedTuple):
 
     Attributes:
         function: the operation.
-        arguments: of sound calls. What else the operation takes has its default.
+        arguments: of sound calls. All others have their defaults.
         invalid: changes to the first of these, and a pattern of what is said.
     """
 

@@ -61,7 +61,7 @@ class Declared(NamedTuple):
         raise AssertionError("nothing fits")
 
     def refused(self, values: dict[str, Any]) -> str | None:
-        """What the signature says against these arguments, if it does."""
+        """The signature's message about these arguments, if there is one."""
         try:
             self.signature.check(*values.values())
         except ValueError as error:

@@ -57,11 +57,11 @@ class _Chosen:
             bias = random(rng, (EXPERTS, case.n), self.dtype) if case.bias else None
             given = (arrays.laid_out(a, case.layouts[2]) for a in (*parts, bias))
             self.matrices.append(PackedMatrix(*given))
-        # What kernels take; stock operators have no gradient for rows that chose nothing.
+        # Rows that kernels take; stock operators have no gradient for rows that chose nothing.
         self.full = x.size > 0
 
     def rounded(self, y: np.ndarray) -> np.ndarray:
-        """What single operations give in the dtype."""
+        """The results of single operations in the dtype."""
         return y if y.dtype == np.float64 else to64(round_to(y, self.dtype)).astype(y.dtype)
 
     def products(self, x: np.ndarray, loose: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -221,7 +221,7 @@ def _sparsemixer(logits: np.ndarray, chosen: np.ndarray, epsilon: float) -> np.n
 def _choice(
     logits: np.ndarray, router: Router, bias: np.ndarray, factors: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What a stable sort chooses, the shares, and which rows float32 may sort otherwise."""
+    """The choices of a stable sort, the shares, and which rows float32 may sort otherwise."""
     exact = np.exp(logits - logits.max(-1, keepdims=True))
     scores = {
         "softmax": exact / exact.sum(-1, keepdims=True),
@@ -308,7 +308,7 @@ def _chosen(case: SimpleNamespace, rng: np.random.Generator) -> Call:
 
 
 _LOGITS = ("logits", "sparsemixer")
-# What a router is, how many experts there are, and whether there is a bias and a factor of each.
+# Routers: the kind, how many experts, and whether there is a bias and a factor of each.
 _ROUTERS = [
     (Router(3), 40, False),
     (Router(10, normed=False), 512, False),

@@ -92,7 +92,7 @@ def differentiated(
 def _gradients(
     oracle: Callable[..., Any], names: str, condition: float = 1.0
 ) -> Callable[[Numbers, list[np.ndarray], bool], tuple[Numbers, Numbers]]:
-    """What a call expects of gradients; results are what else they must be."""
+    """The expected gradients of a call; its results must be right, too."""
 
     def expected(n: Numbers, up: list[np.ndarray], _: bool) -> tuple[Numbers, Numbers]:
         found = differentiated(oracle, [n[name] for name in names], up) if up else []

@@ -79,7 +79,7 @@ def _attention(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     names = ["q", "k", "v", "sinks"] + ["mask"] * (not boolean and not rule)
     if not case.gradient or case.values != "normal" or bits[0]:
         names = []
-    # What kernels take.
+    # Shapes that kernels take.
     widths = width, v_width
     small = all(w % 8 == 0 and w <= 256 for w in widths) and case.queries * case.batch > 0
     few = small and case.queries <= 8 and {*bits} <= {0, *BITS} and not case.gradient
@@ -251,7 +251,7 @@ def _stepped(
     dtype: mx.Dtype,
     moved: float,
 ) -> tuple[Numbers, Numbers]:
-    """What a step gives; in float32 with rotated rows rounded. ``moved`` are terms of these."""
+    """The results of a step; in float32 with rotated rows rounded. ``moved`` are terms of these."""
     rotation, kind = options["rotation"], n["q"].dtype.type
     batch, kv_heads, _, width = n["k_cache"].shape
     before, held, *at = places

@@ -36,7 +36,7 @@ def _int8_matmul(case: SimpleNamespace, rng: np.random.Generator) -> Call:
         rounded = np.rint((x * inverse).astype(np.float32)).astype(np.float64)
         y = rounded @ w.T * (most / np.float32(127)).astype(np.float64) * scales
         bias = numbers.get("bias", np.zeros(1))
-        # What is multiplied first float32 has to hold.
+        # Float32 has to hold the first products.
         large = np.abs(rounded) @ np.abs(w).T * most
         sure = np.where(large < 1e37, 2 * (np.abs(y) + np.abs(bias)), np.inf)
         found, terms = {"0": y + bias}, {"0": sure}

@@ -126,9 +126,9 @@ _FUSED = Calls(
     [
         *_FORMATS,
         ({"matrices": []}, "matrices must have at least one element"),
-        ({"x": _zeros((2, 32))}, r"x of shape \(2, 32\) does not go with a matrix of 64 columns"),
+        ({"x": _zeros((2, 32))}, r"x of shape \(2, 32\) must have 64 columns to go with w"),
         ({"x": mx.array(1.0)}, r"x must be \(\*R, K\), but its shape is \(\)"),
-        ({"gate": "relu"}, "gate must be one of silu, gelu, gelu_approx, not 'relu'"),
+        ({"gate": "relu"}, "gate must be silu, gelu or gelu_approx or None, not 'relu'"),
         ({"gate": "silu"}, r"gate needs two matrices of one shape, not shapes \[\(8, 8\)\]"),
         ({"norm": (_zeros(8), 0.1)}, r"the weight of norm must be \(64,\), but its shape is \(8,"),
         ({"residual": _zeros(8)}, r"residual must have the shape \(2, 8\) .* not \(8,\)"),
@@ -213,7 +213,7 @@ _CHO_SOLVE = Calls(linalg.cho_solve, [{"l": mx.eye(6), "b": _ones((6, 2))}], [])
 _QR = Calls(
     linalg.qr,
     [{"a": mx.eye(6) + _ones((6, 6))}],
-    [({"mode": "full"}, "mode must be 'reduced', 'r' or 'raw', not 'full'")],
+    [({"mode": "full"}, "mode must be reduced, r or raw, not 'full'")],
 )
 _SUBTRACT = Calls(subtract_product, [{"b": mx.eye(6), "a": _ones((6, 6)), "x": _ones((6, 6))}], [])
 _EXP = Calls(

@@ -19,7 +19,7 @@ from tests.oracles import product, summed, sums
 from tests.packed import FORMATS, codes, dequantize64, terms64
 
 ROWS = [(7,), (), (1,), (1,), (0,), (2,), (3, 1), (2, 5), (16,), (17,), (1, 40)]
-# What a global scale is of: the largest number of E4M3 times that of E2M1.
+# The unit of a global scale: the largest number of E4M3 times that of E2M1.
 GLOBAL_UNIT = 448 * 6
 SMALL, FP4 = Format(32, 4), Format(16, 4, "nvfp4")
 

@@ -28,7 +28,7 @@ _START = 120  # seconds that a process may take beyond its own, to begin and to 
 
 @dataclass
 class Result:
-    """What became of one target."""
+    """The outcome of one target."""
 
     name: str
     examples: int = 0

@@ -119,7 +119,7 @@ def text_of(document: Any) -> str:
 
 @dataclass(frozen=True)
 class Damage:
-    """What became of a file: edits of its values, or changes of its bytes."""
+    """A damaged file: edits of its values, or changes of its bytes."""
 
     name: str
     edits: tuple[Edit, ...]

@@ -1,4 +1,4 @@
-"""What makes a check of one case a fuzz target: bounded in the suite, longer by ``make fuzz``.
+"""A fuzz target from a check of one case: bounded in the suite, longer by ``make fuzz``.
 
 In the suite a target's examples are the same in each run. With ``FUZZ_SECONDS`` they are random,
 and go on for as long; the one that is running is kept in the file ``FUZZ_STATE``, since what ends
@@ -104,7 +104,7 @@ class _Watched:
 
 
 def _told(error: Exception, case: Any) -> str:
-    """What happened, where, and with which case."""
+    """The error, its place, and its case."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f[0]]
     where = f"{os.path.relpath(frames[-1].filename)}:{frames[-1].lineno}"
     first = str(error).strip().partition("\n")[0]

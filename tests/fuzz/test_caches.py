@@ -135,7 +135,7 @@ def _models(name: str) -> tuple[nn.Module, nn.Module]:
 
 @fuzz(CASES, examples=30, seconds=6.0)
 def test_caches(case: SimpleNamespace) -> None:
-    """What stock takes, gives the same numbers; where stock fails the case ends."""
+    """A cache that stock takes gives the same numbers; where stock fails the case ends."""
     stock, model = _models(case.name)
     with as_graphs():
         try:

@@ -90,7 +90,7 @@ _LINES = st.tuples(
 
 @fuzz(_LINES, examples=40)
 def test_command_lines(case: Line) -> None:
-    """What is understood is not run: the commands' own tests do that."""
+    """Valid command lines are not run: the commands' own tests do that."""
     with contextlib.ExitStack() as stack:
         for module in cli._COMMANDS:
             stack.enter_context(mock.patch.object(module, "run", lambda args: None))

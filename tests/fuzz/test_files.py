@@ -81,7 +81,7 @@ def test_model_documents(case: Damage) -> None:
         if code == 2:
             assert error.startswith("mlx-qlayers") and error.count("\n") == 1, error
             return
-        # What an odd model computes, or says it cannot, is mlx-lm's; nothing ends the process.
+        # The results and errors of an odd model are mlx-lm's; nothing ends the process.
         with contextlib.suppress(Exception):
             mx.eval(load_stock(path).model(mx.array([[1, 2, 3]])))
 

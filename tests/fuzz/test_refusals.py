@@ -11,7 +11,7 @@ from tests.examples import arrays
 from tests.examples.invalid import OPERATIONS
 from tests.fuzz.target import fuzz
 
-# What stands in an argument that is more than an array.
+# Values in an argument that is more than an array.
 FIELDS = (PackedMatrix, Format, Rotation, Router)
 PARTS = [name for kind in FIELDS for name in kind._fields] + ["matrices", "q_norm", "k_norm"]
 

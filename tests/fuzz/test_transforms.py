@@ -1,6 +1,6 @@
 """Each operation and each layer under mx.compile, mx.vmap, mx.vjp, mx.jvp and second derivatives.
 
-What a transformation gives is what the operation gives without it, or a ValueError, as of stock
+A transformation gives the operation's results without it, or a ValueError, as of stock
 operators that do not have it.
 """
 
@@ -162,7 +162,7 @@ def works(case: SimpleNamespace) -> bool:
             found, wanted = TRANSFORMATIONS[case.transformation](run, given, rng)
             mx.eval(found, wanted)
     except (BackendError, ValueError, RuntimeError) as error:
-        # What stock operators lack is a RuntimeError.
+        # Transformations that stock operators lack raise a RuntimeError.
         assert isinstance(error, BackendError | ValueError) or _LACKING.search(str(error)), case
         return False
     with use_backend("reference"):

@@ -23,7 +23,7 @@ from tests.gpus import GPUS, on_gpus
 
 
 def given(x, grid, options, config=None):
-    """What launches are made from; by default with the current backend's own configuration."""
+    """The arguments of launches; by default with the current backend's own configuration."""
     own = heuristic(x.shape[-1], x.dtype, current_backend(), options.deterministic)
     return Spec.of(x), Spec.of(grid), options, config or own
 

@@ -200,7 +200,7 @@ def test_attention_of_few_queries(device):
             q = Spec((2, 2 * rows, 1, d), dtype)
             call = AttentionCall(q, *cache, Scores(0.1), mask)
             if device == "cuda" or decode.fits_few_registers(call):
-                problem = RECORDS["attention_decode"](*decode.question(call))
+                problem = RECORDS["attention_decode"](*decode.key_of(call))
                 decode.attention_decode(call, problem.heuristic(device))
             else:
                 assert max(d, dv) > (128 if dtype.size == 2 or bits else 64)
@@ -219,8 +219,8 @@ def test_attention_step(device):
             rows = (Spec((1, tokens, n), dtype) for n in (2 * share * d, 2 * d, 2 * dv))
             buffers = (Spec((1, 2, n, width), dtype) for n in (size, 256) for width in (d, dv))
             arrays = *rows, *buffers, Spec((8,), mx.int32), None, mask, None, None, None
-            question = dtype, 1, 2 * share, 2, size, d, dv, 0, 0, tokens
-            problem = RECORDS["attention_step"](*question)
+            key = dtype, 1, 2 * share, 2, size, d, dv, 0, 0, tokens
+            problem = RECORDS["attention_step"](*key)
             attention_step(arrays, 0.1, Rotation(d), problem.heuristic(device))
 
 

@@ -16,7 +16,7 @@ from mlx_qlayers.reference import quantized_matmul as reference
 from mlx_qlayers.tuning.tune import tune
 
 FMT = Format(64, 4)
-# What operations ask, and where the answer is stored.
+# Keys of operations, and the names under which answers are stored.
 ASKED = {
     "qmv": ((3, 40, 128, mx.float16, FMT), "3x40x128 float16 affine-64-4-t"),
     "qmm_skinny": ((17, 40, 128, mx.bfloat16, FMT), "24x40x128 bfloat16 affine-64-4-t"),
@@ -87,10 +87,10 @@ def agree(record, outputs, truth, factor=1):
     ],
 )
 def test_a_family_agrees_with_itself(name, asked, machine):
-    """Its heuristic is legal and right, a question gives its record, and stock is a path."""
-    question, key = asked
-    record = RECORDS[name](*question)
-    assert record.key == f"{name} {key}" and isinstance(record.heuristic("cuda"), record.configs)
+    """Its heuristic is legal and right, a key gives its record, and stock is a path."""
+    key, text = asked
+    record = RECORDS[name](*key)
+    assert record.key == f"{name} {text}" and isinstance(record.heuristic("cuda"), record.configs)
     for device in ("metal", "cuda"):
         config = record.heuristic(device)
         # Tiles take the memory that they take there: on CUDA some need no padding.
@@ -176,7 +176,7 @@ def test_a_search_begins_with_both_kernels_where_it_is_not_known_which_is_faster
 
 
 @pytest.mark.parametrize(
-    ("name", "question", "operator"),
+    ("name", "key", "operator"),
     [
         ("qmm", (37, 40, 128, mx.float32, FMT, True), "quantized_matmul"),
         (
@@ -187,7 +187,7 @@ def test_a_search_begins_with_both_kernels_where_it_is_not_known_which_is_faster
     ],
 )
 def test_the_truth_is_float32_where_a_gpu_has_units_of_tf32(
-    name, question, operator, machine, monkeypatch
+    name, key, operator, machine, monkeypatch
 ):
     """Which MLX takes for many rows at once, and the stock operator may: that is timed."""
     machine("cuda")
@@ -199,7 +199,7 @@ def test_the_truth_is_float32_where_a_gpu_has_units_of_tf32(
         rows.append(x.shape[-2])
         return run(x, *arguments, **options)
 
-    record = RECORDS[name](*question)
+    record = RECORDS[name](*key)
     inputs = record.inputs()
     expected = record.stock(inputs)
     monkeypatch.setattr(place, operator, counted)

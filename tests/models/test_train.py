@@ -123,7 +123,7 @@ def test_resuming_is_exact_only_with_the_whole_state(
 ) -> None:
     assert resumed_difference(whole, tmp_path) <= TOLERANCE
 
-    # What a checkpoint could get wrong is seen: the step, the moments, the random state.
+    # All that a checkpoint could get wrong is seen: step, moments, random state.
     arrays, progress = checkpoint.load(whole / "6.safetensors")
     behind = resumed_difference(whole, tmp_path, progress={"step": progress["step"] - 1})
     fresh = tree_map(lambda a: mx.zeros_like(a) if a.ndim else a, arrays["optimizer"])

@@ -1,4 +1,4 @@
-"""What ``auto`` chooses on GPUs that are not there."""
+"""The choices of ``auto`` on GPUs that are not there."""
 
 from types import SimpleNamespace
 

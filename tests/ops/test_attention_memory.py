@@ -80,7 +80,7 @@ def test_wide_heads_do_not_keep_all_scores(options, device, on, monkeypatch):
     [(576, mx.bfloat16, True), (576, mx.float32, False), (584, mx.bfloat16, False)],
 )
 def test_wide_heads_are_for_the_forward_kernel_on_cuda(width, dtype, kernel, on, monkeypatch):
-    """What MLX is given there before the GPU is done stays in memory, one part after another."""
+    """Work that MLX is given before the GPU is done stays in memory, one part after another."""
     on("cuda")
     monkeypatch.setattr(ops, "MOST_SCORES", 0)
     stored, turns = ops.threshold, {"attention_in_turn_most": 4 * 19 * 33}

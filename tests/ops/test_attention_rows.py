@@ -19,7 +19,7 @@ def call(q, k, v, sinks, count):
 @pytest.mark.parametrize(("length", "sinking"), [(1, False), (1, True), (5, True), (7, False)])
 @pytest.mark.parametrize("backend", ["host", "reference"])
 def test_rows_that_count(backend, length, sinking):
-    """What lies behind them is not read, whatever it is."""
+    """Rows behind them are not read, whatever they hold."""
     mx.random.seed(0)
     q, k, v = (mx.random.normal(s) for s in ((3, 6, length, 40), (3, 2, 41, 40), (3, 2, 41, 24)))
     sinks = mx.random.normal((6,)) if sinking else None

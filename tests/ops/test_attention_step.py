@@ -5,7 +5,7 @@ import pytest
 
 import mlx_qlayers.ops.attention_step as step
 from mlx_qlayers import explain, use_backend
-from mlx_qlayers.metal.attention.step import Step
+from mlx_qlayers.metal.attention.step import Split
 from mlx_qlayers.ops.attention_step import attention_step, packed_rows, why_not
 from mlx_qlayers.runtime.backend import advance_epoch
 from tests.examples.heads import ATTENTION_STEP
@@ -26,8 +26,8 @@ def called(call, **changes):
 def test_teams_of_a_threadgroup_and_the_last_one_that_adds_up(
     teams, splits, dtype, path, monkeypatch
 ):
-    """What a GPU does in one launch, where others' writes are seen; the checked build sees none."""
-    config = Step(1, 4, 1, 16, splits, teams=teams)
+    """A GPU takes one launch, where others' writes are seen; the checked build sees none."""
+    config = Split(1, 4, 1, 16, splits, teams=teams)
     monkeypatch.setattr(step, "configure", lambda *_: config)
     has_device(monkeypatch, "host", orders_threadgroups=path == "host")
     advance_epoch()

@@ -1,4 +1,4 @@
-"""What holds for each example of the table, whatever the operation is."""
+"""Properties of each example of the table, whatever the operation is."""
 
 import mlx.core as mx
 import numpy as np

@@ -121,7 +121,7 @@ def test_sorted_rows_on_an_apple_gpu_go_by_what_was_measured(path, taken, said, 
     names = [launch.kernel for launch in launches]
     assert ("gather_qmm_tensor" in names) == (path == "tensor")
     check_gathered(y, x, packed, SMALL, None, right)
-    for in_order in (True, False):  # a token's are stock's, without a question
+    for in_order in (True, False):  # a token's are stock's, without a look-up
         given = current.get(), epoch.number, 64, 4, in_order
         assert operation.leaves_to_stock(*given) is not in_order
 

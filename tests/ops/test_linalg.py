@@ -84,7 +84,7 @@ def test_nan_gives_nan(backend):
 
 
 def test_singular_triangles(backend):
-    """What depends on a row of which the diagonal is zero is not finite; what does not is right."""
+    """Results that depend on a row with a zero diagonal are not finite; all others are right."""
     a, b = mx.tril(mx.ones((2, 35, 35))), mx.ones((2, 35, 3))
     a[1, 33, 33] = 0
     x = to64(linalg.solve_triangular(a, b))

@@ -22,7 +22,7 @@ NAMES = "x", "weight", "bias"
 
 
 def of_logits(targets, mask, reduction, x, weight, bias):
-    """What MLX's operators make of it, all logits at once."""
+    """The result of MLX's operators, all logits at once."""
     z = x @ weight.T + bias
     inside = (targets >= 0) & (targets < len(weight))
     weights = inside * (1 if mask is None else mask)

@@ -102,7 +102,7 @@ def test_no_product_that_mlx_would_compile(on_cuda, dtype, single):
                 assert chosen(rows, n, k, dtype, transpose, single=single)[0] == "cuda"
     for rows, stays in ((17, True), (512, False), (2048, False)):
         x = mx.zeros((rows, 896), mx.bfloat16)
-        assert (dense_is_worse(rows, 3 * 896, x, Format(64, 4))[0] is not None) == stays
+        assert bool(dense_is_worse(rows, 3 * 896, x, Format(64, 4))) == stays
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
@@ -123,7 +123,7 @@ def time_of(product):
 
 
 M4, M5 = "applegpu_g16s", "applegpu_g17s"
-QUESTION = 512, 3584, 3584, mx.bfloat16, AFFINE, True
+KEY = 512, 3584, 3584, mx.bfloat16, AFFINE, True
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ QUESTION = 512, 3584, 3584, mx.bfloat16, AFFINE, True
 def test_tensor_operations(path, gpu, system, kernel, said, machine):
     """Taken where they run and were measured to be fastest; the reason is there to be read."""
     machine.apple(gpu, system)
-    machine.measured("qmm", *QUESTION, **{path: 41e-6} | {"tensor": 63e-6} | {path: 41e-6})
+    machine.measured("qmm", *KEY, **{path: 41e-6} | {"tensor": 63e-6} | {path: 41e-6})
     to = planned(512, 3584, 3584)
     assert to.kernel == kernel
     assert said in to.choice.reason
@@ -150,7 +150,7 @@ def test_tensor_operations(path, gpu, system, kernel, said, machine):
 def test_tensor_operations_on_cuda(path, kernel, machine):
     """The shim runs them, but not on packed codes."""
     machine.nvidia()
-    machine.measured("qmm", 512, 37888, *QUESTION[2:], **{path: 41e-6})
+    machine.measured("qmm", 512, 37888, *KEY[2:], **{path: 41e-6})
     assert planned(512, 37888, 3584).kernel == kernel
 
 

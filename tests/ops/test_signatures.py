@@ -96,7 +96,7 @@ KINDS |= {"bool": "booleans", "integer": "integers|int32", "any": ""}
 
 
 def documented(function):
-    """What the documentation says of each argument."""
+    """The documentation of each argument."""
     text = inspect.getdoc(function).split("\nArgs:\n")[1].partition("\n\n")[0]
     parts = re.split(r"^    (\w[\w, ]*): ", text, flags=re.M)[1:]
     pairs = zip(parts[::2], parts[1::2], strict=True)

@@ -1,4 +1,4 @@
-"""What MLX itself records of a custom kernel: the text that ours must equal."""
+"""MLX's own record of a custom kernel: the text that ours must equal."""
 
 import struct
 import tempfile

@@ -1,4 +1,4 @@
-"""What ran and why is counted, from all threads."""
+"""Paths and reasons are counted, from all threads."""
 
 import threading
 

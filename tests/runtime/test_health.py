@@ -25,7 +25,7 @@ def roots(x=X, **changes):
 
 
 def report(started=8, finished=8, failed=0, code=0, value=0.0, thread=0, grid=(4, 2, 1)):
-    """What a kernel's health buffer would hold."""
+    """The contents of a kernel's health buffer."""
     bits = struct.unpack("<I", struct.pack("<f", value))[0]
     return [started, *grid, finished, failed, code, bits, thread]
 

@@ -69,7 +69,7 @@ def test_a_file_is_beside_the_one_that_declares_the_kernel(tmp_path, monkeypatch
 
 
 def test_faults_and_errors_of_the_compiler_cite_the_file(tmp_path):
-    text = "// What it does.\n\n#include <metal_stdlib>\n/* and\nmore */\n" + COPY
+    text = "// Its contract.\n\n#include <metal_stdlib>\n/* and\nmore */\n" + COPY
     (tmp_path / "copy.metal").write_text(text.replace("OFFSET", "1"))
     kernel = Kernel("copy", tmp_path / "copy.metal", ("x",), ("y",))
     with pytest.raises(host.OutOfBounds, match=r"\(kernel copy, .* at copy\.metal:8\)") as caught:

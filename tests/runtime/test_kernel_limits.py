@@ -1,4 +1,4 @@
-"""What a kernel declares is compared with its file and with the limits of each backend."""
+"""The declaration of a kernel is compared with its file and with the limits of each backend."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""What is sampled has the model's distribution; guesses are looked up; depths pay."""
+"""Sampled tokens have the model's distribution; guesses are looked up; depths pay."""
 
 import random
 import time

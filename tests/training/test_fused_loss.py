@@ -50,7 +50,7 @@ def assert_same(found: list[mx.array], stock: list[mx.array]) -> None:
         assert mx.abs(mine - theirs).max() <= 2e-5 * max(largest, mx.abs(theirs).max().item())
 
 
-# What makes the logits of each, and what becomes of them.
+# The layer that makes the logits of each, and their transformation.
 FORMS = {
     "qwen2": "fused loss of lm_head",
     "gemma": "fused loss of model.embed_tokens",

@@ -11,7 +11,7 @@ from training.test_fused_loss import adapted, small
 from mlx_qlayers import convert_model, fused_loss, recompute_activations, use_backend
 from mlx_qlayers.runtime.memory import return_memory
 from mlx_qlayers.runtime.transformed import uncompiled
-from mlx_qlayers.training.plan import Plan, in_least_memory, plan
+from mlx_qlayers.training.plan import Usage, in_least_memory, plan
 
 BATCH = 4
 
@@ -54,7 +54,7 @@ def test_a_plan_is_within_a_tenth_of_what_is_measured(backend, layers, length, t
 
 
 def test_the_longest_sequences_that_fit():
-    found = Plan(0, 0, 0, 0, 1, 100, (500.0, 20.0, 0.25))
+    found = Usage(0, 0, 0, 0, 1, 100, (500.0, 20.0, 0.25))
     assert found.total() == 500 + 2000 + 2500
     assert found.longest(5000) == 100 and found.longest(4999) == 99
     assert found.longest(100) == 0

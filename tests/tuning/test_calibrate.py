@@ -49,7 +49,7 @@ def stored():
 
 
 class Timed:
-    """What rates problems, without a clock: the kernel takes 1, stock what a test says."""
+    """An evaluator without a clock: the kernel takes 1, stock what a test says."""
 
     stock = Sample(2.0, 1.9, 2.1, 3)
     kernel = Sample(1.0, 0.9, 1.1, 3)

@@ -80,7 +80,7 @@ class Mac:
         return lambda arrays: [mx.zeros(*each) for each in outputs]
 
     def seconds(self, problem, path):
-        """What a launch of a path takes."""
+        """The seconds of a launch of a path."""
         rows = problem.rows if isinstance(problem, QmvRecord) else 0
         work = 4.0 * rows * problem.n * problem.k if rows else problem.operations()
         stock = LAUNCH + max(problem.bytes() / self.chip.bytes, work / self.chip.operations)
@@ -177,7 +177,7 @@ def converted():
 
 
 def undecided(asked):
-    """What operations may ask of a token, or of several at once, and nobody has an answer to."""
+    """The keys of one token, or of several at once, without a measurement."""
     every = []
     for each in asked:
         if isinstance(each, QmvRecord):
@@ -186,10 +186,10 @@ def undecided(asked):
             some = [replace(each, batch=batch) for batch in (1, 5, 32, 64)]
             every += [one.at(n) for one in some for n in (1, 200, 300, 3000, 50_000, 200_000)]
 
-    def question(record):
+    def key_of(record):
         return [getattr(record, field.name) for field in fields(record)]
 
-    return [each.key for each in every if found(each.family, *question(each)) is None]
+    return [each.key for each in every if found(each.family, *key_of(each)) is None]
 
 
 def test_few_conversions_decide_everything(mac, record_property):

@@ -82,7 +82,7 @@ class Heads(NamedTuple):
         return reshaped(node, (batch, self.tokens, prod(others) // self.tokens))
 
     def behind(self, op: str) -> tuple[Heads, Node | None]:
-        """What an operation takes of which these are a view, and the operation."""
+        """The heads that an operation takes and these are a view of, and the operation."""
         now, width = self, self.node.shape[-1]
         while now.node.op != op or now.node.shape[-1] != width:
             source = now.node.src[0] if now.node.src else None

@@ -19,7 +19,7 @@ from .layout import memory, registers
 from .tensor import tensor_gradients, tensor_mask_gradient
 
 T = TypeVar("T")
-# What lowers the scores of a query that sees no key, as score_tile.metal has it.
+# The offset that lowers the scores of a query that sees no key, as score_tile.metal has it.
 _BLANK = 1e38
 
 _QUERIES, _MASK = (

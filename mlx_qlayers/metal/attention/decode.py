@@ -98,7 +98,7 @@ _COMBINE_SINKS = large_kernel(
 COMBINE = without(_COMBINE_SINKS, ("sinks",), "attention_combine")
 
 
-# What `seen` of the kernel can be.
+# The values of the kernel's `seen`.
 _ALL, _CAUSAL, _BOOLEAN, _ADDITIVE = range(4)
 
 
@@ -142,7 +142,7 @@ class Serial:
     block: int = 32  # keys that are made floats of at once
 
 
-def question(call: AttentionCall) -> tuple[mx.Dtype, int, int, int, int, int, int, int]:
+def key_of(call: AttentionCall) -> tuple[mx.Dtype, int, int, int, int, int, int, int]:
     """The key of a call: dtype, rows of a key head, D, Dv, most bits, Hkv, keys, B."""
     _, heads, queries, width = call.q.shape
     batch, kv_heads, keys, _ = call.k[0].shape
@@ -174,14 +174,14 @@ def unsplit(device: str, dtype: mx.Dtype, rows: int, width: int, v_width: int, b
 
 def fixed(device: str, call: AttentionCall) -> Fixed:
     """The configuration for any number of rows, eight in a threadgroup, and any batch."""
-    dtype, _, width, v_width, bits, *_ = question(call)
+    dtype, _, width, v_width, bits, *_ = key_of(call)
     config = unsplit(device, dtype, 1, width, v_width, bits)
     return Fixed(**asdict(config) | {"min_keys": -(-_FIXED // config.tile) * config.tile})
 
 
 def fits_few_registers(call: AttentionCall) -> bool:
     """Whether M1 and M2 have registers for a call: not with wide heads."""
-    dtype, rows, width, v_width, bits, *_ = question(call)
+    dtype, rows, width, v_width, bits, *_ = key_of(call)
     config = unsplit("metal", dtype, rows, width, v_width, bits)
     return _fits(config, dtype, width, bits)
 

@@ -139,7 +139,7 @@ class Launcher:
         """How a kernel spreads the work, as the table says."""
         return layout(kernel, self.device, self.q.dtype, max(self.width, self.v_width))
 
-    def question(self) -> tuple[tuple[int, ...], mx.Dtype, bool, int]:
+    def key(self) -> tuple[tuple[int, ...], mx.Dtype, bool, int]:
         """The key of the forward kernel: shape, dtype, whether it is causal, bits."""
         lengths = rounded(self.queries), rounded(self.keys)
         shape = (self.batch, self.heads, self.kv_heads, *lengths, self.width, self.v_width)

@@ -1,4 +1,4 @@
-"""Launches the attention kernels of Hopper GPUs: large tiles, and products beside the warps."""
+"""Launches the attention kernels of Hopper GPUs. For NVIDIA GPUs alone, frozen."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def _kernel(
 
 
 @dataclass(frozen=True)
-class Step:
+class Split:
     """How a step is spread over threads."""
 
     columns: int  # eights of the queries that share a key head in a threadgroup
@@ -136,19 +136,19 @@ def unsplit(
     v_width: int,
     bits: int,
     tokens: int = 1,
-) -> Step:
+) -> Split:
     """The configuration where a threadgroup takes all keys of a head, for ``share`` heads of q."""
     slice = 16 if v_width < 96 or (v_width <= 128 and not device_of(device).spills) else 32
     slice = decode._PACKED_SLICE if bits else slice
     most = max(1, min(-(-share // 8), 8))
-    spread = [Step(columns, -(-v_width // slice), 1, slice) for columns in range(most, 0, -1)]
+    spread = [Split(columns, -(-v_width // slice), 1, slice) for columns in range(most, 0, -1)]
     fitting = (c for c in spread if _fits(device, c, dtype, width, v_width, bits, tokens))
     return next(fitting, spread[-1])
 
 
 def _fits(
     device: str,
-    config: Step,
+    config: Split,
     dtype: mx.Dtype,
     width: int,
     v_width: int,
@@ -179,24 +179,24 @@ def covers(
     return not few_registers or _has_registers(config, dtype, width, bits)
 
 
-def _has_registers(config: Step, dtype: mx.Dtype, width: int, bits: int) -> bool:
+def _has_registers(config: Split, dtype: mx.Dtype, width: int, bits: int) -> bool:
     """Whether they have them for a configuration, with a mask."""
     return config.threads <= most_threads(_words(config, dtype, width, bits))
 
 
-def _words(config: Step, dtype: mx.Dtype, width: int, bits: int) -> int:
+def _words(config: Split, dtype: mx.Dtype, width: int, bits: int) -> int:
     """Words of the arrays of a thread, with a mask."""
     return _registers(T=dtype, D=width, bits=bits, masked=True, **asdict(config))
 
 
-def question(q: Spec, k_cache: Spec, v_width: int, packing: Packing = UNPACKED) -> tuple[Any, ...]:
+def key_of(q: Spec, k_cache: Spec, v_width: int, packing: Packing = UNPACKED) -> tuple[Any, ...]:
     """The key of a call: dtype, B, H, Hkv, S, D, Dv, group size and most bits of packed ones, L."""
     (batch, kv_heads, size, width), (_, tokens, of_heads) = k_cache.shape, q.shape
     shape = batch, of_heads // width, kv_heads, rounded(size), width, v_width
     return q.dtype, *shape, packing.group_size, packing.widest, tokens
 
 
-def memory(dtype: mx.Dtype, width: int, v_width: int, bits: int, tokens: int, config: Step) -> int:
+def memory(dtype: mx.Dtype, width: int, v_width: int, bits: int, tokens: int, config: Split) -> int:
     """Bytes of threadgroup memory that a configuration takes."""
     sizes: dict[str, Any] = {"T": dtype, "D": width, "Dv": v_width, "tokens": tokens}
     return _memory(**sizes, bits=bits, joined=True, **asdict(config))
@@ -222,7 +222,7 @@ def _options(
 
 
 def _values(
-    call: StepCall, rotation: Rotation, config: Step, split: bool, joined: bool
+    call: StepCall, rotation: Rotation, config: Split, split: bool, joined: bool
 ) -> dict[str, TemplateValue]:
     """Those of the template's parameters."""
     dtype, (group_size, bits, v_bits) = call.q.dtype, call.packing
@@ -238,14 +238,14 @@ def _values(
     return values | {"P": parts, "RESIDENT": config.resident}
 
 
-def _joins(semaphores: Any, config: Step, splits: int, row_blocks: int) -> bool:
+def _joins(semaphores: Any, config: Split, splits: int, row_blocks: int) -> bool:
     """Whether the last threadgroup of each row block adds up the splits, in the same launch."""
     few = splits <= _MOST_JOINED and config.columns <= _MOST_COLUMNS
     return semaphores is not None and few and semaphores.size >= row_blocks
 
 
 def attention_step(
-    arrays: Sequence[Any], scale: float, rotation: Rotation, config: Step, epsilon: float = 0.0
+    arrays: Sequence[Any], scale: float, rotation: Rotation, config: Split, epsilon: float = 0.0
 ) -> Callable[..., list[mx.array]]:
     """Binds a step of decoding, in one launch or two.
 
@@ -272,7 +272,7 @@ def attention_step(
     kernel = _kernel(packed, *there, joined)
     shape = batch, tokens, heads * v_width
     parts = batch, tokens, heads, splits, v_width + 2
-    # What may be left out, in the kernel's order: an array's place and its dtype in the launch.
+    # Arrays that may be left out, in the kernel's order: their place and dtype in the launch.
     kinds = {1: mx.bool_, 0: mx.float32, 2: q.dtype, 3: q.dtype, 4: q.dtype}
     optional = [(count + i, kind) for i, kind in kinds.items() if arrays[count + i] is not None]
     part_sizes = batch * tokens * heads * splits * (v_width + 8 // q.dtype.size)

@@ -64,7 +64,7 @@ class AttentionStepRecord(Record):
     tokens: int = 1
     family, sized, sizes_measured = "attention_step", "keys", CALIBRATED_KEYS
     stock_waits = False
-    configs = (step.Step,)
+    configs = (step.Split,)
     values: ClassVar = {
         "splits": (0, 4, 8, 16, 24, 32, 64),
         "append_splits": (1, 2, 4),
@@ -74,7 +74,7 @@ class AttentionStepRecord(Record):
         "teams": (1, 2, 4),
     }
 
-    def heuristic(self, device: str) -> step.Step:
+    def heuristic(self, device: str) -> step.Split:
         names = ("attention_step_packed_splits",) * (self.bits > 0) + ("attention_step_splits",)
         measured = next(filter(None, (threshold(name, device=device) for name in names)))
         size, widths, bits = self.keys, (self.width, self.v_width), self.bits
@@ -83,7 +83,7 @@ class AttentionStepRecord(Record):
         config = step.unsplit(device, self.dtype, share, *widths, bits, self.tokens)
         if size <= measured["unsplit_keys"]:
             return config
-        # What splits write and what is read of that is less than a hundredth of a 7B's weights.
+        # Splits write, and later read, less than a hundredth of a 7B's weights.
         most = measured["most" if size <= measured["long_keys"] else "most_long"]
         # Of many sequences fewer are faster, as each split writes sums that another has to read.
         blocks = -(-share * self.tokens // (8 * config.columns))
@@ -103,10 +103,10 @@ class AttentionStepRecord(Record):
     def admits(self, name: str) -> Sequence[int]:
         return slices(self) if name == "simds" else super().admits(name)
 
-    def completed(self, config: step.Step) -> step.Step:
+    def completed(self, config: step.Split) -> step.Split:
         return replace(config, simds=-(-self.v_width // config.slice))
 
-    def why_not(self, config: step.Step) -> str | None:
+    def why_not(self, config: step.Split) -> str | None:
         if config.columns > max(1, -(-self.heads * self.tokens // self.kv_heads // 8)):
             return f"{config.columns} columns of 8 rows for {self.heads * self.tokens} queries"
         if config.columns * config.slice > 128:
@@ -130,7 +130,7 @@ class AttentionStepRecord(Record):
         shape = *heads, rounded(self.keys), self.width, self.v_width
         return shape, " ".join(filter(None, (packed, several)))
 
-    def variant(self, config: step.Step) -> step.Step:
+    def variant(self, config: step.Split) -> step.Split:
         return replace(config, splits=min(config.splits, 1), append_splits=1)
 
     @property
@@ -180,7 +180,7 @@ class AttentionStepRecord(Record):
         positions = [first, held, *[first + held] * max(_POSITIONS, batch)]
         return [*token, *caches, *appended, mx.array(positions, mx.int32)]
 
-    def bind(self, inputs: Inputs, config: step.Step) -> Path:
+    def bind(self, inputs: Inputs, config: step.Split) -> Path:
         optional: list[Any] = [None] * 5
         if device_of().orders_threadgroups:
             optional.append(

@@ -214,7 +214,7 @@ def gradient_x(x: Spec, grid: Spec, options: Sampling, config: GridSampleConfig)
         given = [grid, job.cotangent]
         add = job.bind(_GRADIENT_X, given, x.shape, count=job.points, lanes=lanes, init_value=0)
         return lambda x, grid, cotangent: add(grid, cotangent)[0].astype(cotangent.dtype)
-    # What each point adds to which pixel.
+    # The pixels that each point adds to, and how much.
     one = (job.points * job.taps,)
     listed, order = [Spec(one, job.index), Spec(one, mx.float32)], Spec(one, mx.uint32)
     listing = job.bind(_LIST_TERMS, [grid], one, one, count=job.points)

@@ -14,7 +14,7 @@ from ...runtime.spec import Spec
 from ..record import Inputs, Path, Record, normal
 from .launch import _FORWARD, _GRADIENT_GRID, GridSampleConfig, grid_sample, heuristic
 
-# What is sampled where it is measured: so many images, and pixels of each.
+# The images of a measurement, and the pixels of each.
 _IMAGES, _PIXELS = 4, 1 << 16
 
 

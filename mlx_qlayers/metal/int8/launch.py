@@ -11,7 +11,7 @@ from ...runtime.devices import device_of
 from ...runtime.spec import Spec
 from ..common.kernels import large_kernel
 
-# What K is a multiple of: integers that are copied at once.
+# A divisor of K: integers that are copied at once.
 DEPTH = 16
 _THREADS = 256
 # Neighbours that a thread of int8_rows reads at once, and how often it should do so at most.

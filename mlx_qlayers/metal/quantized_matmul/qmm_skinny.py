@@ -1,4 +1,4 @@
-"""How qmm_skinny, 9 to 128 rows times quantized matrices, is spread over threads."""
+"""How 9 to 128 rows times packed matrices are spread. For NVIDIA GPUs alone, frozen."""
 
 from __future__ import annotations
 

@@ -97,9 +97,9 @@ def tensor_config(
     rows = next(size for size in (16, 32, 64) if size >= min(m, most))
     simds = (2, 2) if m > rows else (1, 2 if dtype == mx.float32 else 4)
     # Steps are as deep as fits twice into threadgroup memory, and as K lets them be whole.
-    deep = simds == (2, 2) and dtype != mx.float32 and k % 64 == 0
+    long_steps = simds == (2, 2) and dtype != mx.float32 and k % 64 == 0
     narrow = transpose and k % 32 and fmt.group_size == 16
-    tile_k = 64 if deep else 16 if narrow else 32
+    tile_k = 64 if long_steps else 16 if narrow else 32
     return TensorConfig(rows, tile_k, *simds, bool(k % tile_k), staged=True)
 
 

@@ -234,7 +234,7 @@ def _bind(
     if config.parts(k) > 1 and not planes:
         return _bind_parts(specs, fmt, config, epsilon, gate)
     shapes = [*planes] or [(*leading, n) for n in (sizes[:1] if gate else sizes)]
-    # What of the kernel's inputs and outputs the launch does without.
+    # The inputs and outputs of the kernel that the launch does without.
     omitted = [*_OUTPUTS[len(shapes) : 3], *_OUTPUTS[3:] * (specs.deferred_weight is None)]
     there = specs.there()
     omitted += [name for name in _ARRAYS if name not in there]

@@ -1,4 +1,4 @@
-"""The record of products of 9 to 128 rows with packed matrices."""
+"""The record of 9 to 128 rows times packed matrices. For NVIDIA GPUs alone, frozen."""
 
 from __future__ import annotations
 

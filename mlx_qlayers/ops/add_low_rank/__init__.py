@@ -22,7 +22,7 @@ _ALONE = without(UP, ("y",))
 # Of the kernels: threads of a threadgroup, ranks of a block, rows of a threadgroup of the first and
 # of the second, and of a part of the third, threadgroups that a multiprocessor is to hold.
 _THREADS, _BLOCK, _ROWS, _TALL, _LONG, _RESIDENT = 256, 8, 16, 32, 128, 2
-# Ranks above read x again for each eighth of them, where dense products are as fast.
+# For each 8 ranks x is read again; above, dense products have not been compared.
 _LARGEST = 32
 Size = tuple[int, int]
 _TAKES = Signature("""
@@ -137,10 +137,14 @@ def _plan(arrays: Sequence[Spec], scale: float) -> Plan:
     _TAKES.check(*arrays, scale)
     rank, rows = a.shape[1], prod(y.shape[:-1])
     sizes = (rows, x.shape[-1]), (rows, y.shape[-1])
-    unless = None if rank <= _LARGEST else f"its rank {rank} is above {_LARGEST}"
-    choice, operators = choose("add_low_rank", unless=unless), _operators(y.dtype, scale)
-    if not (y.size and x.size and rank):
-        return Plan(choice._replace(path="reference"), lambda y, *_: y)
+    reason = None if rank <= _LARGEST else f"its rank {rank} is above {_LARGEST}"
+    empty = None if y.size and x.size and rank else "there is nothing to add"
+    choice, operators = (
+        choose("add_low_rank", reason=reason, empty=empty),
+        _operators(y.dtype, scale),
+    )
+    if empty:
+        return Plan(choice, lambda y, *_: y)
     if choice.path == "reference":
         return Plan(choice, *_of(operators, *sizes))
     launches = _launches(y, a, b, sizes, scale)

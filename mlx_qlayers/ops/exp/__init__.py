@@ -91,9 +91,9 @@ def _plan(arrays: Sequence[Spec], strided: bool) -> Plan:
     (x,) = arrays
     _TAKES.check(x, strided)
     # A CPU runs MLX's own operator faster than any launch: there is no gain to give.
-    choice = choose("exp", unless=None if x.size else "x is empty")
-    if choice.path == "reference" or not x.size:
-        return Plan(choice._replace(path="reference"), mx.exp)
+    choice = choose("exp", empty=None if x.size else "x is empty")
+    if choice.path == "reference":
+        return Plan(choice, mx.exp)
     # A kernel that asks for strides needs an axis to have them.
     flat = x if x.ndim else Spec((1,), x.dtype)
     forward, backward = bind(STRIDED if strided else FORWARD, flat), bind(GRADIENT, x, x)

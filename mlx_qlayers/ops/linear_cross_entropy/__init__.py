@@ -193,7 +193,7 @@ def _plan_rows(arrays: Arrays, fmt: Format | None, smoothing: float, softcap: fl
         return without_derivative(losses, there) if made.head.at_once else losses()
 
     def once(compute: Callable[..., list[mx.array]]) -> Callable[..., list[mx.array]]:
-        """What is no loss has a cotangent that goes nowhere: no second derivative."""
+        """The other outputs have cotangents that go nowhere: no second derivative."""
 
         def gradient(given: Arrays, cotangents: Arrays, outputs: Arrays) -> list[mx.array]:
             there = [a for a in (*given, *cotangents, *outputs) if a is not None]

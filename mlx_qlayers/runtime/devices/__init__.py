@@ -15,7 +15,7 @@ from .record import Device, limits
 # From the M3 on registers are given out as threads need them, and bfloat is a type of its own.
 # From the M5 on tensor operations have units of their own, on phones a generation later.
 _DYNAMIC_REGISTERS, _UNITS, _UNITS_OF_PHONES = 15, 17, 18
-# Whose measurements hold on all other NVIDIA GPUs: an H200.
+# The device whose measurements hold on all other NVIDIA GPUs: an H200.
 _MEASURED = "sm_90"
 
 

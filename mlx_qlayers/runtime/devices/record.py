@@ -14,14 +14,14 @@ import mlx.core as mx
 # A file for each device that something is known of: its limits, and what was measured there.
 FILES = Path(__file__).parents[2] / "measurements" / "data"
 
-# What every Apple GPU of MLX's offers a threadgroup; kernels are declared within it.
+# The limits of a threadgroup on every Apple GPU of MLX's; kernels are declared within it.
 MAX_THREADS = 1024
 MAX_THREADGROUP_MEMORY = 32 * 1024
 
 # On M1 and M2: the largest threadgroup, by the 32-bit registers of a thread. A pipeline with 105
 # to 128 was seen to take 384 threads; the other steps are Mesa's (agx_occupancy).
 _THREADS = {52: 1024, 56: 896, 64: 832, 68: 768, 72: 704, 80: 640, 92: 576, 104: 512, 128: 384}
-# What a thread needs beside its arrays: addresses, counters, operands on their way. Compiled for
+# Registers of a thread beside its arrays: addresses, counters, operands on their way. Compiled for
 # an NVIDIA GPU with 128 registers, qmv does not spill with arrays of 112 words and does with 136.
 _OTHERS = 16
 

@@ -20,7 +20,7 @@ from ..backend import ToolchainError
 from ..cache_folder import cache_folder, check_owner, make_folder, own_folder
 from ..staging import locked_directory, remove, remove_leftovers, staged_directory, turn
 
-# What a compilation may need: on a full disk the compiler stops without a word.
+# Bytes that a compilation may need: on a full disk the compiler stops without a word.
 _ROOM = 16 << 20
 # In an entry: its name, and the sizes and digests of its files.
 _CHECKSUMS = "checksums"

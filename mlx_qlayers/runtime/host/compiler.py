@@ -45,7 +45,7 @@ _FIBERS = re.compile(
 _LINE_MARKER = re.compile(r"^# \d+ .*\n", re.M)
 _OWN_LINE = re.compile(r'# \d+ "source\.metal"')
 _RETURN = re.compile(r'\A(# \d+ "source\.metal") 2')
-# What stands for the name of a kernel and its template arguments in a text that others share.
+# Placeholders for the name of a kernel and its template arguments in a text that others share.
 _NAME, _ARGUMENTS = "qk_name", "qk_arguments"
 
 
@@ -85,7 +85,7 @@ def split(unit: str) -> tuple[str, str]:
             end = marker.start()
             if unit[marker.end() : following.start() if following else None].strip():
                 break
-    # What returns from the last header begins a text here.
+    # The line that returns from the last header begins a text here.
     return unit[:end], _RETURN.sub(r"\1", unit[end:], count=1)
 
 

@@ -1,7 +1,7 @@
 """Launches of a step as a list that the runtime library runs in one call.
 
-Between launches there are norms of rows, and copies of rows into buffers of caches. What only the
-list reads lies in its own memory, at the same addresses in each run.
+Between launches there are norms of rows, and copies of rows into buffers of caches. Arrays that
+only the list reads lie in its own memory, at the same addresses in each run.
 """
 
 from __future__ import annotations

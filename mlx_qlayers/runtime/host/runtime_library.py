@@ -17,7 +17,7 @@ _SOURCES = (
     *("fiber", "scheduler", "thread_pool", "checks", "accesses", "matrix", "tensor"),
     *("tensor_layout", "half_conversions"),
 )
-# What Python and the library tell each other; without comments.
+# The structures that Python and the library share; without comments.
 HEADER = re.sub(r"//.*", "", (toolchain.SHIMS / "launch.h").read_text())
 _KINDS: dict[str, Any] = {
     "uint32_t": ctypes.c_uint32,

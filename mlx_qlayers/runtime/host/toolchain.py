@@ -26,7 +26,7 @@ _MAKERS = (
     *("access_checks", "alu_cycles", "compiler", "cpp_text", "lint", "llvm_ir"),
     *("opencl_spelling", "runtime_library", "toolchain", "translate"),
 )
-# What the compiler says of a source, and not of a file that it cannot write.
+# Messages of the compiler about a source, and not about a file that it cannot write.
 _DIAGNOSTIC = re.compile(r":\d+:\d+: (?:fatal )?error: |error: <unknown>:0:0: ")
 
 # C++ for OpenCL without its library: half, and address spaces that stay apart in the IR.

@@ -133,7 +133,7 @@ def test_a_query_that_sees_almost_one_key():
 
 
 def test_the_only_key_has_a_gradient_of_zero():
-    """What is left of it is by how much the weight that is made anew is not one."""
+    """Its rest is the error of the weight that is made anew, which should be one."""
     for seed in range(3):
         check(attention, (1, 1, 1, 1, 1, 32, 32), mx.float16, "none", {"scale": 30.0}, seed)
 
@@ -150,7 +150,7 @@ def test_scores_beyond_float16():
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("device, most", [("metal", 104), ("cuda", 224)])
 def test_registers_up_to_heads_of_128(kernel, device, most):
-    """What must be kept leaves room for addresses: of 128 on Apple GPUs, of 255 on NVIDIA's.
+    """The kept values leave room for addresses: of 128 on Apple GPUs, of 255 on NVIDIA's.
 
     On an M1 or M2 104 of them, and 8 that hold parts of bfloat while they are widened.
     """
@@ -274,7 +274,7 @@ def test_a_window_skips_what_it_hides():
 
 @pytest.mark.parametrize("width, block", [(64, 32), (128, 16)])
 def test_no_more_traffic_than_the_attention_of_mlx(width, block):
-    """What is written includes what only the gradient needs."""
+    """The written outputs include those for the gradient alone."""
     report, _ = counted({"mask": "causal"}, width=width)
     rng = np.random.default_rng(0)
     arrays = (random(rng, (1, HEADS, LENGTH, width), mx.float16) for _ in range(3))

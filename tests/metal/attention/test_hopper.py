@@ -19,7 +19,7 @@ from mlx_qlayers.runtime.spec import Spec
 from tests.gpus import on_gpus
 from tests.machine import has_gpu, measured_from_one
 
-# What a threadgroup of a Hopper GPU may ask for.
+# The most that a threadgroup of a Hopper GPU may ask for.
 MOST_MEMORY = 227 * 1024
 ALL = {"window": 9, "softcap": 30.0, "sinks": True}
 KERNELS = {

@@ -159,7 +159,7 @@ def test_taken_where_they_were_fastest(machine):
     call = AttentionCall(x, (x,), (x,), Scores(0.125))
     taken = []
     for path in ("tensor", "tensor_memory"):
-        machine.measured("attention_forward", *Launcher(call).question(), **{path: 41e-6})
+        machine.measured("attention_forward", *Launcher(call).key(), **{path: 41e-6})
         with trace() as launches:
             mx.eval(attention(x, x, x, scale=0.125))
         taken += [dict(launch.template)["HANDED"] for launch in launches]
@@ -175,7 +175,7 @@ def test_says_why(gpu, said, machine):
     x = mx.zeros((1, 2, 64, 64), mx.float16)
     call = AttentionCall(x, (x,), (x,), Scores(0.125))
     seconds = {"tensor": 41e-6, "kernel": 63e-6}
-    machine.measured("attention_forward", *Launcher(call).question(), **seconds)
+    machine.measured("attention_forward", *Launcher(call).key(), **seconds)
     explain(reset=True)
     with use_backend("metal"):
         attention(x, x, x, scale=0.125)

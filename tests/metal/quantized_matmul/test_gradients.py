@@ -124,7 +124,7 @@ def test_rows_by_matrix(device, path):
 
 @pytest.mark.parametrize("device", ["host", "metal"])
 def test_neither_matrix_nor_gradient_is_in_memory(device):
-    """What is written is the gradients; what a tile reads is its codes, once, and its rows."""
+    """A launch writes the gradients; a tile reads its codes, once, and its rows."""
     rng = np.random.default_rng(8)
     left, right, packed = sample(rng, 32, 64, 4, SMALL, mx.float32)
     with checks() as report:

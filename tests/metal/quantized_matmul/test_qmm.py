@@ -134,7 +134,7 @@ def test_banks(dtype, device, transpose):
 
 @pytest.mark.parametrize("device", ["metal", "cuda", "host"])
 def test_threadgroup_memory(device):
-    """What every configuration takes is there on Apple GPUs."""
+    """Apple GPUs have the memory that every configuration takes."""
     sizes = product_of((17, 33, 65, 129, 2048), (64, 1 << 17), DTYPES, FORMATS, (True, False))
     for m, n, dtype, fmt, transpose in sizes:
         config = qmm_config(device, m, n, 3584, dtype, fmt, transpose)

@@ -189,7 +189,7 @@ def test_what_packed_codes_do_not_take(fmt, dtype, transpose, said):
 
 
 def test_registers():
-    """What a thread holds leaves room: 128 words are what every Apple GPU has."""
+    """The values of a thread leave room: every Apple GPU has 128 words."""
     for m in (1, 20, 40, 100):
         for dtype in DTYPES:
             for fmt in FORMATS:

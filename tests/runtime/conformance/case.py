@@ -1,4 +1,4 @@
-"""What a conformance case is, how it runs on a backend, and how its outputs are compared."""
+"""A conformance case: how it runs on a backend, and how its outputs are compared."""
 
 from __future__ import annotations
 

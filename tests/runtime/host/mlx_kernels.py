@@ -105,7 +105,7 @@ def error(found: np.ndarray, truth: np.ndarray, dtype: mx.Dtype) -> float:
     return float(np.abs(found - truth).max() / (np.abs(truth).max() * EPSILON[dtype] / 2))
 
 
-# What the quantized kernels take for batches, when there are none.
+# Arguments of the quantized kernels for batches, when there are none.
 UNBATCHED = {"x_batch_ndims": i32(0), "w_batch_ndims": i32(0)} | {
     name: i64(0)
     for name in ("x_shape", "x_strides", "w_shape", "w_strides", "s_strides", "b_strides")

@@ -153,7 +153,7 @@ RIGHT = {
         .T,
     ),
 }
-# What takes elements of one tensor for those of another without asking, and what it does not ask.
+# Programs that take elements of one tensor for those of another without asking.
 NOT_ASKED = {
     "softmax": "is_iterator_compatible",
     "least of each row": "is_iterator_compatible",

@@ -209,7 +209,7 @@ def test_dynamic_threadgroup_memory():
 
 
 def test_what_is_allowed():
-    """What looks like a fault and is none: early returns, equal writes, atomics."""
+    """Code that looks like a fault and is none: early returns, equal writes, atomics."""
     body = """
     if (i >= 50) return;
     threadgroup float s[64];

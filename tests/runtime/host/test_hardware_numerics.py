@@ -39,7 +39,7 @@ FUNCTIONS = [
     ("sqrt", np.sqrt, lambda x: np.full_like(x, 3), None),
     ("rsqrt", lambda x: x**-0.5, lambda x: np.full_like(x, 2), None),
 ]
-# What Metal has in two precisions; without fast:: or precise:: it depends on the version of macOS.
+# Functions in two precisions: without fast:: or precise:: it depends on the version of macOS.
 TWO_PRECISIONS = re.compile(
     r"(?<!fast::)(?<!precise::)(?<![\w.])(?:metal::)?"
     r"\b(?:a?(?:cos|sin|tan)h?|atan2|(?:cos|sin|tan)pi|sincos|exp(?:2|10)?|log(?:2|10)?|powr?|r?sqrt"

@@ -18,7 +18,7 @@ _KERNEL = (
     " constant float& c [[buffer(2)]], uint i [[thread_position_in_grid]]) {"
 )
 
-# What is wrong, declarations, body, what the message says.
+# A fault, declarations, body, the words of the message.
 REFUSED = (
     ("device pointer as threadgroup", "float f(threadgroup float* p) { return *p; }",
      "y[i] = f(y);", "no matching function"),

@@ -26,7 +26,7 @@ def _wrong(found: np.ndarray, truth: np.ndarray) -> float:
 
 
 RUNNING = [p for p in PLANTED if p.kind is not CompileError]
-# What compiles is one kernel, so that it is compiled once.
+# Valid programs are one kernel, so that it is compiled once.
 _BODIES = [body for body, _ in RIGHT.values()] + [p.body for p in RUNNING]
 _CASES = "".join(f"case {i}: {{ {body} }} break;\n" for i, body in enumerate(_BODIES))
 

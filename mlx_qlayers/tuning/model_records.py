@@ -1,4 +1,4 @@
-"""The problems of a model: found by watching what its operations ask."""
+"""The records of the kernels that a model asks for: its operations are run and watched."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import mlx.nn as nn
 from ..decode import engine
 from ..decode.caches import blank
 from ..decode.twin import is_stepped, leaves, twin
-from ..dispatch.measurements import questions
+from ..dispatch.measurements import collected_records
 from ..metal.record import Record
 from ..runtime.backend import advance_epoch, backend
 from ..runtime.cuda_ahead import compiled_in_parallel
@@ -26,7 +26,7 @@ _PROMPTS = (0, 8, 512)
 _BUFFERS = (8192, 32768, 65536)
 
 
-def problems_of_model(model: nn.Module, *, prompt: int = 512, batch: int = 1) -> list[Record]:
+def records_of_model(model: nn.Module, *, prompt: int = 512, batch: int = 1) -> list[Record]:
     """Run one prefill and two decode steps, and collect what could be tuned.
 
     On a GPU nothing is evaluated, so that no kernel is built. The prefill goes without the head, of
@@ -38,16 +38,16 @@ def problems_of_model(model: nn.Module, *, prompt: int = 512, batch: int = 1) ->
         batch: sequences side by side.
 
     Returns:
-        The problems of decoding, also with longer caches, then those of the prefill.
+        The records of decoding, also with longer caches, then those of the prefill.
     """
     from mlx_lm.models.cache import make_prompt_cache
 
     cache = make_prompt_cache(model)
     body: Any = getattr(model, "model", model)
-    with questions() as prefill:
+    with collected_records() as prefill:
         if prompt:
             body(mx.zeros((batch, prompt), mx.int32), cache=cache)
-    with questions() as decoding:
+    with collected_records() as decoding:
         for _ in range(2):
             model(mx.zeros((batch, 1), mx.int32), cache=cache)
             blank([*leaves(cache)])
@@ -57,11 +57,11 @@ def problems_of_model(model: nn.Module, *, prompt: int = 512, batch: int = 1) ->
         for size in _BUFFERS
         if record.family == "attention_step" and backend() != "host"
     ]
-    return problems_of([*decoding, *longer, *prefill])
+    return records_of([*decoding, *longer, *prefill])
 
 
 def asked_by(model: nn.Module, prompt: int = 0) -> bool:
-    """Have a model ask, under :func:`..questions`, what it does for a prompt or for single tokens.
+    """Collect the records of a prompt or of single tokens, under :func:`..collected_records`.
 
     It is traced on arrays without values; the result says whether it could be.
     """
@@ -101,7 +101,7 @@ def compile_kernels(model: nn.Module) -> None:
     advance_epoch()  # so that whoever launches one of them binds it, and waits for it
 
 
-def problems_of(asked: Iterable[Record], searched: bool = True) -> list[Record]:
+def records_of(asked: Iterable[Record], searched: bool = True) -> list[Record]:
     """Records in their order, one of those that share results.
 
     Records whose configuration on this backend is no family's are left out and, if ``searched``,
