@@ -84,7 +84,7 @@ def test_wide_heads_are_for_the_forward_kernel_on_cuda(width, dtype, kernel, on,
     on("cuda")
     monkeypatch.setattr(ops, "MOST_SCORES", 0)
     stored, turns = ops.threshold, {"attention_in_turn_most": 4 * 19 * 33}
-    monkeypatch.setattr(ops, "threshold", lambda name: turns.get(name) or stored(name))
+    monkeypatch.setattr(ops, "threshold", lambda name, **at: turns.get(name) or stored(name, **at))
     monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **_: lambda **_: None)
     shapes = (4, 19, width), (1, 33, width), (1, 33, 512)
     arrays = [Spec((1, *shape), dtype) for shape in shapes]

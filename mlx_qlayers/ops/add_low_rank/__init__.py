@@ -10,14 +10,23 @@ from typing import Any
 import mlx.core as mx
 
 from ...dispatch import Gradient, Operation, Plan, choose, dispatch
-from ...metal.common.kernels import without
+from ...metal.common.kernels import large_kernel, without
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
 from ..matmul import matmul
 from ..signature import Signature
 
 _FILE = Path("add_low_rank.metal")
-DOWN, UP, OUTER = (Kernel(f"low_rank_{name}", _FILE) for name in ("down", "up", "outer"))
+DOWN = large_kernel(
+    "low_rank_down", _FILE, threadgroup_memory=4096, registers=lambda W, **_: 32 + 18 * W
+)
+UP = large_kernel("low_rank_up", _FILE, registers=lambda W, **_: 16 * W + 8)
+OUTER = large_kernel(
+    "low_rank_outer",
+    _FILE,
+    threadgroup_memory=lambda W, **_: 4096 * W,
+    registers=lambda W, **_: 9 * W + 8,
+)
 _ALONE = without(UP, ("y",))
 # Of the kernels: threads of a threadgroup, ranks of a block, rows of a threadgroup of the first and
 # of the second, and of a part of the third, threadgroups that a multiprocessor is to hold.
