@@ -39,6 +39,7 @@ OF_GRADIENTS = (
     *("exp_gradient", "attention_backward", "deformable_gradient", "quantized_gradients"),
     *("grid_sample_gradient", "grid_sample_list", "grid_sample_find", "grid_sample_spread"),
     *("solve_lower", "subtract_product", "gather_qmm_tiles", "attention_combine", "gated_rows"),
+    "low_rank_outer",
 )
 # Kernels of an M5 that are launched before others in one operation, and those behind others: the
 # gradient of an additive mask is that where the keys' is right.
