@@ -62,7 +62,7 @@ def test_server_answers_as_stock(server, expected):
         "choices"
     ]
     assert chosen["message"]["content"] == expected
-    assert "49 swapped" in log.read_text()
+    assert "55 swapped" in log.read_text()
     streamed = rest(start(address, PROMPT, TOKENS)).decode()
     parts = [line.removeprefix("data: ") for line in streamed.splitlines() if "{" in line]
     assert "".join(json.loads(part)["choices"][0]["text"] for part in parts) == expected
@@ -78,7 +78,7 @@ def test_chat_by_script(flags, talker, expected, capsys, monkeypatch):
     assert main(["chat", *arguments, *flags]) == 0
     out, err = capsys.readouterr()
     assert out.count(expected) == 2
-    report = {0: "49 swapped; decodes by graphs\n", 1: "", 3: "49 swapped\n"}[len(flags)]
+    report = {0: "55 swapped; decodes by graphs\n", 1: "", 3: "55 swapped\n"}[len(flags)]
     assert "".join(line for line in err.splitlines(True) if "compiling" not in line) == report
     decisions = explain()
     assert bool(decisions) == ("--stock" not in flags)
@@ -172,7 +172,7 @@ def test_lora_trains_what_stock_loads(talker, tmp_path, capsys):
         folder = ["--adapter-path", str(tmp_path / name)]
         assert main(["lora", *arguments, *folder, *flags]) == 0
         err = capsys.readouterr().err
-        assert ("49 swapped" in err) == ("fused loss of model.embed_tokens" in err) == (not flags)
+        assert ("55 swapped" in err) == ("fused loss of model.embed_tokens" in err) == (not flags)
     losses = []
     for adapters in (None, tmp_path / "ours", tmp_path / "theirs"):
         model, tokenizer = mlx_lm.load(str(talker), adapter_path=adapters and str(adapters))
