@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from bench_generate import Contender
 from common import Sample, Table, arguments, output, positive
 from harness import in_turns
 from kernel_assembly import count_instructions
+from mlx_lm.generate import generate_step
 
 from mlx_qlayers import convert_model
 from mlx_qlayers.conversion.loading import load_stock
@@ -86,19 +88,27 @@ def ours(contender: Contender, prompt: list[int], tokens: int) -> tuple[float, f
 
 
 def parts_of_token(contender: Contender, tokens: int, threads: int) -> None:
-    """Print how much of a token is in kernels, waiting for threads, and in between."""
-    totals = (ctypes.c_uint64 * 3).in_dll(library(), "qk_totals")
+    """Print how much of a token is in kernels, waiting for threads, in Python, and in MLX."""
+    totals = (ctypes.c_uint64 * 4).in_dll(library(), "qk_totals")
     contender.generate(mx.array([1, 2]), tokens + 1)  # what is captured once is no part of it
-    of_prompt = contender.generate(mx.array([1, 2]), 1)
-    before = [*totals]
-    done = contender.generate(mx.array([1, 2]), tokens + 1)
-    launches, inside, work = (b - a for a, b in zip(before, totals, strict=True))
-    token = (done.decode + done.prefill - of_prompt.prefill) / tokens * 1e3
-    inside, work = inside / tokens / 1e6, work / tokens / 1e6
+    steps = generate_step(mx.array([1, 2]), contender.model, max_tokens=tokens + 1)
+    next(steps)
+    clocks = time.perf_counter, time.thread_time
+    before = [*totals, *(clock() * 1e9 for clock in clocks)]
+    for chosen, _ in steps:
+        int(chosen)
+    now = [*totals, *(clock() * 1e9 for clock in clocks)]
+    launches, *spent = ((b - a) / tokens for a, b in zip(before, now, strict=True))
+    inside, work, own, token, here = (each / 1e6 for each in spent)
     print(f"\n{contender.name}: of a token of {token:.2f} ms")
-    print(f"{launches / tokens:.0f} launches, norms and copies between them take {inside:.2f} ms,")
+    print(f"{launches:.0f} launches, norms and copies between them take {inside:.2f} ms,")
     print(f"of which threads work {work / threads:.2f} and wait {inside - work / threads:.2f};")
-    print(f"Python and MLX's operators {token - inside:.2f} ms")
+    # Of the time outside of lists, this thread's processor time, in which it also calls MLX.
+    python = here - own
+    print(
+        f"Python {python:.2f} ms, {python / token:.1%}; it waits {token - inside - python:.2f} ms"
+    )
+    print("for MLX's operators: log-probabilities and the choice of a token, on one core")
 
 
 def main() -> None:

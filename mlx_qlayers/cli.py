@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Example:
         >>> main(["info", "--model", "models/tales-qwen2"])
         python  ...
-        dry run: 49 swapped
+        dry run: 55 swapped
         0
     """
     try:

@@ -63,7 +63,8 @@ def convert_model(
     ``nn.QuantizedLinear`` becomes :class:`QLinear`, the product of a tied
     ``nn.QuantizedEmbedding`` goes the same way, mlx-lm's ``QuantizedSwitchLinear`` becomes
     :class:`QSwitchLinear`, and modules that compute attention with mlx-lm's
-    shared function become :class:`FusedAttention`. Classes of other modules can be added with
+    shared function become :class:`FusedAttention`. Gates, ``silu(gate) * x``, run by a kernel on a
+    CPU. Classes of other modules can be added with
     :func:`register_counterpart`. Module paths, parameter names and arrays stay.
     Everything is checked before the first swap: an error leaves the model as it was. Another thread
     may use the model meanwhile, unless ``config`` quantizes layers of it.
@@ -74,7 +75,7 @@ def convert_model(
             ``quantization`` entry is compared with the arrays. It also quantizes ``nn.Linear``
             layers: those it names, and, in a model where nothing is quantized yet, all whose
             width the group size divides (and the model's own ``quant_predicate`` allows).
-        linear: convert linear and embedding layers, and the experts of mixtures.
+        linear: convert linear and embedding layers, the experts of mixtures, and gates.
         attention: convert attention.
         fuse: let a model that is called with tokens and caches decode by the graph of its step,
             in few launches. The model's class changes, nothing else does.
@@ -108,7 +109,7 @@ def convert_model(
         path                               kind       shape     group  bits  mode    action ...
         model.embed_tokens                 embedding  4096x384  64     4     affine  swapped
         ...
-        49 swapped
+        55 swapped
     """
     _check_module(model)
     if activations not in (None, "int8"):
@@ -296,7 +297,7 @@ def revert_model(model: nn.Module) -> ConversionReport:
     Example:
         >>> model, tokenizer = load("Qwen/Qwen2-7B-Instruct-MLX")
         >>> revert_model(model).counts
-        {'reverted': 49}
+        {'reverted': 55}
     """
     _check_module(model)
     leave_int8(model)
@@ -306,7 +307,7 @@ def revert_model(model: nn.Module) -> ConversionReport:
             row = row_of(path, kind_of(module) or "linear", module, REVERTED)
             changes.append(Change(module, row, stock))
         elif is_patched(module):
-            row = row_of(path, "attention", module, REVERTED)
+            row = row_of(path, kind_of(module) or "attention", module, REVERTED)
             changes.append(Change(module, row, stock_class(type(module))))
     _make(changes)
     return ConversionReport(tuple(step.row for step in changes if step.row))

@@ -25,6 +25,7 @@ from numerics import FACTOR, assert_same_model, to64
 
 from mlx_qlayers import ConversionReport, FusedAttention, QLinear, convert_model, revert_model
 from mlx_qlayers.conversion import attention_patch
+from mlx_qlayers.conversion.plan import PATCHED
 from mlx_qlayers.layers.multi_linear import QMultiLinear
 from mlx_qlayers.layers.qlinear import QEmbedding
 from mlx_qlayers.layers.switch_linear import QSwitchLinear
@@ -132,7 +133,7 @@ def test_conversion(name, monkeypatch):
         for path, m in modules.items()
         if isinstance(m, nn.Linear | nn.Embedding) or {"weight", "scales"} <= m.keys()
     }
-    assert {row.path for row in report.rows if row.kind != "attention"} == products
+    assert {row.path for row in report.rows if row.kind not in PATCHED} == products
     assert described(model) == described(other)
     for path, cls in before:
         assert (cls is nn.QuantizedLinear) == (type(modules[path]) is QLinear)
@@ -177,7 +178,7 @@ def test_coverage():
 
 def test_every_class_that_calls_the_shared_function_is_patched():
     """Of all files that mlx-lm ships, also those that the table leaves out."""
-    call = re.compile(r"(?<![\w.])(scaled_dot_product_attention|gated_delta_update)\(")
+    call = re.compile(r"(?<![\w.])(scaled_dot_product_attention|gated_delta_update|swiglu)\(")
     callers = set()
     for info in pkgutil.iter_modules(models.__path__):
         if info.name == "olmo":  # exits where its package is missing

@@ -22,9 +22,9 @@ def test_converting_twice_is_harmless():
     model = qwen()
     convert_model(model)
     before = snapshot(model)
-    assert convert_model(model, config={"quantization": BASE}).counts == {"already converted": 17}
+    assert convert_model(model, config={"quantization": BASE}).counts == {"already converted": 19}
     assert snapshot(model) == before
-    assert revert_model(model).counts == {"reverted": 17}
+    assert revert_model(model).counts == {"reverted": 19}
     assert revert_model(model).counts == {}
 
 
@@ -32,7 +32,7 @@ def test_dry_run_changes_nothing():
     model = qwen()
     before = snapshot(model)
     report = convert_model(model, dry_run=True)
-    assert report.dry_run and report.counts == {"swapped": 17} and "dry run" in str(report)
+    assert report.dry_run and report.counts == {"swapped": 19} and "dry run" in str(report)
     assert snapshot(model) == before
 
 

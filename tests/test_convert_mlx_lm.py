@@ -153,7 +153,7 @@ class TestAdapters:
         step(stock)
         model.load_weights(list(arrays(stock).items()))
         report = convert_model(model, config=CONFIG)
-        assert report.counts == {"swapped": 17} and not report.unmatched
+        assert report.counts == {"swapped": 19} and not report.unmatched
         assert_same(model, stock, "converted with adapters")
         trainable = [key for key, _ in tree_flatten(stock.trainable_parameters())]
         assert [key for key, _ in tree_flatten(model.trainable_parameters())] == trainable

@@ -31,7 +31,7 @@ NOT_RUN = {"mlx_qlayers.runtime.capture.capture"}
 NAMES = {"mx": mx, "nn": nn} | {name: getattr(mlx_qlayers, name) for name in mlx_qlayers.__all__}
 BLOCK = re.compile(r"^ *```(python|sh)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 PRINTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
-SAYS = {"README.md": "49 swapped", "CONTRIBUTING.md": "60 bytes read", "models.md": "sons"}
+SAYS = {"README.md": "55 swapped", "CONTRIBUTING.md": "60 bytes read", "models.md": "sons"}
 SAYS["serving.md"] = "4 bits in caches, rotated"
 PAGES = [
     pytest.param(page, marks=pytest.mark.slow if page.name == "models.md" else ())

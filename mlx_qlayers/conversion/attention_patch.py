@@ -1,18 +1,18 @@
-"""Lets somebody else's module compute attention with this package's operations.
+"""Lets somebody else's module compute attention and gates with this package's operations.
 
-mlx-lm's architectures compute attention in a function that each of them imports by name, and linear
-attention in another. A module is patched by giving it a class of its own, made from its class, in
-which the methods that use such a function are the same code over a private copy of their globals,
-where the name means ours. Neither the module's file nor its class changes, so other models in the
-process are untouched.
+mlx-lm's architectures compute attention in a function that each of them imports by name, linear
+attention in another, and the gate of feed-forward layers in a third. A module is patched by giving
+it a class of its own, made from its class, in which the methods that use such a function are the
+same code over a private copy of their globals, where the name means ours. Neither the module's file
+nor its class changes, so other models in the process are untouched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,6 +21,8 @@ from ..layers.fused_attention import FusedAttention
 from ..ops.attention import attention
 from ..ops.attention_invariant import attention_from
 from ..ops.gated_delta import gated_delta
+from ..ops.signature import FLOATS
+from ..ops.swiglu import swiglu
 from ..options import RotatedRows
 from ..reference.hadamard import rotated_heads
 from ..runtime.backend import current
@@ -58,6 +60,16 @@ def patched_gated_delta(*arrays: Any, **options: Any) -> tuple[mx.array, ...]:
     return tuple(gated_delta(*arrays, **options))
 
 
+def patched_swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """Stands in for ``mlx_lm.models.activations.swiglu``, which is one kernel of MLX's on a GPU."""
+    if device_of().gpu or (gate.shape, gate.dtype) != (x.shape, x.dtype) or x.dtype not in FLOATS:
+        from mlx_lm.models import activations
+
+        stock: Any = activations.swiglu
+        return cast(mx.array, stock(gate, x))
+    return swiglu(gate, x)
+
+
 def is_patched(module: nn.Module) -> bool:
     """Whether ``module`` is of a class that :func:`patched_class` made."""
     return "_patches" in type(module).__dict__
@@ -82,8 +94,9 @@ def patched_class(cls: type[nn.Module]) -> type[nn.Module] | None:
     namespaces: dict[int, dict[str, Any]] = {}
     body: dict[str, Any] = {name: _patched(f, namespaces) for name, f in methods.items()}
     body |= {"_patches": cls}
+    attends = any(_uses_shared(f, _attends) for f in methods.values())
     # FusedAttention comes last: it marks the module, and nothing of it is ever called.
-    return made_class(cls, (cls, FusedAttention), body, patched_class)
+    return made_class(cls, (cls, *[FusedAttention] * attends), body, patched_class)
 
 
 def made_class(
@@ -139,20 +152,31 @@ def names_used(function: FunctionType) -> Iterator[str]:
         todo += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
-def _uses_shared(function: FunctionType, seen: frozenset[FunctionType] = frozenset()) -> bool:
-    """Whether ``function``, or a function that it calls by name, names a shared one."""
+def _uses_shared(
+    function: FunctionType,
+    counts: Callable[[object], Any] | None = None,
+    seen: frozenset[FunctionType] = frozenset(),
+) -> bool:
+    """Whether ``function``, or a function that it calls by name, names a shared one that counts."""
     if function in seen:
         return False
     used = [function.__globals__.get(name) for name in names_used(function)]
-    return any(map(_ours, used)) or any(
-        isinstance(value, FunctionType) and _uses_shared(value, seen | {function}) for value in used
+    return any(map(counts or _ours, used)) or any(
+        isinstance(value, FunctionType) and _uses_shared(value, counts, seen | {function})
+        for value in used
     )
 
 
 def _ours(value: object) -> Any:
     """The stand-in for a function that mlx-lm's architectures share; None for other objects."""
-    from mlx_lm.models import base, gated_delta
+    from mlx_lm.models import activations, base, gated_delta
 
     if value is base.scaled_dot_product_attention:
         return patched_attention
-    return patched_gated_delta if value is gated_delta.gated_delta_ops else None
+    if value is gated_delta.gated_delta_ops:
+        return patched_gated_delta
+    return patched_swiglu if value is activations.swiglu else None
+
+
+def _attends(value: object) -> bool:
+    return _ours(value) not in (None, patched_swiglu)

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..formats import Format
+from ..layers.fused_attention import FusedAttention
 from ..layers.qlinear import Counterpart, QLinear
 from ..layers.sharded import COUNTERPARTS, QAllToShardedLinear, QShardedToAllLinear
 from .attention_patch import is_patched, patched_class
@@ -19,6 +20,8 @@ from .registry import registered_as, registered_for
 from .report import ALREADY, LEFT, QUANTIZED, SWAPPED, ModuleReport
 
 Predicate = Callable[[str, nn.Module], bool]
+# Kinds of modules whose code stays, with functions of this package in the place of mlx-lm's.
+PATCHED = "attention", "gate"
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,9 @@ class Planner:
         step = Change(module, replace(row, reason=self.shares.get(id(module), "")))
         if kind == "module":
             return self._registered(path, step)
-        if kind == "attention":
-            plan, switch = self._attention, self.attention
+        if kind in PATCHED:
+            plan = self._patched
+            switch = self.attention if kind == "attention" else self.linear
         else:
             key, said = self._entry(path)
             if _is_packed(module):
@@ -112,7 +116,7 @@ class Planner:
         reason += "" if registration.example else ", not compared: registered without an example"
         return Change(step.module, replace(step.row, reason=reason), registration.counterpart)
 
-    def _attention(self, path: str, step: Change) -> Change:
+    def _patched(self, path: str, step: Change) -> Change:
         cls = patched_class(type(step.module))
         if cls is None:
             return step.left("does not use mlx-lm's shared attention function")
@@ -235,29 +239,33 @@ def _is_packed(module: nn.Module) -> bool:
 
 
 def kind_of(module: nn.Module) -> str | None:
-    """Its kind: "module" (registered), "linear", "embedding", "experts", "attention", or None."""
+    """Its kind: that of :class:`.report.ModuleReport`, or None."""
     if registered_for(type(module)) or registered_as(type(module)):
         return "module"
     if isinstance(module, nn.QuantizedEmbedding | nn.Embedding):
         return "embedding"
     if isinstance(module, nn.Linear) or _is_packed(module):
         return "experts" if module["weight"].ndim > 2 else "linear"
-    if _uses_shared_attention(module):
-        return "attention"
-    if "attention" in type(module).__name__.lower() and not any(
-        map(_uses_shared_attention, module.modules())
+    if (kind := _patched_kind(module)) is not None:
+        return kind
+    if "attention" in type(module).__name__.lower() and "attention" not in map(
+        _patched_kind, module.modules()
     ):
         return "attention"  # one that computes on its own, not one that holds another
     return None
 
 
-def _uses_shared_attention(module: nn.Module) -> bool:
-    return is_patched(module) or bool(patched_class(type(module)))
+def _patched_kind(module: nn.Module) -> str | None:
+    """ "attention" or "gate", by the functions of mlx-lm that a module uses; None for others."""
+    cls = type(module) if is_patched(module) else patched_class(type(module))
+    if cls is None:
+        return None
+    return "attention" if issubclass(cls, FusedAttention) else "gate"
 
 
 def row_of(path: str, kind: str, module: nn.Module, action: str) -> ModuleReport:
     """The report's row of a module as it is now."""
-    if kind in ("attention", "module"):
+    if kind in (*PATCHED, "module"):
         return ModuleReport(path, kind, None, None, None, None, action)
     shape = module["weight"].shape
     if not _is_packed(module):

@@ -23,8 +23,8 @@ class ModuleReport:
 
     Attributes:
         path: its path in the model.
-        kind: ``"linear"``, ``"embedding"``, ``"experts"``, ``"attention"``, or ``"module"`` where
-            its class was registered.
+        kind: ``"linear"``, ``"embedding"``, ``"experts"``, ``"attention"``, ``"gate"`` of a
+            feed-forward layer, or ``"module"`` where its class was registered.
         shape: logical shape of its weight, or None.
         group_size, bits, mode: its format, or None where nothing is packed.
         action: ``"swapped"``, ``"quantized"`` (and swapped), ``"left"``, ``"already converted"``
@@ -83,7 +83,7 @@ class ConversionReport:
         >>> model, tokenizer = load("Qwen/Qwen2-7B-Instruct-MLX")
         >>> report = convert_model(model)
         >>> report.counts
-        {'swapped': 49}
+        {'swapped': 55}
         >>> [row.path for row in report.rows if row.action == "left"]
         []
     """

@@ -16,7 +16,7 @@ from ..reference.rounding import rounding_error
 from ..runtime.cuda_ahead import compiled_in_parallel
 from ..runtime.devices import device_of
 from ..runtime.explain import recording
-from .attention_patch import patched_attention
+from .attention_patch import patched_attention, patched_swiglu
 from .plan import Change, copied
 from .registry import registered_as
 
@@ -45,7 +45,9 @@ def verify_steps(model: nn.Module, steps: Sequence[Change]) -> None:
         for step in steps:
             assert step.cls is not None
             path, module, kind = step.row.path, step.packed or step.module, tuple[object, ...]()
-            check: Callable[..., Results] = _check_attention
+            is_gate = step.row.kind == "gate"
+            check: Callable[..., Results] = _check_gate if is_gate else _check_attention
+            kind = ("gate",) if is_gate else kind
             if registered_as(step.cls) is not None:
                 check, kind = _check_registered, (step.cls, _shapes(module))
             elif issubclass(step.cls, Counterpart):
@@ -110,6 +112,15 @@ def _check_product(
             expected = expected + (mx.expand_dims(bias[chosen], -2) if chosen else bias)
         fmt = f"{module.bits} bits, groups of {module.group_size}, {module.mode}"
         yield f"{path}: {cls.__name__}, {fmt}", actual, expected, width, 1
+
+
+def _check_gate(path: str, _: nn.Module, cls: type[nn.Module], dtype: mx.Dtype) -> Results:
+    from mlx_lm.models.activations import swiglu as stock
+
+    gate, x = (_random((3, 64), i).astype(dtype) for i in range(2))
+    theirs: Any = stock
+    expected = theirs(gate.astype(mx.float32), x.astype(mx.float32))
+    yield f"{path}: gate", patched_swiglu(gate, x), expected, 1, _DEPTH
 
 
 def _check_attention(path: str, _: nn.Module, cls: type[nn.Module], dtype: mx.Dtype) -> Results:

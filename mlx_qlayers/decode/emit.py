@@ -65,10 +65,12 @@ class Program:
         calls = [self._folded(node, self._call(node, weights)) for node in graph.nodes()]
         self.outputs = {name: self._of[node] for name, node in graph.outputs.items()}
         self.calls = self._scheduled([call for call in calls if call is not None])
+        self._lists: Any = None
         if binds and backend() == "host":
-            from .listed import as_listed  # of the host backend, which others do not load
+            from . import listed  # of the host backend, which others do not load
 
-            self.calls = [as_listed(call) for call in self.calls]
+            self._lists = listed
+            self.calls = [listed.as_listed(call) for call in self.calls]
         shapes = [each.shape for node in graph.nodes() for each in node.outputs] if binds else []
         self._rows = itemgetter(*filter(_is_rows, names_in((*shapes,))), "batch")
         self._bound: dict[Any, BoundCalls] = {}
@@ -186,12 +188,11 @@ class Program:
         is_bound, found = rows in self._bound, self._bound.get(rows) or self._calls(rows)
         count(tuple(found.rows))
         is_listed = goes_on or (is_bound and (goes_on is False or found.listed))
-        if is_listed and self.binds and backend() == "host":
-            from .listed import claim, run_listed
-
+        if is_listed and self._lists is not None:
             if goes_on is None:
-                claim(found, registers, self._advancing)
-            run_listed(found, registers, self.start, self.outputs, self._advancing)
+                self._lists.claim(found, registers, self._advancing)
+            given = self.start, self.outputs, self._advancing
+            self._lists.run_listed(found, registers, *given)
         else:
             called(found.calls, registers)
         if len(registers) != len(self.start):

@@ -97,6 +97,8 @@ class Form:
     def run(self, tokens: mx.array, own: Sequence[Any], state: Any) -> tuple[mx.array, Progress]:
         """The logits, and what the next step with the same caches goes on with."""
         (at, array), held = state, [*map(vars, own)]
+        if self.program.binds and len(tokens) > 1:  # a list reads them where they are
+            tokens = mx.contiguous(tokens)
         arrays = {"tokens": tokens}
         for path, (number, name, index) in self.given:
             value = held[number][name]

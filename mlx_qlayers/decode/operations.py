@@ -92,7 +92,7 @@ OPERATIONS: dict[str, Maker] = {
     "Chosen": lambda node, values: Dispatched(EXPERTS_CHOSEN, node.arg),
     "Combined": mixtures.combined,
     "Depthwise": mixtures.depthwise,
-    "Embedding": lambda node, values: Dispatched(QUANTIZED_ROWS, node.arg, listed=False),
+    "Embedding": lambda node, values: Dispatched(QUANTIZED_ROWS, node.arg),
     "Experts": mixtures.experts,
     "GatedDelta": mixtures.delta,
     "GatheredProduct": _gathered_product,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
 from ..dispatch import Operation, Plan, choose, dispatch, gradient_of
 from ..formats import Format
+from ..measurements.thresholds import threshold
 from ..metal.quantized_matmul.dequantize import dequantize_rows
 from ..options import PackedMatrix
 from ..runtime.devices import device_of
@@ -27,8 +28,8 @@ def quantized_rows(
 ) -> mx.array:
     """Some rows of a quantized matrix, unpacked.
 
-    This is one launch on NVIDIA GPUs. Stock operators are four, and MLX compiles three of them for
-    each type of ``numbers`` that is new, for 3 s each.
+    This is one launch on NVIDIA GPUs and CPUs. Stock operators are four, and on the former MLX
+    compiles three of them for each type of ``numbers`` that is new, for 3 s each.
 
     Args:
         numbers: (...) integers, which rows; those below 0 count from the end.
@@ -53,7 +54,8 @@ def quantized_rows(
     Source: ``mlx.nn.QuantizedEmbedding``.
     """
     arrays = numbers, w, scales, biases
-    return dispatch(QUANTIZED_ROWS, arrays, (group_size, bits, mode))
+    (rows,) = dispatch(QUANTIZED_ROWS, arrays, (group_size, bits, mode))
+    return cast(mx.array, rows)
 
 
 def _plan(arrays: Sequence[Any], group_size: int | None, bits: int | None, mode: str) -> Plan:
@@ -65,31 +67,28 @@ def _plan(arrays: Sequence[Any], group_size: int | None, bits: int | None, mode:
     composed, dtype = _composed(fmt), mx.bfloat16 if biases is None else scales.dtype
     if not numbers.size:  # of which MLX unpacks nothing
         shape = *numbers.shape, fmt.dims(w)
-        return Plan(None, lambda *_: mx.zeros(shape, dtype))
+        return Plan(None, lambda *_: [mx.zeros(shape, dtype)])
     whole = w.ndim == 2 and 0 not in w.shape and numbers.size < 2**16
     covered = whole and numbers.dtype in (mx.int32, mx.uint32)
     covered = covered and (biases is None or scales.dtype in FLOATS)
-    if not (device_of().stock_compiles and covered):  # elsewhere MLX's gathers are there at once
-        return Plan(None, composed)
-    choice = choose("quantized_rows")
+    device = device_of()
+    if not ((device.stock_compiles or device.backend == "host") and covered):
+        return Plan(None, composed)  # elsewhere MLX's gathers are there at once
+    choice = choose("quantized_rows", host_gain=threshold("quantized_rows_gain", device="host"))
     if choice.path == "reference":
         return Plan(choice, composed)
     launch = dequantize_rows(numbers, PackedMatrix(w, scales, biases, None), fmt, dtype)
-
-    def run(*arrays: Any) -> mx.array:
-        return launch(*(a for a in arrays if a is not None))
-
-    return Plan(choice, run, gradient_of(composed, arrays), composed)
+    return Plan(choice, launch, gradient_of(composed, arrays), composed)
 
 
 _TAKES = Signature("numbers: integer")
 QUANTIZED_ROWS = Operation("quantized_rows", _plan)
 
 
-def _composed(fmt: Format) -> Callable[..., mx.array]:
-    def run(numbers: Any, w: Any, scales: Any, biases: Any) -> mx.array:
+def _composed(fmt: Format) -> Callable[..., list[mx.array]]:
+    def run(numbers: Any, w: Any, scales: Any, biases: Any) -> list[mx.array]:
         at = numbers if numbers.ndim else numbers[None]  # MLX unpacks matrices alone
         rows = fmt.dequantize(w[at], scales[at], None if biases is None else biases[at])
-        return rows if numbers.ndim else rows[0]
+        return [rows if numbers.ndim else rows[0]]
 
     return run

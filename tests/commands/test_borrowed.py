@@ -63,7 +63,7 @@ def test_server_answers_as_stock(server, expected):
         "choices"
     ]
     assert chosen["message"]["content"] == expected
-    assert "49 swapped" in log.read_text()
+    assert "55 swapped" in log.read_text()
     streamed = rest(start(address, PROMPT, TOKENS)).decode()
     parts = [line.removeprefix("data: ") for line in streamed.splitlines() if "{" in line]
     assert "".join(json.loads(part)["choices"][0]["text"] for part in parts) == expected
@@ -79,7 +79,7 @@ def test_chat_by_script(flags, talker, expected, capsys, monkeypatch):
     assert main(["chat", *arguments, *flags]) == 0
     out, err = capsys.readouterr()
     assert out.count(expected) == 2
-    report = {0: "49 swapped; decodes by graphs\n", 1: "", 3: "49 swapped\n"}[len(flags)]
+    report = {0: "55 swapped; decodes by graphs\n", 1: "", 3: "55 swapped\n"}[len(flags)]
     assert "".join(line for line in err.splitlines(True) if "compiling" not in line) == report
     decisions = explain()
     assert bool(decisions) == ("--stock" not in flags)
@@ -182,7 +182,7 @@ def test_lora_trains_what_stock_loads(talker, tmp_path, capsys):
         folder = ["--adapter-path", str(tmp_path / f"with{flag}")]
         assert main(["lora", *arguments, *folder, *filter(None, [flag])]) == 0
         err = capsys.readouterr().err
-        assert ("49 swapped" in err) == (flag != "--stock")
+        assert ("55 swapped" in err) == (flag != "--stock")
         assert ("fused loss of model.embed_tokens" in err) == ("--stock" not in flag)
     losses = []
     for adapters in (None, *sorted(map(str, tmp_path.glob("with*")))):

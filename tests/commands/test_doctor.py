@@ -53,7 +53,7 @@ def test_all_but_attention(capsys):
     families = [family for family in examples._FAMILIES if family != "attention"]
     assert main(["doctor", "--only", "model", *families]) == 0
     out, _ = capsys.readouterr()
-    assert "49 swapped" in out and re.search(r"^(\d+) of \1 checks were right$", out, re.M)
+    assert "55 swapped" in out and re.search(r"^(\d+) of \1 checks were right$", out, re.M)
 
 
 @on_gpus

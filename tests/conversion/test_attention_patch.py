@@ -25,6 +25,7 @@ from mlx_lm.models.cache import (
 from numerics import assert_same_model
 
 from mlx_qlayers import use_backend
+from mlx_qlayers.conversion.attention_patch import patched_swiglu
 from mlx_qlayers.runtime import trace
 
 PADDING = [2, 0, 5]
@@ -116,3 +117,41 @@ def test_prompt_caches_are_interchangeable(name, first, tmp_path):
         mx.eval(found, expected)
     assert "attention_serial" in attention_kernels(launches)
     assert_same_model(found, expected, bits=bits, what=f"{name}, {first} first")
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_gates_of_prompts_go_by_a_kernel(dtype):
+    """Of every layer; other shapes and dtypes than those of a gate are mlx-lm's."""
+    stock, model = pair()
+    stock.set_dtype(dtype)
+    model.set_dtype(dtype)
+    with use_backend("host"), trace() as launches:
+        found = model(PROMPT[None])
+        mx.eval(found)
+    assert [launch.kernel for launch in launches].count("swiglu_forward") == len(model.layers)
+    if dtype == mx.float32:
+        assert_same_model(found, stock(PROMPT[None]), bits=None, what="gates")
+    with use_backend("host"), trace() as launches:
+        wide = patched_swiglu(mx.ones((3, 1)), mx.ones((3, 8)))
+        mixed = patched_swiglu(mx.ones((3, 1)), mx.ones((3, 1), mx.float16))
+    assert not launches and (wide.shape, mixed.dtype) == ((3, 8), mx.float32)
+
+
+@pytest.mark.parametrize("backend", ["host", "reference", "auto"])
+def test_gates_have_gradients(backend):
+    """By a kernel or not, those of the stock module, also under ``mx.checkpoint``."""
+    stock, model = (m.layers[0].mlp for m in pair())
+    x = mx.random.normal((2, 5, stock.gate_proj.scales.shape[-1] * 64), key=mx.random.key(2))
+
+    def slopes(module: nn.Module) -> list[mx.array]:
+        calls = module, mx.checkpoint(lambda x: module(x))
+        return [mx.grad(lambda x, call=call: (call(x) ** 2).sum())(x) for call in calls]
+
+    expected = slopes(stock)
+    with use_backend(backend), trace() as launches:
+        found = slopes(model)
+        mx.eval(found)
+    names = {launch.kernel for launch in launches}
+    assert ("swiglu_gradient" in names) == (backend != "reference")
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_same_model(ours, theirs, bits=None, what=backend)

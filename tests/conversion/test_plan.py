@@ -23,13 +23,13 @@ def test_an_unquantized_model():
     logits = stock(TOKENS)
     layers = {Q0: False, eight: {"bits": 8}}
     report = convert_model(model, config={"quantization": BASE | layers})
-    assert report.counts == {"left": 2, "quantized": 13, "swapped": 2}
+    assert report.counts == {"left": 2, "quantized": 13, "swapped": 4}
     rows = {row.path: row for row in report.rows}
     assert (rows[Q0].action, rows[Q0].reason) == ("left", "config says false")
     assert rows[eight].bits == 8
     assert type(model.model.layers[0].self_attn.q_proj) is nn.Linear
     assert_same_model(model(TOKENS), logits, bits=None, what="quantized by config")
-    assert revert_model(model).counts == {"reverted": 15}
+    assert revert_model(model).counts == {"reverted": 17}
     assert type(model.model.layers[1].mlp.up_proj) is nn.QuantizedLinear
 
 
@@ -108,9 +108,9 @@ def test_subclasses_are_left_and_reported():
 
 def test_switches_and_predicate():
     for kw, counts in (
-        ({"linear": False}, {"left": 15, "swapped": 2}),
-        ({"attention": False}, {"swapped": 15, "left": 2}),
-        ({"predicate": lambda path, m: "mlp" not in path}, {"swapped": 11, "left": 6}),
+        ({"linear": False}, {"left": 17, "swapped": 2}),
+        ({"attention": False}, {"swapped": 17, "left": 2}),
+        ({"predicate": lambda path, m: "mlp" not in path}, {"swapped": 11, "left": 8}),
     ):
         report = convert_model(qwen(), **kw)
         assert report.counts == counts

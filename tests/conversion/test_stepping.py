@@ -70,7 +70,7 @@ def test_without_patched_attention():
     report = convert_model(model, attention=False)
     assert fusions(report)[""][0] == FUSED
     assert_same_model(decoded(model), decoded(stock), bits=None, what="stock attention")
-    assert revert_model(model).counts == {"reverted": 16}
+    assert revert_model(model).counts == {"reverted": 18}
     assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
 
 

@@ -17,7 +17,7 @@ def test_a_layer_that_overflows_is_no_contradiction():
     assert convert_model(model).counts == {"swapped": 1}
 
 
-@pytest.mark.parametrize("what", ["dispatch", "patched_attention"])
+@pytest.mark.parametrize("what", ["dispatch", "patched_attention", "patched_swiglu"])
 def test_a_layer_that_disagrees(monkeypatch, what):
     module = qlinear if what == "dispatch" else verify
     right = getattr(module, what)
@@ -27,7 +27,7 @@ def test_a_layer_that_disagrees(monkeypatch, what):
     with pytest.raises(ValueError, match="disagrees with the stock layer by"):
         convert_model(model)
     assert snapshot(model) == before
-    assert convert_model(model, verify=False).counts == {"swapped": 17}
+    assert convert_model(model, verify=False).counts == {"swapped": 19}
 
 
 def test_verification_uses_no_random_state_and_counts_no_calls():

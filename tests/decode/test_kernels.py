@@ -39,14 +39,15 @@ def logits(
 def families(kernels: list[str]) -> Counter[str]:
     """How many of each: the names without what tells variants apart, attention as one.
 
-    A rotary embedding of its own, which a GPU's attention does and a CPU's does not, is left out.
+    A rotary embedding of its own, which a GPU's attention does and a CPU's does not, is left out,
+    and so are the rows of an embedding, which are MLX's operators on Apple GPUs.
     """
     names = (
         name.rpartition("_")[0].removesuffix("_serial")
         if "experts" in name or "qmv" in name
         else name
         for name in kernels
-        if name != "rotary_at"
+        if name != "rotary_at" and not name.startswith("dequantize_rows")
     )
     return Counter("attention" if "attention" in name else name for name in names)
 

@@ -19,6 +19,7 @@ from mlx_qlayers.ops import (
     rotary,
 )
 from mlx_qlayers.ops import exp as elementwise
+from mlx_qlayers.ops import swiglu as gates
 from mlx_qlayers.ops.signature import FLOATS, Signature
 from mlx_qlayers.options import Router
 from tests.numerics import random
@@ -102,6 +103,7 @@ def _array(
 DECLARED = [
     Declared(add_low_rank.add_low_rank, add_low_rank._TAKES),
     Declared(elementwise.exp, elementwise._TAKES),
+    Declared(gates.swiglu, gates._TAKES),
     Declared(rotary.rotary_embedding, rotary._TAKES, {"dims": 2}, {"D": 4}),
     Declared(gated_delta.gated_delta, gated_delta._TAKES),
     Declared(latent_attention.latent_attention, latent_attention._TAKES),

@@ -1,4 +1,4 @@
-"""Random calls of operations element by element: exp, and rotary embedding."""
+"""Random calls of operations element by element: exp, gates, and rotary embedding."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mlx_qlayers.ops.exp import _TAKES, Exp, exp
 from mlx_qlayers.ops.rotary import rotary_embedding
+from mlx_qlayers.ops.swiglu import swiglu
 from tests.examples import arrays
 from tests.examples.arrays import DTYPES, dtype_of, filled, laid_out, placed
 from tests.examples.calls import Call, Numbers, Random, declared
@@ -50,6 +51,37 @@ EXP = Random(
     [
         {"shape": shape, "dtype": dtype, "strided": i % 2 == 1, "layer": i == 3}
         for i, shape in enumerate(_SHAPES)
+        for dtype in ("float32", "float16", "bfloat16")
+    ],
+)
+
+
+def _swiglu(case: SimpleNamespace, rng: np.random.Generator) -> Call:
+    both = [filled(rng, case.shape, dtype_of(case.dtype), case.values) for _ in range(2)]
+    given = placed(("gate", "x"), both, case.layouts)
+
+    def expected(n: Numbers, up: list[np.ndarray], stock: bool) -> tuple[Numbers, Numbers]:
+        gate, x = n["gate"], n["x"]
+        share = 1 / (1 + np.exp(-gate))
+        slope = share * (1 + gate * (1 - share))
+        found = {"0": gate * share * x, "gate": up[0] * x * slope, "x": up[0] * gate * share}
+        # MLX's own operators round each result, and the slope is a difference near its zero.
+        loose = ROUNDINGS[both[0].dtype] * IN_FLOAT32[both[0].dtype] * (4 if stock else 1)
+        return found, {
+            "0": np.abs(found["0"]) * loose,
+            "gate": np.abs(up[0] * x) * (share + np.abs(gate * share)) * loose,
+            "x": np.abs(found["x"]) * loose,
+        }
+
+    return Call(swiglu, given, {}, case.shape, expected, ["gate", "x"], both[0].size > 0)
+
+
+SWIGLU = Random(
+    {"shape": EXP.fields["shape"], "dtype": EXP.fields["dtype"], "values": EXP.fields["values"]},
+    _swiglu,
+    [
+        {"shape": shape, "dtype": dtype}
+        for shape in _SHAPES
         for dtype in ("float32", "float16", "bfloat16")
     ],
 )

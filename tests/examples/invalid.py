@@ -25,6 +25,7 @@ from mlx_qlayers.ops.latent_attention import latent_attention
 from mlx_qlayers.ops.linalg import subtract_product
 from mlx_qlayers.ops.quantized_matmul import quantized_matmul
 from mlx_qlayers.ops.rotary import rotary_embedding
+from mlx_qlayers.ops.swiglu import swiglu
 from mlx_qlayers.options import PackedMatrix, Rotation, Router
 from tests.examples.adapters import ADAPTERS
 from tests.examples.calls import Calls
@@ -222,6 +223,15 @@ _EXP = Calls(
     [
         ({"x": mx.arange(4)}, r"x must be float32, float16 or bfloat16, not .*int32"),
         ({"strided": "x"}, "strided must be True or False, not 'x'"),
+    ],
+)
+_SWIGLU = Calls(
+    swiglu,
+    [{"gate": _ones((2, 3)), "x": _ones((2, 3))}],
+    [
+        ({"gate": mx.arange(4)}, r"gate must be float32, float16 or bfloat16, not .*int32"),
+        ({"x": _ones((2, 4))}, r"x must be \(2, 3\), but its shape is \(2, 4\)"),
+        ({"x": _ones((2, 3), mx.float16)}, "x must be float32 as gate, not .*float16"),
     ],
 )
 _ROTARY = Calls(

@@ -17,6 +17,7 @@ from mlx_qlayers.ops.gather_qmm import gather_qmm
 from mlx_qlayers.ops.int8_matmul import int8_matmul
 from mlx_qlayers.ops.latent_attention import latent_attention
 from mlx_qlayers.ops.rotary import rotary_embedding
+from mlx_qlayers.ops.swiglu import swiglu
 from mlx_qlayers.options import PackedMatrix
 from tests.machine import has_gpu, zeros
 
@@ -40,6 +41,7 @@ MEASURED = {
     "deformable_attention": lambda: deform(4),
     "attention": lambda: attention(HEADS, HEADS, HEADS, scale=1.0),
     "rotary_embedding": lambda: rotary_embedding(HEADS, HEADS, mx.array(0), dims=64),
+    "swiglu": lambda: swiglu(X, X),
 }
 RULES = {
     "deformable_attention": lambda: deform(0),

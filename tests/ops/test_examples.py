@@ -24,6 +24,7 @@ def test_awkward_calls_against_float64(name, number, path):
 
 DIFFERENTIATED = (
     "exp",
+    "swiglu",
     "rotary",
     "quantized_matmul",
     "gather_qmm",

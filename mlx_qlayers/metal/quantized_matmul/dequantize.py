@@ -10,6 +10,8 @@ import mlx.core as mx
 from ...formats import Format
 from ...measurements.thresholds import threshold
 from ...options import MatmulCall, PackedMatrix
+from ...runtime.devices import device_of
+from ...runtime.launch import Launching
 from ...runtime.spec import Spec
 from ..common.kernels import large_kernel, without
 from .qmv import MAX_MATRICES
@@ -82,7 +84,7 @@ _ROWS = without(_AFFINE_ROWS, ("biases",), "dequantize_rows")
 
 def dequantize_rows(
     numbers: Spec, matrix: PackedMatrix, fmt: Format, dtype: mx.Dtype
-) -> Callable[..., mx.array]:
+) -> Callable[..., list[mx.array]]:
     """Binds the dequantization of rows (..., K) by their numbers (...).
 
     On GPUs other than NVIDIA's there have to be 8 numbers or more.
@@ -104,8 +106,12 @@ def dequantize_rows(
         output_shapes=[(*numbers.shape, columns)],
     )
 
-    def rows(numbers: mx.array, *arrays: mx.array) -> mx.array:
-        return launch([numbers.reshape(-1).view(mx.int32), *arrays, shape])[0]
+    if not device_of().gpu:  # which takes addresses
+        return Launching(launch, range(3 + affine), (shape,))
+
+    def rows(numbers: mx.array, *arrays: mx.array | None) -> list[mx.array]:
+        given = (a for a in arrays if a is not None)
+        return launch([numbers.reshape(-1).view(mx.int32), *given, shape])
 
     return rows
 

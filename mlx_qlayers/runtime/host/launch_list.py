@@ -18,7 +18,7 @@ from ..launch import Launch
 from . import array_memory as memory
 from .bound_launch import Frame, compiled_of
 from .output_buffers import SMALL, SmallOutput, capsule, large_output, npy_header, small_output
-from .runtime_library import Item, library
+from .runtime_library import Item, Place, library, place_arrays
 
 _ALIGNMENT = 64
 _WORDS = ctypes.sizeof(Item) // 8
@@ -54,13 +54,12 @@ class LaunchList:
         self._places: dict[int, tuple[int, int]] = {}
         self._users: dict[int, int] = {}
         self._free: dict[int, list[int]] = {}
-        # The words that hold addresses of what a run is given, and of what it gives.
-        self._taken: dict[int, list[tuple[Any, int]]] = {}
+        # The words that hold addresses of what a run is given: where they are, the register of a
+        # slice that begins at the row in question, bytes of a row, and what is added to that.
+        self._taken: dict[int, list[tuple[int, int, int, int]]] = {}
+        # The words of what it gives.
         self._made: dict[int, tuple[list[tuple[Any, int]], SmallOutput | bytes]] = {}
         self._shown: list[tuple[int, int, tuple[int, ...]]] = []
-        # Of a copy the word with its target, the buffer, the register of its index, bytes of a row,
-        # and how far behind the index it begins.
-        self._copies: list[tuple[int, int, int, int, int]] = []
         # Registers (B, H, L, D) that are (B, L, H, D) in memory.
         self._swapped: set[int] = set()
 
@@ -106,11 +105,11 @@ class LaunchList:
         of, given = self._arrays[buffer], self._arrays[rows]
         row = of.itemsize * of.shape[3]
         heads, length = of.shape[1], given.shape[2]
-        self._taken.setdefault(buffer, [])
+        targets = self._taken.setdefault(buffer, [])
         if rows not in self._swapped:
             at = self._copy(prod(of.shape[:2]), length * row, of.shape[2] * row)
             self._take(rows, self._words, at + _FROM)
-            self._copies.append((at + _TO, buffer, index, row, 0))
+            targets.append((_word(self._words, at + _TO), index, row, 0))
             return
         if (root := self._roots.get(rows, rows)) not in self._places:
             raise Unlisted
@@ -119,7 +118,7 @@ class LaunchList:
             at = self._copy(heads, row, of.shape[2] * row)
             self._words[at + _FROM] = start + i * heads * row
             behind = i // length * heads * of.shape[2] + i % length
-            self._copies.append((at + _TO, buffer, index, row, behind * row))
+            targets.append((_word(self._words, at + _TO), index, row, behind * row))
 
     def _copy(self, rows: int, width: int, stride: int) -> int:
         """Add a copy of rows of so many bytes, and give its first word."""
@@ -159,6 +158,16 @@ class LaunchList:
     def close(self) -> None:
         """Add nothing more: the arrays of the step are let go, whole caches among them."""
         self._arrays = ()
+        # Buffers of caches come first: what else a run takes may still be on its way.
+        buffers = {r for r, words in self._taken.items() if any(index for _, index, *_ in words)}
+        self._taken = dict(sorted(self._taken.items(), key=lambda each: each[0] not in buffers))
+        every = [(i, *word) for i, words in enumerate(self._taken.values()) for word in words]
+        self._slices = [*dict.fromkeys(index for _, _, index, _, _ in every if index)]
+        starts = {index: i for i, index in enumerate((0, *self._slices))}
+        self._cells = (Place * len(every))(
+            *(Place(word, i, starts[index], row, behind) for i, word, index, row, behind in every)
+        )
+        self._starts = (ctypes.c_uint64 * len(starts))()
 
     def run(self, registers: list[Any]) -> None:
         """Run the list.
@@ -166,14 +175,11 @@ class LaunchList:
         Raises:
             Unlisted: an array is not row-contiguous; nothing was run.
         """
-        arrays, words, at = [registers[r] for r in self._taken], self._words, dict[int, int]()
-        mx.eval(arrays)
-        for array, (register, cells) in zip(arrays, self._taken.items(), strict=True):
-            at[register] = address = _address(array)
-            for block, i in cells:
-                block[i] = address
-        for word, buffer, index, row, behind in self._copies:
-            words[word] = at[buffer] + registers[index][2].start * row + behind
+        arrays, places, starts = [registers[r] for r in self._taken], self._cells, self._starts
+        for i, index in enumerate(self._slices, 1):
+            starts[i] = registers[index][2].start
+        if not place_arrays()(arrays, places, len(places), starts):
+            raise Unlisted
         held: list[tuple[int, Any]] = []
         for register, (cells, kind) in self._made.items():
             if isinstance(kind, bytes):
@@ -215,7 +221,7 @@ class LaunchList:
             words[i] = self._held(self._arrays[root])
         else:
             _address(self._arrays[root])
-            self._taken.setdefault(root, []).append((words, i))
+            self._taken.setdefault(root, []).append((_word(words, i), 0, 0, 0))
 
     def _make(self, register: int, words: Any, i: int) -> None:
         array = self._arrays[register]
@@ -243,8 +249,13 @@ def rms_norm(x: mx.array, weight: mx.array | None, epsilon: float) -> mx.array:
     mx.eval(x, weight)
     alone = LaunchList(1, [x, weight, x], {1}, {2})
     alone.add_norm(0, 1, epsilon, 2)
+    alone.close()
     alone.run(registers := [x, weight, x])
     return registers[2]
+
+
+def _word(words: Any, i: int) -> int:
+    return ctypes.addressof(words) + 8 * i
 
 
 def _address(array: mx.array) -> int:

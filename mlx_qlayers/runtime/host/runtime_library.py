@@ -15,7 +15,7 @@ from . import cache, toolchain
 
 _SOURCES = (
     *("fiber", "scheduler", "thread_pool", "checks", "accesses", "matrix", "tensor"),
-    *("tensor_layout", "half_conversions"),
+    *("tensor_layout", "half_conversions", "addresses"),
 )
 # The structures that Python and the library share; without comments.
 HEADER = re.sub(r"//.*", "", (toolchain.SHIMS / "launch.h").read_text())
@@ -79,6 +79,12 @@ class Item(ctypes.Structure):
     _fields_ = _fields("Item")
 
 
+class Place(ctypes.Structure):
+    """A word that gets the address of an array."""
+
+    _fields_ = _fields("Place")
+
+
 def objects(folder: Path) -> list[Path]:
     """Compile the runtime's sources into a folder."""
     tls = [] if sys.platform == "darwin" else ["-ftls-model=initial-exec"]
@@ -112,6 +118,16 @@ def library() -> ctypes.CDLL:
     lib.qk_launch_list.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
     os.register_at_fork(after_in_child=lib.qk_after_fork)
     return lib
+
+
+@functools.cache
+def place_arrays() -> Any:
+    """A function of a list of arrays, :class:`Place` objects, their number, and numbers of rows."""
+    names = "PyList_GetItem", "PyObject_GetBuffer", "PyBuffer_IsContiguous", "PyBuffer_Release"
+    asked = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in names]
+    pointer, size = ctypes.c_void_p, ctypes.c_uint32
+    call = ctypes.PYFUNCTYPE(ctypes.c_int, pointer, ctypes.py_object, pointer, size, pointer)
+    return functools.partial(call(("qk_place_arrays", library())), (pointer * len(asked))(*asked))
 
 
 def _load(path: str, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:

@@ -81,3 +81,10 @@ struct Item {
   float epsilon;
   uint64_t count, chunk, next, done;  // threadgroups, while it runs
 };
+
+// A word that gets the address of an array, or of a row of it: that of number `start` of the rows that a run names.
+struct Place {
+  uint64_t* word;
+  uint32_t array, start;
+  uint64_t row, behind;  // bytes
+};

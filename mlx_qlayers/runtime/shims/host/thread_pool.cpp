@@ -27,9 +27,9 @@ static struct Pool {
   uint32_t threads = 0, inside = 0, wanted = 0;
 } pool;
 
-static uint64_t nanoseconds() {
+static uint64_t nanoseconds(clockid_t clock = CLOCK_MONOTONIC) {
   timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
+  clock_gettime(clock, &t);
   return t.tv_sec * 1000000000ull + t.tv_nsec;
 }
 
@@ -99,8 +99,9 @@ static void grow(uint32_t threads) {
   }
 }
 
-// What a benchmark asks for: launches, nanoseconds in them, and those that all threads worked.
-extern "C" uint64_t qk_totals[3] = {};
+// What a benchmark asks for: launches, nanoseconds in them, those that all threads worked, and those that the calling
+// ones ran.
+extern "C" uint64_t qk_totals[4] = {};
 
 // A forked child has none of its parent's threads.
 extern "C" void qk_after_fork() { pool = Pool(); }
@@ -212,15 +213,21 @@ static bool run_checked(Launch* launch, uint32_t count) {
   return true;
 }
 
-static void add_totals(uint64_t launches, uint64_t inside, uint64_t work) {
-  uint64_t all[] = {launches, inside, work};
-  for (int i = 0; i < 3; i++) __atomic_fetch_add(&qk_totals[i], all[i], __ATOMIC_RELAXED);
+struct Times {
+  uint64_t wall = nanoseconds(), own = nanoseconds(CLOCK_THREAD_CPUTIME_ID);
+};
+
+static void add_totals(uint64_t launches, Times start, uint64_t work) {
+  Times now;
+  uint64_t all[] = {launches, now.wall - start.wall, work, now.own - start.own};
+  for (int i = 0; i < 4; i++) __atomic_fetch_add(&qk_totals[i], all[i], __ATOMIC_RELAXED);
 }
 
 // Returns 0, or the number of the launch, from 1, whose fault says what went wrong.
 extern "C" uint32_t qk_launch_list(Item* items, uint32_t length) {
   Job job = {items, 0};
-  uint64_t start = nanoseconds(), launches = 0, work = 0;
+  Times start;
+  uint64_t launches = 0, work = 0;
   bool sharing = false, refused = false;
   uint32_t at = 0;
   for (bool ran = true; at < length; at++) {
@@ -254,7 +261,7 @@ extern "C" uint32_t qk_launch_list(Item* items, uint32_t length) {
     if (launch->fault) break;
   }
   if (sharing) end_sharing(&job);
-  add_totals(launches, nanoseconds() - start, work);
+  add_totals(launches, start, work);
   return at < length ? at + 1 : 0;
 }
 
@@ -264,8 +271,9 @@ extern "C" int qk_launch(Launch* launch) {
     Item item = {launch};
     return qk_launch_list(&item, 1) != 0;
   }
-  uint64_t count = threadgroups(launch), start = nanoseconds();
+  Times start;
+  uint64_t count = threadgroups(launch);
   if (count && !run_checked(launch, count) && !launch->fault) launch->fault = kFailed;
-  add_totals(1, nanoseconds() - start, launch->work);
+  add_totals(1, start, launch->work);
   return launch->fault != kNone;
 }

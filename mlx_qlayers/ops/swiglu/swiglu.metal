@@ -1,0 +1,31 @@
+// A gated linear unit: y = gate / (1 + exp(-gate)) * x, element by element, rounded once.
+//
+// swiglu_forward        one thread computes one element of y; grid (size, 1, 1), no threadgroup memory.
+// swiglu_gradient       the same of the gradients of gate and x, from dy.
+
+#include <metal_stdlib>
+using namespace metal;
+
+template <typename T>
+[[kernel]] void swiglu_forward(
+    const device T* gate [[buffer(0)]],
+    const device T* x [[buffer(1)]],
+    device T* y [[buffer(2)]],
+    uint i [[thread_position_in_grid]]) {
+  float g = float(gate[i]);
+  y[i] = T(g / (1 + precise::exp(-g)) * float(x[i]));
+}
+
+template <typename T>
+[[kernel]] void swiglu_gradient(
+    const device T* dy [[buffer(0)]],
+    const device T* gate [[buffer(1)]],
+    const device T* x [[buffer(2)]],
+    device T* dgate [[buffer(3)]],
+    device T* dx [[buffer(4)]],
+    uint i [[thread_position_in_grid]]) {
+  float up = float(dy[i]), g = float(gate[i]);
+  float s = 1 / (1 + precise::exp(-g));
+  dgate[i] = T(up * float(x[i]) * s * (1 + g * (1 - s)));
+  dx[i] = T(up * g * s);
+}
