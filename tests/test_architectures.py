@@ -20,7 +20,7 @@ from decoding import BITS, KINDS, logits
 from mlx.utils import tree_flatten
 from mlx_lm import models
 from mlx_lm.models.mla import QuantizedMultiLinear
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU
 from numerics import FACTOR, assert_same_model, to64
 
 from mlx_qlayers import ConversionReport, FusedAttention, QLinear, convert_model, revert_model
@@ -135,6 +135,8 @@ def test_conversion(name, monkeypatch):
     }
     assert {row.path for row in report.rows if row.kind not in PATCHED} == products
     assert described(model) == described(other)
+    # The activation that experts of all models share.
+    assert type(inspect.signature(SwitchGLU).parameters["activation"].default) is SwiGLU
     for path, cls in before:
         assert (cls is nn.QuantizedLinear) == (type(modules[path]) is QLinear)
         assert (cls is nn.QuantizedEmbedding) == (type(modules[path]) is QEmbedding)

@@ -256,9 +256,12 @@ def kind_of(module: nn.Module) -> str | None:
 
 
 def _patched_kind(module: nn.Module) -> str | None:
-    """ "attention" or "gate", by the functions of mlx-lm that a module uses; None for others."""
+    """ "attention" or "gate", by the functions of mlx-lm that a module uses; None for others.
+
+    An empty module may be a default argument, as the activation of experts, which all models share.
+    """
     cls = type(module) if is_patched(module) else patched_class(type(module))
-    if cls is None:
+    if cls is None or not module:
         return None
     return "attention" if issubclass(cls, FusedAttention) else "gate"
 

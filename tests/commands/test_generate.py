@@ -86,7 +86,7 @@ def test_the_backend_is_chosen_and_the_report_is_printed(tiny_model, capsys):
     assert main(["generate", *arguments, "--backend=reference", "--report"]) == 0
     assert {(d.path, d.reason) for d in explain()} == {("reference", "asked for")}
     err = capsys.readouterr().err
-    assert "model.layers.0-1.self_attn.q_proj" in err and "17 swapped" in err
+    assert "model.layers.0-1.self_attn.q_proj" in err and "19 swapped" in err
 
 
 def test_chat_template_is_used_where_there_is_one(exact_model, tmp_path, capsys):

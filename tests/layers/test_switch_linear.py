@@ -99,9 +99,7 @@ def test_experts_few_and_many_tokens(tokens):
     for (a,), (b,) in zip(found, expected, strict=True):
         assert_same_sums(a, b)
     kernels = [launch.kernel for launch in launches]
-    gates = kernels.index("swiglu_forward"), kernels.index("swiglu_gradient")
-    products = [name for name in kernels if not name.startswith("swiglu")]
-    assert products == ["gather_qmm_rows"] * 3 + ["gather_qmm_columns"] * 3 and gates == (2, 5)
+    assert kernels == ["gather_qmm_rows"] * 3 + ["gather_qmm_columns"] * 3
 
 
 def test_a_damaged_expert_is_named():
