@@ -46,6 +46,8 @@ KERNELS: dict[str, tuple[str, ...]] = {
         "attention/forward*",
         "rotary/*",
         "quantized_matmul/qmv_serial*",
+        "quantized_matmul/dequantize*",
+        "swiglu/*",
     ),
     "lora": ("add_low_rank/*", "linear_cross_entropy/*", "quantized_matmul/deq*", *TILES),
     "lora_shipped": ("linear_cross_entropy/*", "*/*serial*", *TILES),
