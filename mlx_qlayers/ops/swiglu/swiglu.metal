@@ -26,6 +26,7 @@ template <typename T>
     uint i [[thread_position_in_grid]]) {
   float up = float(dy[i]), g = float(gate[i]);
   float s = 1 / (1 + precise::exp(-g));
-  dgate[i] = T(up * float(x[i]) * s * (1 + g * (1 - s)));
-  dx[i] = T(up * g * s);
+  // The factors that may be tiny come first: the others' product may be more than a float holds.
+  dgate[i] = T(up * (float(x[i]) * (s * (1 + g * (1 - s)))));
+  dx[i] = T(up * (g * s));
 }
