@@ -12,8 +12,9 @@
 A step is that of mlx-lm's trainer: loss, gradients of adapters of rank 8 beside all linear layers,
 Adam; compiled, but where kernels run on a CPU. Its peak is the model, adapters, moments and all
 else at the worst moment: by MLX's allocator on a GPU, by the process's resident memory on a CPU,
-where kernels allocate their own. That of a loss is above its inputs and results. Losses and
-gradients are held against stock's before anything is timed.
+where kernels allocate their own. That of a loss is above its inputs and results. On a GPU it stands
+beside the plan of `mlx-qlayers lora --plan`, by MLX's allocator. Losses and gradients are held
+against stock's before anything is timed.
 
 Curves are the losses of 200 steps of the shipped model on the tales, 1 x 32 tokens each, at
 mlx-lm's learning rate: in float32 how far ours are from stock's, in bfloat16 the means of the last
@@ -45,7 +46,7 @@ from mlx_qlayers import convert_model, fused_loss, linear_cross_entropy, recompu
 from mlx_qlayers.commands.demo import shipped_model
 from mlx_qlayers.runtime.backend import backend
 from mlx_qlayers.runtime.memory import return_memory
-from mlx_qlayers.training.plan import SHARE, least_memory
+from mlx_qlayers.training.plan import SHARE, least_memory, plan
 
 # Rows, columns and words of the output layer.
 HEAD = 4096, 3584, 152064
@@ -64,7 +65,7 @@ CONTENDERS = {
     "fused": (True, True, False),
     "recomputing": (True, True, True),
 }
-COLUMNS = {"task": 12, "path": 20, "ms": 12, "peak MB": 12, "loss": 9, "error": 9}
+COLUMNS = {"task": 12, "path": 20, "ms": 12, "peak MB": 12, "plan MB": 12, "loss": 9, "error": 9}
 # How far from stock's a loss may be, and all gradients by their norm: stock's logits are bfloat16.
 LOSS, GRADIENTS = 0.01, 0.5
 Result = dict[str, mx.array]
@@ -225,7 +226,10 @@ def bench_step(part: str, table: Table, only: list[str], repeats: int) -> None:
                 stock = stock or (found if name == "stock" else None)
                 row |= {"loss": found["loss"].item(), "error": difference(found, stock)}
                 if recomputes:  # as mlx-qlayers lora does
-                    if not GPU:
+                    if GPU:
+                        planned = plan(training.model, training.optimizer, training.loss, *shape)
+                        row["plan MB"] = planned.total() / 1e6
+                    else:
                         mx.set_cache_limit(0)
                     mx.set_memory_limit(round(SHARE * least_memory(training.run)))
                 training.run()

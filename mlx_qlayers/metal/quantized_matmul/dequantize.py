@@ -66,7 +66,8 @@ def dense_product(call: MatmulCall) -> Callable[..., mx.array]:
 
     def run(x: mx.array, *given: mx.array | None) -> mx.array:
         *packed, bias = given[:4]
-        dense = unpack(*(a for a in packed if a is not None))
+        # Not before x is there: else matrices of layers that come later are dense all along.
+        dense = unpack(*mx.depends([a for a in packed if a is not None], [x]))
         dense = dense.T if transpose else dense
         return x @ dense if bias is None else mx.addmm(bias, x, dense)
 
