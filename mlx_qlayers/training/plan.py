@@ -171,7 +171,9 @@ def _unchanged(model: Any, optimizer: Any) -> Iterator[None]:
             yield
     finally:
         model.update(parameters)
-        optimizer.state, optimizer._initialized = state, began
+        optimizer._initialized = began
+        optimizer.state.clear()  # in place: a step that was compiled before has this dict
+        optimizer.state.update(state)
         for module in training:
             module._training = False
 

@@ -1,5 +1,7 @@
 """The memory of a training, foretold, against what mlx-lm's trainer then takes."""
 
+from functools import partial
+
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
@@ -58,3 +60,19 @@ def test_the_longest_sequences_that_fit():
     assert found.total() == 500 + 2000 + 2500
     assert found.longest(5000) == 100 and found.longest(4999) == 99
     assert found.longest(100) == 0
+
+
+def test_a_step_that_was_compiled_before_a_plan_still_runs():
+    model = small(words=50, layers=1)
+    loss, optimizer = fused_loss(model), optim.Adam(learning_rate=1e-3)
+    optimizer.init(model.trainable_parameters())
+    gradients, state = nn.value_and_grad(model, loss), [model.state, optimizer.state]
+
+    @partial(mx.compile, inputs=state, outputs=state)
+    def step():
+        (value, _), found = gradients(model, mx.zeros((2, 17), mx.int32), mx.array([[1, 16]] * 2))
+        optimizer.update(model, found)
+        return value
+
+    plan(model, optimizer, loss, 2, 16)
+    assert step().item() > step().item() and optimizer.step.item() == 2
