@@ -28,6 +28,7 @@ from mlx_qlayers.conversion import invariance
 from mlx_qlayers.metal.attention import decode
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.runtime.devices import DEVICES, device_of
+from mlx_qlayers.runtime.devices.record import MAX_THREADGROUP_MEMORY
 from mlx_qlayers.runtime.host import checks
 
 MOST, TOKENS, STEP = 64, 90, 16
@@ -36,8 +37,12 @@ MOST, TOKENS, STEP = 64, 90, 16
 @contextmanager
 def rules_of(device: str) -> Iterator[None]:
     """Let a CPU choose kernels as a GPU does, and run them."""
-    as_gpu = replace(device_of(device), backend="host", needs_proof=False)
-    with mock.patch.dict(DEVICES, {"host": lambda _: as_gpu}):
+    gpu = device_of(device)
+    as_gpu = replace(gpu, backend="host", needs_proof=False)
+    # A CPU has as much threadgroup memory as Metal.
+    limits = {"threadgroup_memory": MAX_THREADGROUP_MEMORY, "dynamic_memory": 0}
+    devices = {"host": lambda _: as_gpu, device: lambda _: replace(gpu, **limits)}
+    with mock.patch.dict(DEVICES, devices):
         advance_epoch()
         # Short texts are to have several splits of keys.
         with mock.patch.object(invariance, "_MORE", 3), mock.patch.object(decode, "_FIXED", 32):

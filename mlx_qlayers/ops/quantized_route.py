@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -227,10 +228,12 @@ def _product(to: Route, call: MatmulCall) -> Product:
         return by_reference(transpose, fmt)
     (rows, n, k), dtype = call.shape, x.dtype
     by_rows = device_of(path).gpu and current.get().invariant
-    if rows > MAX_QMV_ROWS and (kernel == QVM or by_rows):
-        return _in_blocks(to, call)
+    tile = _fixed_order(path, call) if by_rows else None
+    most = MAX_QMV_ROWS if tile is None else MAX_SKINNY_ROWS
+    if rows > most and (kernel == QVM or by_rows):
+        return _in_blocks(to, call, most)
     if by_rows:
-        return single_qmv(call, invariant_config(path, rows, n, k, dtype, fmt))
+        return single_qmv(call, tile or invariant_config(path, rows, n, k, dtype, fmt))
     if kernel == QMV:
         # Only on a CPU there are more rows: as sixteen where a row's bits may not depend on others.
         if rows <= MAX_QMV_ROWS or current.get().invariant:
@@ -246,6 +249,18 @@ def _product(to: Route, call: MatmulCall) -> Product:
     if kernel in PATHS.values():
         return tensor_product(kernel == CODES, call)
     return dense_product(call)
+
+
+def _fixed_order(path: str, call: MatmulCall) -> Tile | None:
+    """Of qmm_skinny, which adds up each of 1 to 128 rows as it does sixteen; None without it."""
+    rows, n, k = call.shape
+    halves = device_of(path).tensor_cores and call.x.dtype in _HALVES
+    if not halves or call.matrix.w.size < CONSTANT_BELOW:
+        return None
+    tile = skinny_spread(path, MAX_QMV_ROWS, n, k, call.fmt)
+    # No sum has terms of several fragments: each takes 8 rows.
+    fewer = replace(tile, fragments=min(tile.fragments, -(-rows // 8)))
+    return fewer if tile.takes(k) else None
 
 
 def by_reference(transpose: bool, fmt: Format) -> Product:
@@ -265,18 +280,18 @@ def by_reference(transpose: bool, fmt: Format) -> Product:
     return run
 
 
-def _in_blocks(to: Route, call: MatmulCall) -> Product:
+def _in_blocks(to: Route, call: MatmulCall, most: int) -> Product:
     """The product of as many rows at a time as the kernel takes."""
     rows, _, k = call.shape
-    starts = range(0, rows, MAX_QMV_ROWS)
+    starts = range(0, rows, most)
     launches = {
         size: product(to, call._replace(x=Spec((size, k), call.x.dtype)))
-        for size in {min(MAX_QMV_ROWS, rows - i) for i in starts}
+        for size in {min(most, rows - i) for i in starts}
     }
 
     def run(x: mx.array, *matrix: mx.array | None) -> mx.array:
         flat = x.reshape(-1, k)
-        blocks = [flat[i : i + MAX_QMV_ROWS] for i in starts]
+        blocks = [flat[i : i + most] for i in starts]
         products = [launches[len(block)](block, *matrix) for block in blocks]
         return mx.concatenate(products).reshape(*x.shape[:-1], -1)
 

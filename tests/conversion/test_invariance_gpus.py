@@ -32,7 +32,7 @@ GPUS = {
 }
 INVARIANT = Context(invariant=True)
 # Template values that say how many rows share a weight, and no more.
-ROWS = ("rows", "outputs", "fragments")
+ROWS = ("rows", "outputs", "fragments", "SHARED")
 
 
 @pytest.fixture
@@ -71,6 +71,7 @@ def test_gpus_have_one_kernel_for_all_rows(gpu, dtype, machine, bound):
         (512, 1024, Format(64, 4)),
         (96, 256, Format(32, 3)),
         (4096, 384, Format(64, 8)),
+        (16384, 1024, Format(64, 4)),
     ):
         w = Spec((n, k * fmt.bits // 32), mx.uint32)
         packed = w, *[Spec((n, k // fmt.group_size), dtype)] * 2, None, None
