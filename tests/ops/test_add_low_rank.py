@@ -20,7 +20,7 @@ def test_launches(backend):
     with use_backend(backend), trace() as launches:
         mx.eval(_call(9))
     found = [(run.kernel.split("_")[2], run.grid) for run in launches]
-    down, up, of_x = ("down", (512, 3, 1)), ("up", (512, 2, 1)), ("up", (256, 2, 1))
+    down, up, of_x = ("down", (256, 5, 1)), ("up", (384, 3, 1)), ("up", (128, 3, 1))
     outer = [("outer", (768, 1, 2)), ("outer", (2304, 1, 2))]
     assert sorted(found) == sorted([down, up, down, down, of_x, *outer])
 

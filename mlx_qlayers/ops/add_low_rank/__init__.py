@@ -18,19 +18,20 @@ from ..signature import Signature
 
 _FILE = Path("add_low_rank.metal")
 DOWN = large_kernel(
-    "low_rank_down", _FILE, threadgroup_memory=4096, registers=lambda W, **_: 32 + 18 * W
+    "low_rank_down", _FILE, threadgroup_memory=1024, registers=lambda W, **_: 64 + 16 * W
 )
-UP = large_kernel("low_rank_up", _FILE, registers=lambda W, **_: 16 * W + 8)
+UP = large_kernel("low_rank_up", _FILE, registers=lambda W, **_: 24 * W + 8)
 OUTER = large_kernel(
     "low_rank_outer",
     _FILE,
     threadgroup_memory=lambda W, **_: 4096 * W,
-    registers=lambda W, **_: 9 * W + 8,
+    registers=lambda W, **_: 16 * W + 8,
 )
 _ALONE = without(UP, ("y",))
-# Of the kernels: threads of a threadgroup, ranks of a block, rows of a threadgroup of the first and
-# of the second, and of a part of the third, threadgroups that a multiprocessor is to hold.
-_THREADS, _BLOCK, _ROWS, _TALL, _LONG, _RESIDENT = 256, 8, 16, 32, 128, 2
+# Of the kernels: threads of a threadgroup, of the third and of the others; ranks of a block; rows of
+# a threadgroup of the first and of the second, and of a part of the third; threads that a
+# multiprocessor is to hold.
+_OUTER, _THREADS, _BLOCK, _ROWS, _TALL, _LONG, _RESIDENT = 256, 128, 8, 8, 16, 512, 512
 # For each 8 ranks x is read again; above, dense products have not been compared.
 _LARGEST = 32
 Size = tuple[int, int]
@@ -88,6 +89,7 @@ def _launch(
     """
     (rows, columns), rank = size, template["R"]
     width, blocks = 1 if columns % 4 else 4, -(-rank // _BLOCK)
+    threads = _OUTER if kernel is OUTER else _THREADS
     across = -(-columns // ((32 if kernel is OUTER else _THREADS) * width))
     grid, output = (across, -(-rows // _TALL), 1), (rows, columns)
     given = [mx.array(size, mx.int32), mx.array([scale], mx.float32)]
@@ -98,9 +100,9 @@ def _launch(
         grid, output = (across, -(-rows // _LONG), blocks), (-(-rows // _LONG), *matrix)
     launch = kernel.bind(
         [*inputs, *map(Spec.of, given)],
-        template=template | {"W": width, "RESIDENT": _RESIDENT},
-        grid=(_THREADS * grid[0], *grid[1:]),
-        threadgroup=(_THREADS, 1, 1),
+        template=template | {"W": width, "RESIDENT": _RESIDENT // threads},
+        grid=(threads * grid[0], *grid[1:]),
+        threadgroup=(threads, 1, 1),
         output_shapes=[output],
     )
     return lambda *arrays: launch([*arrays, *given])[0]

@@ -1,15 +1,13 @@
 // Products with matrices a (K, R) and b (R, N) of a small rank, in float32: y + scale (x a) b and its gradients.
 //
 // shape: rows, columns. A matrix is stored as (columns, R), or transposed as (R, columns). A thread loads W columns
-// side by side: 4 where the number of columns is a multiple of that, else 1. Threads have at most 32 sums, so that
-// RESIDENT threadgroups fit on a multiprocessor: these kernels wait for memory.
+// side by side: 4 where the number of columns is a multiple of that, else 1. These kernels wait for memory: the loads
+// of all rows of a thread are on their way at once, and RESIDENT threadgroups fit on a multiprocessor.
 //
-// low_rank_down    low (M, R) = x (M, K) a. A threadgroup computes ROWS rows and BLOCK columns of low, its SIMD groups
-//                  each a part of the sum over K, and eight lanes of these each a part of that for two columns.
-//                  Grid (256 * ceil(R / BLOCK), ceil(M / ROWS)).
-// low_rank_up      y (M, N) + low (scale b), or without y the product alone. A thread computes TILES times TALL rows,
-//                  and reads y ahead, as no load passes a store that may be to its address.
-//                  Grid (256 * ceil(N / (256 * W)), ceil(M / (TILES * TALL))).
+// low_rank_down    low (M, R) = x (M, K) a. A threadgroup computes ROWS rows and BLOCK columns of low, each lane a part
+//                  of all their sums over K. Grid (128 * ceil(R / BLOCK), ceil(M / ROWS)).
+// low_rank_up      y (M, N) + low (scale b), or without y the product alone. A thread computes TALL rows.
+//                  Grid (128 * ceil(N / (128 * W)), ceil(M / TALL)).
 // low_rank_outer   parts (ceil(M / LONG), K, R) = scale x^T low, each the sum over LONG rows. A threadgroup computes
 //                  32 * W columns of x and BLOCK of low, its SIMD groups each a part of the rows.
 //                  Grid (256 * ceil(K / (32 * W)), ceil(M / LONG), ceil(R / BLOCK)).
@@ -19,14 +17,13 @@
 #include <metal_stdlib>
 using namespace metal;
 
-#define THREADS 256
-#define SIMDS 8
-#define ROWS 16
 #define BLOCK 8
-#define PAIR 2
-#define TALL 8
-#define TILES 4
-#define LONG 128
+#define ROWS 8
+#define PARTS 4
+#define TALL 16
+#define LONG 512
+#define SIMDS 8
+#define AHEAD 8
 #define HALF 4
 
 // Loads `count` elements, of which 4 or 8 lie at a multiple of their number. Whether the array is odd is asked once:
@@ -83,38 +80,42 @@ METAL_FUNC void load_block(thread float* to, const device A* matrix, int columns
   }
 }
 
-// The sums of PAIR ranks of ROWS rows, over the columns of a lane.
+// The sums of BLOCK ranks of ROWS rows, over the columns of a lane.
 template <int R, bool transposed, int W, bool odd, typename T, typename A>
 METAL_FUNC void add_columns(
-    thread float* sums, const device T* x, const device A* a, int rows, int columns, int row, int rank, int part) {
-#pragma unroll 2
-  for (int k = part * W; k < columns; k += SIMDS * 8 * W) {
-    float own[PAIR][W], values[ROWS][W];
-#pragma unroll
-    for (int j = 0; j < PAIR; j++) {
-      int r = min(rank + j, R - 1);
-      if (transposed) {
-        load_floats<W, odd>(own[j], a, size_t(r) * columns + k);
-      } else {
-#pragma unroll
-        for (int w = 0; w < W; w++) {
-          own[j][w] = float(a[size_t(k + w) * R + r]);
-        }
-      }
-    }
+    thread float* sums, const device T* x, const device A* a, int rows, int columns, int row, int rank, int first) {
+#pragma unroll 1
+  for (int k = first * W; k < columns; k += PARTS * 32 * W) {
+    float own[W * BLOCK], values[ROWS][W];
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
       load_floats<W, odd>(values[i], x, size_t(min(row + i, rows - 1)) * columns + k);
     }
+    load_block<R, transposed, W, odd>(own, a, columns, k, rank);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
 #pragma unroll
       for (int w = 0; w < W; w++) {
 #pragma unroll
-        for (int j = 0; j < PAIR; j++) {
-          sums[i * PAIR + j] = fma(values[i][w], own[j][w], sums[i * PAIR + j]);
+        for (int j = 0; j < BLOCK; j++) {
+          sums[i * BLOCK + j] = fma(values[i][w], own[w * BLOCK + j], sums[i * BLOCK + j]);
         }
       }
+    }
+  }
+}
+
+// Adds up `count` numbers over 32 lanes, of which each keeps count / 32 in turn: half of them after each step.
+template <int count>
+METAL_FUNC void add_lanes(thread float* sums, uint lane) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    const int kept = count * step / 32;
+    bool upper = (lane & step) != 0;
+#pragma unroll
+    for (int i = 0; i < kept; i++) {
+      float own = upper ? sums[kept + i] : sums[i], other = upper ? sums[i] : sums[kept + i];
+      sums[i] = own + simd_shuffle_xor(other, ushort(step));
     }
   }
 }
@@ -129,36 +130,26 @@ template <typename T, typename A, int R, bool transposed, int W, int RESIDENT>
     uint thread_index [[thread_index_in_threadgroup]],
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup float parts[SIMDS * ROWS * BLOCK];
+  threadgroup float parts[PARTS][ROWS * BLOCK];
   int rows = shape[0], columns = shape[1], row = group.y * ROWS, rank = group.x * BLOCK;
-  // Lanes 8 apart have the same columns of x, and other ranks.
-  int pair = int(lane) / 8 * PAIR, part = int(simd) * 8 + int(lane) % 8;
-  float sums[ROWS * PAIR] = {};
+  float sums[ROWS * BLOCK] = {};
   if (begins_odd(x) || begins_odd(a)) {
-    add_columns<R, transposed, W, true>(sums, x, a, rows, columns, row, rank + pair, part);
+    add_columns<R, transposed, W, true>(sums, x, a, rows, columns, row, rank, thread_index);
   } else {
-    add_columns<R, transposed, W, false>(sums, x, a, rows, columns, row, rank + pair, part);
+    add_columns<R, transposed, W, false>(sums, x, a, rows, columns, row, rank, thread_index);
   }
+  add_lanes<ROWS * BLOCK>(sums, lane);
 #pragma unroll
-  for (int i = 0; i < ROWS; i++) {
-#pragma unroll
-    for (int j = 0; j < PAIR; j++) {
-      float total = sums[i * PAIR + j];
-#pragma unroll
-      for (ushort step = 1; step < 8; step *= 2) {
-        total += simd_shuffle_xor(total, step);
-      }
-      if (lane % 8 == 0) {
-        parts[(simd * ROWS + i) * BLOCK + pair + j] = total;
-      }
-    }
+  for (int i = 0; i < ROWS * BLOCK / 32; i++) {
+    parts[simd][lane * (ROWS * BLOCK / 32) + i] = sums[i];
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   int i = int(thread_index) / BLOCK, j = int(thread_index) % BLOCK;
   if (i < ROWS && row + i < rows && rank + j < R) {
     float total = 0.0f;
-    for (int s = 0; s < SIMDS; s++) {
-      total += parts[(s * ROWS + i) * BLOCK + j];
+#pragma unroll
+    for (int s = 0; s < PARTS; s++) {
+      total += parts[s][thread_index];
     }
     low[size_t(row + i) * R + rank + j] = total;
   }
@@ -181,7 +172,7 @@ METAL_FUNC void store_rounded(device T* to, const thread float* sums) {
   }
 }
 
-// TILES times TALL rows of W columns, from row `first` on.
+// TALL rows of W columns, from row `first` on.
 template <int R, bool transposed, bool added, int W, bool odd, typename T, typename A>
 METAL_FUNC void add_ranks(
     device T* out,
@@ -193,43 +184,38 @@ METAL_FUNC void add_ranks(
     int columns,
     int first,
     int column) {
-  float own[W * BLOCK];
-  int end = min(first + TILES * TALL, rows);
-  for (int row = first; row < end; row += TALL) {
-    float sums[TALL][W] = {};
-    if (added) {
+  float sums[TALL][W] = {};
+  if (added) {
 #pragma unroll
-      for (int m = 0; m < TALL; m++) {
-        load_floats<W, odd>(sums[m], y, size_t(min(row + m, rows - 1)) * columns + column);
-      }
+    for (int m = 0; m < TALL; m++) {
+      load_floats<W, odd>(sums[m], y, size_t(min(first + m, rows - 1)) * columns + column);
     }
+  }
 #pragma unroll 1
-    for (int rank = 0; rank < R; rank += BLOCK) {
-      if (R > BLOCK || row == first) {  // else it is there
-        load_block<R, transposed, W, odd>(own, b, columns, column, rank);
+  for (int rank = 0; rank < R; rank += BLOCK) {
+    float own[W * BLOCK];
+    load_block<R, transposed, W, odd>(own, b, columns, column, rank);
 #pragma unroll
-        for (int i = 0; i < W * BLOCK; i++) {
-          own[i] = rank + i % BLOCK < R ? factor * own[i] : 0.0f;
-        }
-      }
-#pragma unroll
-      for (int m = 0; m < TALL; m++) {
-        float values[BLOCK];
-        load_ranks<R, false>(values, low, min(row + m, rows - 1), rank);
-#pragma unroll
-        for (int w = 0; w < W; w++) {
-#pragma unroll
-          for (int j = 0; j < BLOCK; j++) {
-            sums[m][w] = fma(values[j], own[w * BLOCK + j], sums[m][w]);
-          }
-        }
-      }
+    for (int i = 0; i < W * BLOCK; i++) {
+      own[i] = rank + i % BLOCK < R ? factor * own[i] : 0.0f;
     }
 #pragma unroll
     for (int m = 0; m < TALL; m++) {
-      if (row + m < rows) {
-        store_rounded<W>(out + size_t(row + m) * columns + column, sums[m]);
+      float values[BLOCK];
+      load_ranks<R, false>(values, low, min(first + m, rows - 1), rank);
+#pragma unroll
+      for (int w = 0; w < W; w++) {
+#pragma unroll
+        for (int j = 0; j < BLOCK; j++) {
+          sums[m][w] = fma(values[j], own[w * BLOCK + j], sums[m][w]);
+        }
       }
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < TALL; m++) {
+    if (first + m < rows) {
+      store_rounded<W>(out + size_t(first + m) * columns + column, sums[m]);
     }
   }
 }
@@ -243,9 +229,8 @@ template <typename T, typename A, int R, bool transposed, bool added, int W, int
     const constant float* scale,
     device T* out,
     uint3 group [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]]) {
-  int rows = shape[0], columns = shape[1];
-  int row = group.y * (TILES * TALL), column = (group.x * THREADS + thread_index) * W;
+    uint3 place [[thread_position_in_grid]]) {
+  int rows = shape[0], columns = shape[1], row = group.y * TALL, column = place.x * W;
   if (column >= columns) {
     return;
   }
@@ -256,7 +241,7 @@ template <typename T, typename A, int R, bool transposed, bool added, int W, int
   }
 }
 
-// The sums of BLOCK ranks times W columns, over rows.
+// The sums of BLOCK ranks times W columns, over every SIMDS-th row.
 template <int R, int W, bool odd, typename T>
 METAL_FUNC void add_rows(
     thread float* sums,
@@ -267,16 +252,25 @@ METAL_FUNC void add_rows(
     int end,
     int column,
     int rank) {
-#pragma unroll 4
-  for (int row = first; row < end; row++) {
-    float own[BLOCK], values[W];
-    load_ranks<R, false>(own, low, row, rank);
-    load_floats<W, odd>(values, x, size_t(row) * columns + column);
+#pragma unroll 1
+  for (int row = first; row < end; row += AHEAD * SIMDS) {
+    float values[AHEAD][W];
 #pragma unroll
-    for (int w = 0; w < W; w++) {
+    for (int i = 0; i < AHEAD; i++) {
+      load_floats<W, odd>(values[i], x, size_t(min(row + i * SIMDS, end - 1)) * columns + column);
+    }
 #pragma unroll
-      for (int j = 0; j < BLOCK; j++) {
-        sums[w * BLOCK + j] = fma(values[w], own[j], sums[w * BLOCK + j]);
+    for (int i = 0; i < AHEAD; i++) {
+      if (row + i * SIMDS < end) {
+        float own[BLOCK];
+        load_ranks<R, false>(own, low, row + i * SIMDS, rank);
+#pragma unroll
+        for (int w = 0; w < W; w++) {
+#pragma unroll
+          for (int j = 0; j < BLOCK; j++) {
+            sums[w * BLOCK + j] = fma(values[i][w], own[j], sums[w * BLOCK + j]);
+          }
+        }
       }
     }
   }
@@ -293,10 +287,11 @@ template <typename T, int R, bool transposed, int W, int RESIDENT>
     uint thread_index [[thread_index_in_threadgroup]],
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup float of_simds[SIMDS][HALF][32 * W];
+  // Of 32 * W columns; four of a lane are stored at once, which banks of memory take without conflicts.
+  threadgroup float4 of_simds[SIMDS][HALF][8 * W];
   int rows = shape[0], columns = shape[1], first = group.x * 32 * W, rank = group.z * BLOCK;
   int column = min(first + int(lane) * W, columns - W);
-  int row = group.y * LONG + simd * (LONG / SIMDS), end = min(row + LONG / SIMDS, rows);
+  int row = group.y * LONG + simd, end = min(int(group.y + 1) * LONG, rows);
   float sums[W * BLOCK] = {};
   if (begins_odd(x)) {
     add_rows<R, W, true>(sums, x, low, columns, row, end, column, rank);
@@ -309,19 +304,25 @@ template <typename T, int R, bool transposed, int W, int RESIDENT>
   for (int half_of = 0; half_of < BLOCK; half_of += HALF) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
 #pragma unroll
-    for (int w = 0; w < W; w++) {
+    for (int j = 0; j < HALF; j++) {
+      float4 own = float4(0.0f);
 #pragma unroll
-      for (int j = 0; j < HALF; j++) {
-        of_simds[simd][j][lane * W + w] = sums[w * BLOCK + half_of + j];
+      for (int w = 0; w < W; w++) {
+        own[w] = sums[w * BLOCK + half_of + j];
+      }
+      if (W == 4) {
+        of_simds[simd][j][lane] = own;
+      } else {
+        reinterpret_cast<threadgroup float*>(of_simds[simd][j])[lane] = own[0];
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int i = thread_index; i < HALF * 32 * W; i += THREADS) {
+    for (int i = thread_index; i < HALF * 32 * W; i += SIMDS * 32) {
       int j = i / (32 * W), k = i % (32 * W), r = rank + half_of + j;
       float total = 0.0f;
 #pragma unroll
       for (int s = 0; s < SIMDS; s++) {
-        total += of_simds[s][j][k];
+        total += reinterpret_cast<const threadgroup float*>(of_simds[s][j])[k];
       }
       k += first;
       if (k < columns && r < R) {
