@@ -12,6 +12,7 @@ import mlx.core as mx
 from ...dispatch import Gradient, Operation, Plan, choose, dispatch
 from ...metal.common.kernels import large_kernel, without
 from ...runtime.kernel import Kernel
+from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
 from ..matmul import matmul
 from ..signature import Signature
@@ -76,15 +77,14 @@ def add_low_rank(
 
 
 def _launch(
-    kernel: Kernel, inputs: Sequence[Spec], size: Size, scale: float, **template: Any
+    kernel: Kernel, inputs: Sequence[Spec], size: Size, **template: Any
 ) -> Callable[..., mx.array]:
-    """A launch, as a function of the kernel's arrays but for its shape and scale.
+    """A launch, as a function of the kernel's arrays.
 
     Args:
         kernel: :data:`DOWN`, :data:`UP` or :data:`OUTER`, or one without y.
         inputs: specs of those arrays.
         size: rows and columns of the large one.
-        scale: of the product.
         template: what the kernel is compiled for.
     """
     (rows, columns), rank = size, template["R"]
@@ -92,40 +92,41 @@ def _launch(
     threads = _OUTER if kernel is OUTER else _THREADS
     across = -(-columns // ((32 if kernel is OUTER else _THREADS) * width))
     grid, output = (across, -(-rows // _TALL), 1), (rows, columns)
-    given = [mx.array(size, mx.int32), mx.array([scale], mx.float32)]
     if kernel is DOWN:
-        grid, output, given = (blocks, -(-rows // _ROWS), 1), (rows, rank), given[:1]
+        grid, output = (blocks, -(-rows // _ROWS), 1), (rows, rank)
     elif kernel is OUTER:
         matrix = (rank, columns) if template["transposed"] else (columns, rank)
         grid, output = (across, -(-rows // _LONG), blocks), (-(-rows // _LONG), *matrix)
     launch = kernel.bind(
-        [*inputs, *map(Spec.of, given)],
+        inputs,
         template=template | {"W": width, "RESIDENT": _RESIDENT // threads},
         grid=(threads * grid[0], *grid[1:]),
         threadgroup=(threads, 1, 1),
         output_shapes=[output],
     )
-    return lambda *arrays: launch([*arrays, *given])[0]
+    return lambda *arrays: launch([*arrays])[0]
 
 
-# Of x (M, K), y and dy (M, N), a (K, R), b (R, N), low (M, R) and a scale s: x a; y + s low b;
-# dy b^T; s low a^T; and parts of the sums s x^T low and s low^T dy.
+# Of x (M, K), y and dy (M, N), a (K, R), b (R, N) and low (M, R), and of a scale s: s x a;
+# y + low b; s dy b^T; low a^T; and parts of the sums x^T low and low^T dy.
 Steps = Sequence[Callable[..., mx.array]]
 
 
-def _launches(y: Spec, a: Spec, b: Spec, sizes: tuple[Size, Size], scale: float) -> Steps:
+def _launches(y: Spec, a: Spec, b: Spec, sizes: tuple[Size, Size], s: float) -> Steps:
     (narrow, wide), rank, dtype = sizes, a.shape[1], y.dtype
-    rows, outputs = Spec(narrow, dtype), Spec(wide, dtype)
-    low = Spec((narrow[0], rank), mx.float32)
+    rows, outputs, scale = Spec(narrow, dtype), Spec(wide, dtype), mx.array([s], mx.float32)
+    low, factor = Spec((narrow[0], rank), mx.float32), Spec.of(scale)
     sums: Any = {"T": dtype, "R": rank}
     both = sums | {"A": a.dtype}
+    down = _launch(DOWN, [rows, a, factor], narrow, **both, transposed=False)
+    back = _launch(DOWN, [outputs, b, factor], wide, **both, transposed=True)
     return (
-        _launch(DOWN, [rows, a], narrow, scale, **both, transposed=False),
-        _launch(UP, [outputs, low, b], wide, scale, **both, transposed=True, added=True),
-        _launch(DOWN, [outputs, b], wide, scale, **both, transposed=True),
-        _launch(_ALONE, [low, a], narrow, scale, **both, transposed=False, added=False),
-        _launch(OUTER, [rows, low], narrow, scale, **sums, transposed=False),
-        _launch(OUTER, [outputs, low], wide, scale, **sums, transposed=True),
+        lambda x, a: down(x, a, scale),
+        _launch(UP, [outputs, low, b], wide, **both, transposed=True, added=True),
+        lambda dy, b: back(dy, b, scale),
+        _launch(_ALONE, [low, a], narrow, **both, transposed=False, added=False),
+        _launch(OUTER, [rows, low], narrow, **sums, transposed=False),
+        _launch(OUTER, [outputs, low], wide, **sums, transposed=True),
     )
 
 
@@ -134,12 +135,12 @@ def _operators(dtype: mx.Dtype, s: float) -> Steps:
         return matmul(a.astype(mx.float32), b.astype(mx.float32))
 
     return (
-        times,
-        lambda y, low, b: (y.astype(mx.float32) + s * times(low, b)).astype(dtype),
-        lambda dy, b: times(dy, b.T),
-        lambda low, a: (s * times(low, a.T)).astype(dtype),
-        lambda x, low: s * times(x.T, low)[None],
-        lambda dy, low: s * times(low.T, dy)[None],
+        lambda x, a: s * times(x, a),
+        lambda y, low, b: (y.astype(mx.float32) + times(low, b)).astype(dtype),
+        lambda dy, b: s * times(dy, b.T),
+        lambda low, a: times(low, a.T).astype(dtype),
+        lambda x, low: times(x.T, low)[None],
+        lambda dy, low: times(low.T, dy)[None],
     )
 
 
@@ -149,12 +150,14 @@ def _plan(arrays: Sequence[Spec], scale: float) -> Plan:
     rank, rows = a.shape[1], prod(y.shape[:-1])
     sizes = (rows, x.shape[-1]), (rows, y.shape[-1])
     reason = None if rank <= _LARGEST else f"its rank {rank} is above {_LARGEST}"
-    empty = None if y.size and x.size and rank else "there is nothing to add"
+    least = min(y.size, x.size, a.size, b.size, rows * rank)
+    few = "kernels read shapes, which arrays of fewer than 8 elements come without"
+    empty = (few if least else "there is nothing to add") if least < CONSTANT_BELOW else None
     choice, operators = (
         choose("add_low_rank", reason=reason, empty=empty),
         _operators(y.dtype, scale),
     )
-    if empty:
+    if not least:
         return Plan(choice, lambda y, *_: y)
     if choice.path == "reference":
         return Plan(choice, *_of(operators, *sizes))

@@ -1,14 +1,15 @@
 // Products with matrices a (K, R) and b (R, N) of a small rank, in float32: y + scale (x a) b and its gradients.
 //
-// shape: rows, columns. A matrix is stored as (columns, R), or transposed as (R, columns). A thread loads W columns
-// side by side: 4 where the number of columns is a multiple of that, else 1. These kernels wait for memory: the loads
-// of all rows of a thread are on their way at once, and RESIDENT threadgroups fit on a multiprocessor.
+// A matrix is stored as (columns, R), or transposed as (R, columns). A thread loads W columns side by side: 4 where the
+// number of columns is a multiple of that, else 1. These kernels wait for memory: the loads of all rows of a thread are
+// on their way at once, RESIDENT threadgroups fit on a multiprocessor, and sizes are those of shapes, which are launch
+// arguments: on NVIDIA GPUs a small array lies in memory of the host, microseconds away.
 //
-// low_rank_down    low (M, R) = x (M, K) a. A threadgroup computes ROWS rows and BLOCK columns of low, each lane a part
-//                  of all their sums over K. Grid (128 * ceil(R / BLOCK), ceil(M / ROWS)).
-// low_rank_up      y (M, N) + low (scale b), or without y the product alone. A thread computes TALL rows.
+// low_rank_down    low (M, R) = scale x (M, K) a. A threadgroup computes ROWS rows and BLOCK columns of low, each lane
+//                  a part of all their sums over K. Grid (128 * ceil(R / BLOCK), ceil(M / ROWS)).
+// low_rank_up      y (M, N) + low b, or without y the product alone. A thread computes TALL rows.
 //                  Grid (128 * ceil(N / (128 * W)), ceil(M / TALL)).
-// low_rank_outer   parts (ceil(M / LONG), K, R) = scale x^T low, each the sum over LONG rows. A threadgroup computes
+// low_rank_outer   parts (ceil(M / LONG), K, R) = x^T low, each the sum over LONG rows. A threadgroup computes
 //                  32 * W columns of x and BLOCK of low, its SIMD groups each a part of the rows.
 //                  Grid (256 * ceil(K / (32 * W)), ceil(M / LONG), ceil(R / BLOCK)).
 
@@ -123,16 +124,17 @@ METAL_FUNC void add_lanes(thread float* sums, uint lane) {
 template <typename T, typename A, int R, bool transposed, int W, int RESIDENT>
 [[kernel]] void low_rank_down(
     const device T* x,
+    const constant int* x_shape,
     const device A* a,
-    const constant int* shape,
+    const constant float* scale,
     device float* low,
     uint3 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float parts[PARTS][ROWS * BLOCK];
-  int rows = shape[0], columns = shape[1], row = group.y * ROWS, rank = group.x * BLOCK;
-  float sums[ROWS * BLOCK] = {};
+  int rows = x_shape[0], columns = x_shape[1], row = group.y * ROWS, rank = group.x * BLOCK;
+  float sums[ROWS * BLOCK] = {}, factor = scale[0];
   if (begins_odd(x) || begins_odd(a)) {
     add_columns<R, transposed, W, true>(sums, x, a, rows, columns, row, rank, thread_index);
   } else {
@@ -151,7 +153,7 @@ template <typename T, typename A, int R, bool transposed, int W, int RESIDENT>
     for (int s = 0; s < PARTS; s++) {
       total += parts[s][thread_index];
     }
-    low[size_t(row + i) * R + rank + j] = total;
+    low[size_t(row + i) * R + rank + j] = factor * total;
   }
 }
 
@@ -179,7 +181,6 @@ METAL_FUNC void add_ranks(
     const device T* y,
     const device float* low,
     const device A* b,
-    float factor,
     int rows,
     int columns,
     int first,
@@ -197,7 +198,7 @@ METAL_FUNC void add_ranks(
     load_block<R, transposed, W, odd>(own, b, columns, column, rank);
 #pragma unroll
     for (int i = 0; i < W * BLOCK; i++) {
-      own[i] = rank + i % BLOCK < R ? factor * own[i] : 0.0f;
+      own[i] = rank + i % BLOCK < R ? own[i] : 0.0f;
     }
 #pragma unroll
     for (int m = 0; m < TALL; m++) {
@@ -224,20 +225,20 @@ template <typename T, typename A, int R, bool transposed, bool added, int W, int
 [[kernel]] void low_rank_up(
     const device T* y,
     const device float* low,
+    const constant int* low_shape,
     const device A* b,
-    const constant int* shape,
-    const constant float* scale,
+    const constant int* b_shape,
     device T* out,
     uint3 group [[threadgroup_position_in_grid]],
     uint3 place [[thread_position_in_grid]]) {
-  int rows = shape[0], columns = shape[1], row = group.y * TALL, column = place.x * W;
+  int rows = low_shape[0], columns = b_shape[transposed ? 1 : 0], row = group.y * TALL, column = place.x * W;
   if (column >= columns) {
     return;
   }
   if ((added && begins_odd(y)) || begins_odd(b)) {
-    add_ranks<R, transposed, added, W, true>(out, y, low, b, scale[0], rows, columns, row, column);
+    add_ranks<R, transposed, added, W, true>(out, y, low, b, rows, columns, row, column);
   } else {
-    add_ranks<R, transposed, added, W, false>(out, y, low, b, scale[0], rows, columns, row, column);
+    add_ranks<R, transposed, added, W, false>(out, y, low, b, rows, columns, row, column);
   }
 }
 
@@ -279,9 +280,8 @@ METAL_FUNC void add_rows(
 template <typename T, int R, bool transposed, int W, int RESIDENT>
 [[kernel]] void low_rank_outer(
     const device T* x,
+    const constant int* x_shape,
     const device float* low,
-    const constant int* shape,
-    const constant float* scale,
     device float* parts,
     uint3 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
@@ -289,7 +289,7 @@ template <typename T, int R, bool transposed, int W, int RESIDENT>
     uint lane [[thread_index_in_simdgroup]]) {
   // Of 32 * W columns; four of a lane are stored at once, which banks of memory take without conflicts.
   threadgroup float4 of_simds[SIMDS][HALF][8 * W];
-  int rows = shape[0], columns = shape[1], first = group.x * 32 * W, rank = group.z * BLOCK;
+  int rows = x_shape[0], columns = x_shape[1], first = group.x * 32 * W, rank = group.z * BLOCK;
   int column = min(first + int(lane) * W, columns - W);
   int row = group.y * LONG + simd, end = min(int(group.y + 1) * LONG, rows);
   float sums[W * BLOCK] = {};
@@ -326,7 +326,7 @@ template <typename T, int R, bool transposed, int W, int RESIDENT>
       }
       k += first;
       if (k < columns && r < R) {
-        parts[transposed ? size_t(r) * columns + k : size_t(k) * R + r] = scale[0] * total;
+        parts[transposed ? size_t(r) * columns + k : size_t(k) * R + r] = total;
       }
     }
   }
