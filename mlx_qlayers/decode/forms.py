@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..ops.attention_step import MIN_POSITIONS
 from ..runtime.arena import View
 from .caches import RECHECK_AFTER, Held, held_by, places, put
 from .capture import Captured, Unsupported
@@ -155,7 +156,10 @@ class PaddedForm(Form):
         self.weights, self.names, self.positions = weights, captured.names, graph.positions
         super().__init__(captured, graph.graph, batch)
         counts = dict(zip(self.counters, captured.counts.values(), strict=True))
-        self.more = mx.array([_more(name, counts.get(name)) for name in self.positions], mx.int32)
+        more = [_more(name, counts.get(name)) for name in self.positions]
+        # MLX keeps arrays of up to 8 bytes in memory of the host, which GPUs of NVIDIA wait for.
+        self.unused = [0] * max(0, MIN_POSITIONS - len(more))
+        self.more = mx.array(more + self.unused, mx.int32)
         self.moving = (self.more > 0).astype(mx.int32)
         self.compiled = mx.compile(self._run)
 
@@ -185,7 +189,7 @@ class PaddedForm(Form):
 
     def computed(self, arrays: dict[str, mx.array], at: dict[str, int], array: Any) -> Any:
         if not isinstance(array, mx.array):
-            array = mx.array([at[name] for name in self.positions], mx.int32)
+            array = mx.array([at[name] for name in self.positions] + self.unused, mx.int32)
         later, *made = self.compiled(array, [*arrays.values()])
         return dict(zip(("logits", *self.states), made, strict=True)), later
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+
+import mlx.core as mx
 
 from ...runtime.kernel import Kernel
 
 # Kernels whose offsets have 64 bits, and those of them that read arrays where they lie.
 large_kernel: Callable[..., Kernel] = partial(Kernel, large=True)
 strided_kernel: Callable[..., Kernel] = partial(large_kernel, ensure_row_contiguous=False)
+
+
+def constants(numbers: Sequence[float], dtype: mx.Dtype = mx.int32) -> mx.array:
+    """Numbers for a launch, as an array of at least 12 bytes.
+
+    MLX keeps those of up to 8 in the host's memory, from which a GPU of NVIDIA takes microseconds.
+    """
+    return mx.array([*numbers, *[0] * (3 - len(numbers))], dtype)
 
 
 def numbered(names: Iterable[str], omitted: tuple[str, ...]) -> str:

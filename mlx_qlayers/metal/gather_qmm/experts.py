@@ -15,7 +15,7 @@ from ...options import SCORES, Clipped, PackedMatrix, Router
 from ...runtime.devices import device_of
 from ...runtime.devices.record import most_threads
 from ...runtime.spec import Spec
-from ..common.kernels import large_kernel, without
+from ..common.kernels import constants, large_kernel, without
 from ..quantized_matmul.qmv import GATES
 from ..quantized_matmul.tile import packed_template
 
@@ -84,7 +84,7 @@ def experts_products(
     those of a deferred RMS norm. The launch gives (..., N) for each matrix, or the gated product.
     """
     names = dict(zip(_INPUTS, (x, right, *(a for m in matrices for a in m)), strict=False))
-    number = mx.array([epsilon], mx.float32)
+    number = constants([epsilon], mx.float32)
     names |= {} if squares is None else {"squares": squares, "epsilon": Spec.of(number)}
     given = {name: spec for name, spec in names.items() if spec is not None}
     pair = len(matrices) == 2

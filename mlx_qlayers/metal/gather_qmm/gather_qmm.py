@@ -13,7 +13,7 @@ from ...options import MatmulCall
 from ...runtime.devices.record import MAX_THREADS
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
-from ..common.kernels import large_kernel
+from ..common.kernels import constants, large_kernel
 from ..quantized_matmul import qmm_tensor
 from ..quantized_matmul.qmm import TILING, QmmConfig, registers, threadgroup_memory
 from ..quantized_matmul.qmm_tensor import TENSOR_TILING, TensorConfig
@@ -65,7 +65,7 @@ def gather_qmm_sorted(
         output_shapes=[(tiles, 3)],
     )
     threads, cut, one = config.threads(x.dtype), asdict(config), mx.ones((1,))
-    sizes, factors = mx.array([n, k], mx.int32), Spec((matrices,), mx.float32) if scaled else one
+    sizes, factors = constants([n, k]), Spec((matrices,), mx.float32) if scaled else one
     listed = Spec((tiles, 3), mx.uint32)
     by_tensors = isinstance(config, TensorConfig)
     aligned = {"aligned": k * x.dtype.size % 16 == 0}

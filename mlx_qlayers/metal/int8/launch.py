@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ...runtime.devices import device_of
 from ...runtime.spec import Spec
-from ..common.kernels import large_kernel
+from ..common.kernels import constants, large_kernel
 
 # A divisor of K: integers that are copied at once.
 DEPTH = 16
@@ -43,7 +43,7 @@ def int8_rows(x: Spec, block: int = 0) -> Callable[[mx.array], list[mx.array]]:
     count, threads = -(-k // _RUN), 32
     while threads < 1024 and threads * _MOST_RUNS < count:
         threads *= 2
-    shape = mx.array([k, 0], mx.int32)
+    shape = constants([k, 0])
     launch = _ROWS.bind(
         [x, x, shape],
         template={

@@ -13,7 +13,7 @@ from ...options import MatmulCall, PackedMatrix
 from ...runtime.devices import device_of
 from ...runtime.launch import Launching
 from ...runtime.spec import Spec
-from ..common.kernels import large_kernel, without
+from ..common.kernels import constants, large_kernel, without
 from .qmv import MAX_MATRICES
 from .tile import packed_template
 
@@ -93,7 +93,7 @@ def dequantize_rows(
     affine, count = matrix.biases is not None, prod(numbers.shape)
     run, columns = _run(fmt.bits), fmt.dims(matrix.w)
     threads = _threads(columns // run)
-    shape = mx.array([columns, matrix.w.shape[0]], mx.int32)
+    shape = constants([columns, matrix.w.shape[0]])
     launch = (_AFFINE_ROWS if affine else _ROWS).bind(
         [
             Spec((count,), mx.int32),

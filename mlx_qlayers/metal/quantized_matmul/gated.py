@@ -7,7 +7,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from ...runtime.spec import Spec
-from ..common.kernels import large_kernel
+from ..common.kernels import constants, large_kernel
 from .qmv import GATES, Gate
 
 # Neighbours of a thread.
@@ -23,7 +23,7 @@ def gated_rows(x: Spec, gate: Gate) -> Callable[[mx.array], mx.array]:
     """
     rows, columns = x.shape[0], x.shape[1] // 2
     count = rows * columns // RUN
-    shape = mx.array([columns // RUN, count], mx.int32)
+    shape = constants([columns // RUN, count])
     launch = _ROWS.bind(
         [x, shape],
         template={"T": x.dtype, "gate": GATES.index(gate)},

@@ -29,8 +29,8 @@ OUTER = large_kernel(
     registers=lambda W, **_: 16 * W + 8,
 )
 _ALONE = without(UP, ("y",))
-# Of the kernels: threads of a threadgroup, of the third and of the others; ranks of a block; rows of
-# a threadgroup of the first and of the second, and of a part of the third; threads that a
+# Of the kernels: threads of a threadgroup, of the third and of the others; ranks of a block; rows
+# of a threadgroup of the first and of the second, and of a part of the third; threads that a
 # multiprocessor is to hold.
 _OUTER, _THREADS, _BLOCK, _ROWS, _TALL, _LONG, _RESIDENT = 256, 128, 8, 8, 16, 512, 512
 # For each 8 ranks x is read again; above, dense products have not been compared.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ...dispatch import Operation, Plan, choose
-from ...metal.common.kernels import without
+from ...metal.common.kernels import constants, without
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
 
@@ -81,7 +81,7 @@ def _bound(arrays: Sequence[Any], scoring: Scoring, dtype: mx.Dtype | None) -> A
     (y, targets, bias, *lse), (softcap, smoothing, words) = arrays, scoring
     rows, columns = y.shape
     options = mx.array([softcap or 1.0, 1 - smoothing, smoothing / words])
-    shape, omitted = mx.array([columns], mx.int32), ("bias",) * (bias is None)
+    shape, omitted = constants([columns]), ("bias",) * (bias is None)
     template: dict[str, Any] = {"T": y.dtype, "biased": bias is not None}
     template |= {"capped": softcap is not None, "smoothed": smoothing > 0}
     specs = [y, targets, *[bias] * (bias is not None), *lse]
