@@ -106,19 +106,25 @@ METAL_FUNC void add_columns(
   }
 }
 
-// Adds up `count` numbers over 32 lanes, of which each keeps count / 32 in turn: half of them after each step.
+// Adds numbers of two lanes, `step` apart, of which each keeps its half.
+template <int half_of, int step>
+METAL_FUNC void add_pair(thread float* sums, uint lane) {
+  bool upper = (lane & step) != 0;
+#pragma unroll
+  for (int i = 0; i < half_of; i++) {
+    float own = upper ? sums[half_of + i] : sums[i], other = upper ? sums[i] : sums[half_of + i];
+    sums[i] = own + simd_shuffle_xor(other, ushort(step));
+  }
+}
+
+// Adds up `count` numbers over 32 lanes; each keeps count / 32 of the sums, in turn.
 template <int count>
 METAL_FUNC void add_lanes(thread float* sums, uint lane) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    const int kept = count * step / 32;
-    bool upper = (lane & step) != 0;
-#pragma unroll
-    for (int i = 0; i < kept; i++) {
-      float own = upper ? sums[kept + i] : sums[i], other = upper ? sums[i] : sums[kept + i];
-      sums[i] = own + simd_shuffle_xor(other, ushort(step));
-    }
-  }
+  add_pair<count / 2, 16>(sums, lane);
+  add_pair<count / 4, 8>(sums, lane);
+  add_pair<count / 8, 4>(sums, lane);
+  add_pair<count / 16, 2>(sums, lane);
+  add_pair<count / 32, 1>(sums, lane);
 }
 
 template <typename T, typename A, int R, bool transposed, int W, int RESIDENT>
@@ -242,38 +248,47 @@ template <typename T, typename A, int R, bool transposed, bool added, int W, int
   }
 }
 
-// The sums of BLOCK ranks times W columns, over every SIMDS-th row.
-template <int R, int W, bool odd, typename T>
+// Adds BLOCK ranks times W columns of `count` rows, every SIMDS-th from `row` on.
+template <int count, int R, int W, bool odd, typename T>
 METAL_FUNC void add_rows(
+    thread float* sums, const device T* x, const device float* low, int columns, int row, int column, int rank) {
+  float values[count][W];
+#pragma unroll
+  for (int i = 0; i < count; i++) {
+    load_floats<W, odd>(values[i], x, size_t(row + i * SIMDS) * columns + column);
+  }
+#pragma unroll
+  for (int i = 0; i < count; i++) {
+    float own[BLOCK];
+    load_ranks<R, false>(own, low, row + i * SIMDS, rank);
+#pragma unroll
+    for (int w = 0; w < W; w++) {
+#pragma unroll
+      for (int j = 0; j < BLOCK; j++) {
+        sums[w * BLOCK + j] = fma(values[i][w], own[j], sums[w * BLOCK + j]);
+      }
+    }
+  }
+}
+
+// The same of all rows up to `end`, AHEAD of them at a time.
+template <int R, int W, bool odd, typename T>
+METAL_FUNC void add_rows_to(
     thread float* sums,
     const device T* x,
     const device float* low,
     int columns,
-    int first,
+    int row,
     int end,
     int column,
     int rank) {
 #pragma unroll 1
-  for (int row = first; row < end; row += AHEAD * SIMDS) {
-    float values[AHEAD][W];
-#pragma unroll
-    for (int i = 0; i < AHEAD; i++) {
-      load_floats<W, odd>(values[i], x, size_t(min(row + i * SIMDS, end - 1)) * columns + column);
-    }
-#pragma unroll
-    for (int i = 0; i < AHEAD; i++) {
-      if (row + i * SIMDS < end) {
-        float own[BLOCK];
-        load_ranks<R, false>(own, low, row + i * SIMDS, rank);
-#pragma unroll
-        for (int w = 0; w < W; w++) {
-#pragma unroll
-          for (int j = 0; j < BLOCK; j++) {
-            sums[w * BLOCK + j] = fma(values[i][w], own[j], sums[w * BLOCK + j]);
-          }
-        }
-      }
-    }
+  for (; row + (AHEAD - 1) * SIMDS < end; row += AHEAD * SIMDS) {
+    add_rows<AHEAD, R, W, odd>(sums, x, low, columns, row, column, rank);
+  }
+#pragma unroll 1
+  for (; row < end; row += SIMDS) {
+    add_rows<1, R, W, odd>(sums, x, low, columns, row, column, rank);
   }
 }
 
@@ -294,9 +309,9 @@ template <typename T, int R, bool transposed, int W, int RESIDENT>
   int row = group.y * LONG + simd, end = min(int(group.y + 1) * LONG, rows);
   float sums[W * BLOCK] = {};
   if (begins_odd(x)) {
-    add_rows<R, W, true>(sums, x, low, columns, row, end, column, rank);
+    add_rows_to<R, W, true>(sums, x, low, columns, row, end, column, rank);
   } else {
-    add_rows<R, W, false>(sums, x, low, columns, row, end, column, rank);
+    add_rows_to<R, W, false>(sums, x, low, columns, row, end, column, rank);
   }
   parts += size_t(group.y) * columns * R;
   // In halves of the ranks, which fit into threadgroup memory.
