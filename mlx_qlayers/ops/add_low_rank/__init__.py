@@ -29,10 +29,10 @@ OUTER = large_kernel(
     registers=lambda W, **_: 16 * W + 8,
 )
 _ALONE = without(UP, ("y",))
-# Of the kernels: threads of a threadgroup, of the third and of the others; ranks of a block; rows
-# of a threadgroup of the first and of the second, and of a part of the third; threads that a
-# multiprocessor is to hold.
-_OUTER, _THREADS, _BLOCK, _ROWS, _TALL, _LONG, _RESIDENT = 256, 128, 8, 8, 16, 512, 512
+# Of the kernels: threads of a threadgroup, of the third and of the others, and threadgroups that a
+# multiprocessor is to hold; ranks of a block; rows of a threadgroup of the first and of the second,
+# and of a part of the third.
+_OUTER, _THREADS, _BLOCK, _ROWS, _TALL, _LONG = (256, 2), (128, 3), 8, 8, 16, 512
 # For each 8 ranks x is read again; above, dense products have not been compared.
 _LARGEST = 32
 Size = tuple[int, int]
@@ -89,17 +89,17 @@ def _launch(
     """
     (rows, columns), rank = size, template["R"]
     width, blocks = 1 if columns % 4 else 4, -(-rank // _BLOCK)
-    threads = _OUTER if kernel is OUTER else _THREADS
-    across = -(-columns // ((32 if kernel is OUTER else _THREADS) * width))
+    threads, resident = _OUTER if kernel is OUTER else _THREADS
+    across = -(-columns // ((32 if kernel is OUTER else threads) * width))
     grid, output = (across, -(-rows // _TALL), 1), (rows, columns)
     if kernel is DOWN:
         grid, output = (blocks, -(-rows // _ROWS), 1), (rows, rank)
     elif kernel is OUTER:
-        matrix = (rank, columns) if template["transposed"] else (columns, rank)
-        grid, output = (across, -(-rows // _LONG), blocks), (-(-rows // _LONG), *matrix)
+        parts = -(-rows // _LONG)
+        grid, output = (across, parts, blocks), (parts, rank, columns)
     launch = kernel.bind(
         inputs,
-        template=template | {"W": width, "RESIDENT": _RESIDENT // threads},
+        template=template | {"W": width, "RESIDENT": resident},
         grid=(threads * grid[0], *grid[1:]),
         threadgroup=(threads, 1, 1),
         output_shapes=[output],
@@ -108,7 +108,7 @@ def _launch(
 
 
 # Of x (M, K), y and dy (M, N), a (K, R), b (R, N) and low (M, R), and of a scale s: s x a;
-# y + low b; s dy b^T; low a^T; and parts of the sums x^T low and low^T dy.
+# y + low b; s dy b^T; low a^T; and parts of the sums low^T x and low^T dy.
 Steps = Sequence[Callable[..., mx.array]]
 
 
@@ -116,17 +116,21 @@ def _launches(y: Spec, a: Spec, b: Spec, sizes: tuple[Size, Size], s: float) -> 
     (narrow, wide), rank, dtype = sizes, a.shape[1], y.dtype
     rows, outputs, scale = Spec(narrow, dtype), Spec(wide, dtype), mx.array([s], mx.float32)
     low, factor = Spec((narrow[0], rank), mx.float32), Spec.of(scale)
+    turned = Spec(a.shape[::-1], a.dtype)  # lanes read ranks of neighbouring columns
     sums: Any = {"T": dtype, "R": rank}
     both = sums | {"A": a.dtype}
-    down = _launch(DOWN, [rows, a, factor], narrow, **both, transposed=False)
-    back = _launch(DOWN, [outputs, b, factor], wide, **both, transposed=True)
+    down, back = (
+        _launch(DOWN, [each, matrix, factor], size, **both)
+        for each, matrix, size in ((rows, turned, narrow), (outputs, b, wide))
+    )
+    of_x = _launch(_ALONE, [low, turned], narrow, **both, added=False)
     return (
-        lambda x, a: down(x, a, scale),
-        _launch(UP, [outputs, low, b], wide, **both, transposed=True, added=True),
+        lambda x, a: down(x, a.T, scale),
+        _launch(UP, [outputs, low, b], wide, **both, added=True),
         lambda dy, b: back(dy, b, scale),
-        _launch(_ALONE, [low, a], narrow, **both, transposed=False, added=False),
-        _launch(OUTER, [rows, low], narrow, **sums, transposed=False),
-        _launch(OUTER, [outputs, low], wide, **sums, transposed=True),
+        lambda low, a: of_x(low, a.T),
+        _launch(OUTER, [rows, low], narrow, **sums),
+        _launch(OUTER, [outputs, low], wide, **sums),
     )
 
 
@@ -134,13 +138,16 @@ def _operators(dtype: mx.Dtype, s: float) -> Steps:
     def times(a: mx.array, b: mx.array) -> mx.array:
         return matmul(a.astype(mx.float32), b.astype(mx.float32))
 
+    def outer(x: mx.array, low: mx.array) -> mx.array:
+        return times(low.T, x)[None]
+
     return (
         lambda x, a: s * times(x, a),
         lambda y, low, b: (y.astype(mx.float32) + times(low, b)).astype(dtype),
         lambda dy, b: s * times(dy, b.T),
         lambda low, a: times(low, a.T).astype(dtype),
-        lambda x, low: times(x.T, low)[None],
-        lambda dy, low: times(low.T, dy)[None],
+        outer,
+        outer,
     )
 
 
@@ -176,7 +183,7 @@ def _of(steps: Steps, narrow: Size, wide: Size) -> tuple[Any, list[Gradient]]:
         _, x, a, b = given
         rows, dy = x.reshape(narrow), cotangents[0].reshape(wide)
         along = back(dy, b)
-        da, db = of_a(rows, along).sum(axis=0), of_b(dy, down(rows, a)).sum(axis=0)
+        da, db = of_a(rows, along).sum(axis=0).T, of_b(dy, down(rows, a)).sum(axis=0)
         return [of_x(along, a).reshape(x.shape), da.astype(a.dtype), db.astype(b.dtype)]
 
     return run, [Gradient((0,), lambda _, dy, __: dy), Gradient((1, 2, 3), gradient)]

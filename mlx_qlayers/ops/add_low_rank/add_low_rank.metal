@@ -1,15 +1,15 @@
 // Products with matrices a (K, R) and b (R, N) of a small rank, in float32: y + scale (x a) b and its gradients.
 //
-// A matrix is stored as (columns, R), or transposed as (R, columns). A thread loads W columns side by side: 4 where the
-// number of columns is a multiple of that, else 1. These kernels wait for memory: the loads of all rows of a thread are
-// on their way at once, RESIDENT threadgroups fit on a multiprocessor, and sizes are those of shapes, which are launch
-// arguments: on NVIDIA GPUs a small array lies in memory of the host, microseconds away.
+// Matrices are stored as (R, columns). A thread loads W columns side by side: 4 where the number of columns is a
+// multiple of that, else 1. These kernels wait for memory: the loads of all rows of a thread are on their way at once,
+// RESIDENT threadgroups fit on a multiprocessor, and sizes are those of shapes, which are launch arguments: on NVIDIA
+// GPUs a small array lies in memory of the host, microseconds away.
 //
 // low_rank_down    low (M, R) = scale x (M, K) a. A threadgroup computes ROWS rows and BLOCK columns of low, each lane
 //                  a part of all their sums over K. Grid (128 * ceil(R / BLOCK), ceil(M / ROWS)).
 // low_rank_up      y (M, N) + low b, or without y the product alone. A thread computes TALL rows.
 //                  Grid (128 * ceil(N / (128 * W)), ceil(M / TALL)).
-// low_rank_outer   parts (ceil(M / LONG), K, R) = x^T low, each the sum over LONG rows. A threadgroup computes
+// low_rank_outer   parts (ceil(M / LONG), R, K) = low^T x, each the sum over LONG rows. A threadgroup computes
 //                  32 * W columns of x and BLOCK of low, its SIMD groups each a part of the rows.
 //                  Grid (256 * ceil(K / (32 * W)), ceil(M / LONG), ceil(R / BLOCK)).
 
@@ -60,48 +60,41 @@ METAL_FUNC void load_ranks(thread float* to, const device T* rows, size_t row, i
   }
 }
 
-// Loads BLOCK ranks of W columns of a matrix.
-template <int R, bool transposed, int W, bool odd, typename A>
-METAL_FUNC void load_block(thread float* to, const device A* matrix, int columns, int column, int rank) {
-  if (!transposed) {
+// Loads W columns of ROWS rows, of which the last is repeated.
+template <int W, bool odd, typename T>
+METAL_FUNC void load_rows(thread float* values, const device T* x, int rows, int columns, int row, int k) {
 #pragma unroll
-    for (int i = 0; i < W; i++) {
-      load_ranks<R, odd>(to + i * BLOCK, matrix, column + i, rank);
-    }
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < BLOCK; j++) {
-    float some[W];
-    load_floats<W, odd>(some, matrix, size_t(min(rank + j, R - 1)) * columns + column);
-#pragma unroll
-    for (int i = 0; i < W; i++) {
-      to[i * BLOCK + j] = some[i];
-    }
+  for (int i = 0; i < ROWS; i++) {
+    load_floats<W, odd>(values + i * W, x, size_t(min(row + i, rows - 1)) * columns + k);
   }
 }
 
 // The sums of BLOCK ranks of ROWS rows, over the columns of a lane.
-template <int R, bool transposed, int W, bool odd, typename T, typename A>
+template <int R, int W, bool odd, typename T, typename A>
 METAL_FUNC void add_columns(
     thread float* sums, const device T* x, const device A* a, int rows, int columns, int row, int rank, int first) {
+  float values[ROWS * W], next[ROWS * W];
+  if (first * W < columns) {
+    load_rows<W, odd>(values, x, rows, columns, row, first * W);
+  }
 #pragma unroll 1
   for (int k = first * W; k < columns; k += PARTS * 32 * W) {
-    float own[W * BLOCK], values[ROWS][W];
+    load_rows<W, odd>(next, x, rows, columns, row, k + PARTS * 32 * W < columns ? k + PARTS * 32 * W : k);
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-      load_floats<W, odd>(values[i], x, size_t(min(row + i, rows - 1)) * columns + k);
-    }
-    load_block<R, transposed, W, odd>(own, a, columns, k, rank);
+    for (int j = 0; j < BLOCK; j++) {
+      float own[W];
+      load_floats<W, odd>(own, a, size_t(min(rank + j, R - 1)) * columns + k);
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) {
+      for (int i = 0; i < ROWS; i++) {
 #pragma unroll
-      for (int w = 0; w < W; w++) {
-#pragma unroll
-        for (int j = 0; j < BLOCK; j++) {
-          sums[i * BLOCK + j] = fma(values[i][w], own[w * BLOCK + j], sums[i * BLOCK + j]);
+        for (int w = 0; w < W; w++) {
+          sums[i * BLOCK + j] = fma(values[i * W + w], own[w], sums[i * BLOCK + j]);
         }
       }
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS * W; i++) {
+      values[i] = next[i];
     }
   }
 }
@@ -127,7 +120,7 @@ METAL_FUNC void add_lanes(thread float* sums, uint lane) {
   add_pair<count / 32, 1>(sums, lane);
 }
 
-template <typename T, typename A, int R, bool transposed, int W, int RESIDENT>
+template <typename T, typename A, int R, int W, int RESIDENT>
 [[kernel]] void low_rank_down(
     const device T* x,
     const constant int* x_shape,
@@ -142,9 +135,9 @@ template <typename T, typename A, int R, bool transposed, int W, int RESIDENT>
   int rows = x_shape[0], columns = x_shape[1], row = group.y * ROWS, rank = group.x * BLOCK;
   float sums[ROWS * BLOCK] = {}, factor = scale[0];
   if (begins_odd(x) || begins_odd(a)) {
-    add_columns<R, transposed, W, true>(sums, x, a, rows, columns, row, rank, thread_index);
+    add_columns<R, W, true>(sums, x, a, rows, columns, row, rank, thread_index);
   } else {
-    add_columns<R, transposed, W, false>(sums, x, a, rows, columns, row, rank, thread_index);
+    add_columns<R, W, false>(sums, x, a, rows, columns, row, rank, thread_index);
   }
   add_lanes<ROWS * BLOCK>(sums, lane);
 #pragma unroll
@@ -181,7 +174,7 @@ METAL_FUNC void store_rounded(device T* to, const thread float* sums) {
 }
 
 // TALL rows of W columns, from row `first` on.
-template <int R, bool transposed, bool added, int W, bool odd, typename T, typename A>
+template <int R, bool added, int W, bool odd, typename T, typename A>
 METAL_FUNC void add_ranks(
     device T* out,
     const device T* y,
@@ -200,11 +193,14 @@ METAL_FUNC void add_ranks(
   }
 #pragma unroll 1
   for (int rank = 0; rank < R; rank += BLOCK) {
-    float own[W * BLOCK];
-    load_block<R, transposed, W, odd>(own, b, columns, column, rank);
+    float own[BLOCK][W];
 #pragma unroll
-    for (int i = 0; i < W * BLOCK; i++) {
-      own[i] = rank + i % BLOCK < R ? own[i] : 0.0f;
+    for (int j = 0; j < BLOCK; j++) {
+      load_floats<W, odd>(own[j], b, size_t(min(rank + j, R - 1)) * columns + column);
+#pragma unroll
+      for (int w = 0; w < W; w++) {
+        own[j][w] = rank + j < R ? own[j][w] : 0.0f;
+      }
     }
 #pragma unroll
     for (int m = 0; m < TALL; m++) {
@@ -214,7 +210,7 @@ METAL_FUNC void add_ranks(
       for (int w = 0; w < W; w++) {
 #pragma unroll
         for (int j = 0; j < BLOCK; j++) {
-          sums[m][w] = fma(values[j], own[w * BLOCK + j], sums[m][w]);
+          sums[m][w] = fma(values[j], own[j][w], sums[m][w]);
         }
       }
     }
@@ -227,7 +223,7 @@ METAL_FUNC void add_ranks(
   }
 }
 
-template <typename T, typename A, int R, bool transposed, bool added, int W, int RESIDENT>
+template <typename T, typename A, int R, bool added, int W, int RESIDENT>
 [[kernel]] void low_rank_up(
     const device T* y,
     const device float* low,
@@ -237,14 +233,14 @@ template <typename T, typename A, int R, bool transposed, bool added, int W, int
     device T* out,
     uint3 group [[threadgroup_position_in_grid]],
     uint3 place [[thread_position_in_grid]]) {
-  int rows = low_shape[0], columns = b_shape[transposed ? 1 : 0], row = group.y * TALL, column = place.x * W;
+  int rows = low_shape[0], columns = b_shape[1], row = group.y * TALL, column = place.x * W;
   if (column >= columns) {
     return;
   }
   if ((added && begins_odd(y)) || begins_odd(b)) {
-    add_ranks<R, transposed, added, W, true>(out, y, low, b, rows, columns, row, column);
+    add_ranks<R, added, W, true>(out, y, low, b, rows, columns, row, column);
   } else {
-    add_ranks<R, transposed, added, W, false>(out, y, low, b, rows, columns, row, column);
+    add_ranks<R, added, W, false>(out, y, low, b, rows, columns, row, column);
   }
 }
 
@@ -292,7 +288,7 @@ METAL_FUNC void add_rows_to(
   }
 }
 
-template <typename T, int R, bool transposed, int W, int RESIDENT>
+template <typename T, int R, int W, int RESIDENT>
 [[kernel]] void low_rank_outer(
     const device T* x,
     const constant int* x_shape,
@@ -341,7 +337,7 @@ template <typename T, int R, bool transposed, int W, int RESIDENT>
       }
       k += first;
       if (k < columns && r < R) {
-        parts[transposed ? size_t(r) * columns + k : size_t(k) * R + r] = total;
+        parts[size_t(r) * columns + k] = total;
       }
     }
   }
