@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...dispatch import Gradient, Operation, Plan, choose, dispatch
-from ...metal.common.kernels import large_kernel, without
+from ...metal.common.kernels import constants, large_kernel, without
 from ...runtime.kernel import Kernel
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
@@ -114,7 +114,7 @@ Steps = Sequence[Callable[..., mx.array]]
 
 def _launches(y: Spec, a: Spec, b: Spec, sizes: tuple[Size, Size], s: float) -> Steps:
     (narrow, wide), rank, dtype = sizes, a.shape[1], y.dtype
-    rows, outputs, scale = Spec(narrow, dtype), Spec(wide, dtype), mx.array([s], mx.float32)
+    rows, outputs, scale = Spec(narrow, dtype), Spec(wide, dtype), constants([s], mx.float32)
     low, factor = Spec((narrow[0], rank), mx.float32), Spec.of(scale)
     turned = Spec(a.shape[::-1], a.dtype)  # lanes read ranks of neighbouring columns
     sums: Any = {"T": dtype, "R": rank}
