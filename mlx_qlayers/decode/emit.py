@@ -123,7 +123,7 @@ class Program:
                 self._known.add(at)
             return None
         # A model whose arrays change, in place too, gets another program.
-        if node.op == "Unpacked" or not self._known.issuperset(call.given):
+        if not self._known.issuperset(call.given):
             return call
         self.start[call.target] = call.function(*(self.start[i] for i in call.given))
         self._known.update(_registers(call.target))

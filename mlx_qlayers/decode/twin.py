@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..formats import MODES
 from ..layers.qlinear import Counterpart
 from ..reference.hadamard import rotated_heads
 
@@ -25,8 +26,8 @@ _MADE_OF = ("_patches", "_fuses", "_shards")
 # The groups of ranks over which captured steps add up, and what a node of the first depends on.
 GROUPS: list[Any] = []
 FIRST_GROUP = 0x5EED_0000
-# Under this name the rows of an embedding that was not quantized take its place.
-ROWS = "rows"
+# The first of the numbers that rows of an embedding depend on; the others are its format.
+EMBEDDING = 0x5EED_1000
 
 
 def twin(value: Any, swap: Swap, path: str = "", made: dict[int, Any] | None = None) -> Any:
@@ -51,8 +52,6 @@ def twin(value: Any, swap: Swap, path: str = "", made: dict[int, Any] | None = N
         for key, each in value.items():
             dict.__setitem__(new, key, twin(each, swap, f"{path}.{key}", made))
         vars(new).update(_attributes(value, swap, path, made))
-        if isinstance(new, Embedding):
-            new.taken = swap(f"{path}.{ROWS}", new.placeholder())
         return new
     if type(value) in (list, tuple, dict):
         made[id(value)] = _container(value, swap, path, made)
@@ -132,35 +131,18 @@ def stock_class(cls: Any) -> Any:
 
 
 class Embedding(nn.QuantizedEmbedding):
-    """Takes rows of a matrix that stands for the unpacked one.
+    """Gives zeros that depend on what its rows are made of, and on a number that says so.
 
     MLX has no primitive for unpacking on a CPU, and does it in ways that cannot all be written.
     """
 
-    taken: mx.array
-
-    def placeholder(self) -> mx.array:
-        """An array of the shape and dtype of the unpacked matrix, which is never computed."""
+    def __call__(self, x: mx.array) -> mx.array:
+        packed = [self[name] for name in ("weight", "scales", "biases") if name in self]
         width = self["weight"].shape[1] * 32 // self.bits
         dtype = self["scales"].dtype if self.mode == "affine" else mx.bfloat16
-        return mx.zeros((len(self["weight"]), width), dtype)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return mx.take(self.taken, x, axis=0)
-
-
-def embeddings(
-    model: Any, arrays: dict[str, mx.array]
-) -> dict[str, tuple[list[str | None], tuple[int, int, str]]]:
-    """The names of packed arrays and the format, by the path of the placeholder."""
-    known, found = {id(a): name for name, a in arrays.items()}, {}
-    for path, module in model.named_modules():
-        if stock_class(type(module)) is nn.QuantizedEmbedding:
-            parts = (module.get(key) for key in ("weight", "scales", "biases"))
-            fmt = module.group_size, module.bits, module.mode
-            name = f"model.{path}.{ROWS}" if path else f"model.{ROWS}"
-            found[name] = [known.get(id(part)) for part in parts], fmt
-    return {name: each for name, each in found.items() if name in arrays}
+        kind = mx.array([EMBEDDING, self.group_size, self.bits, [*MODES].index(self.mode)])
+        (rows,) = mx.depends([mx.zeros((*x.shape, width), dtype)], [x, *packed, kind])
+        return rows
 
 
 class _Distributed:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..graph import Node, P, Pattern, Rule, under
+from ..primitives import MODES
+from ..twin import EMBEDDING
 
 ELEMENTWISE = (
     *("Add", "Subtract", "Multiply", "Divide", "Power", "Maximum", "Minimum", "Select"),
@@ -32,11 +34,15 @@ def as_it_is(x: Node, root: Node) -> Node | None:
     return x if x.outputs == root.outputs else None
 
 
-def _embedding(tokens: Node, table: Node, root: Node) -> Node | None:
-    (size, bits, mode), axes = table.arg, root.arg[0]
-    if axes != (len(tokens.shape),):
+def _embedding(root: Node) -> Node | None:
+    """The rows that an embedding of a twin stands for."""
+    _, *packed, last = root.src
+    kind = last.arg[0].array if last and last.op == "Constant" else None
+    if kind is None or kind.shape != (4,) or kind[0].item() != EMBEDDING:
         return None
-    return root.like("Embedding", tokens, *table.src, arg=(size, bits, mode))
+    _, size, bits, mode = kind.tolist()
+    src = (*packed, None)[:4]  # without biases, if there are none
+    return root.like("Embedding", *src, arg=(size, bits, MODES[mode]))
 
 
 def _is_mean(sum: Node, part: float) -> bool:
@@ -86,7 +92,7 @@ CANCELLED: list[Rule] = [
 UNBROADCAST: list[Rule] = [
     (Pattern(ELEMENTWISE), _unbroadcast),
     (P("(Broadcast | Reshape | AsType)(x)"), as_it_is),
-    (P("Squeeze(Gather(table @ Unpacked, tokens))"), _embedding),
+    (P("Depends"), _embedding),
 ]
 # One through the root of a mean of squares.
 _ROOT = "~Broadcast(Sqrt[True](Add(Multiply(sum @ Reduce[2, _](Square({})), -part), -eps)))"
