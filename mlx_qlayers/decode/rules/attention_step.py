@@ -19,34 +19,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ...options import row_words
-from ..graph import (
-    Graph,
-    Node,
-    P,
-    Pattern,
-    Rule,
-    Size,
-    Spec,
-    first_rows,
-    fits,
-    rewrite,
-)
+from ..caches import APPENDED
+from ..graph import Graph, Node, P, Pattern, Rule, Size, Spec, first_rows, fits, rewrite
 from .heads import VIEWS, Heads, reshaped, turned, turned_heads
 from .masks import shown
 
-# Caches that may have an append buffer, and which counts are the row and the position of a token;
-# the position of a batch is an array.
-COUNTERS = {
-    "KVCache": ("offset", "offset"),
-    "RotatingKVCache": ("_idx", "offset"),
-    "BatchKVCache": ("_idx", "_idx"),
-    "BatchRotatingKVCache": ("_idx", "_offset"),
-}
-COUNTERS |= {
-    f"{name.removesuffix('KVCache')}QuantizedKVCache": counts for name, counts in COUNTERS.items()
-}
-COUNTERS["PackedKVCache"] = COUNTERS["KVCache"]
-BATCHES = tuple(name for name in COUNTERS if name.startswith("Batch"))
+BATCHES = tuple(name for name in APPENDED if name.startswith("Batch"))
 
 
 class TracedCaches(NamedTuple):
@@ -65,14 +43,13 @@ class TracedCaches(NamedTuple):
         return next(i for i in range(number + 1) if self._alike(i) == self._alike(number))
 
     def _alike(self, number: int) -> Any:
-        (kind, case, *attributes), settings = (
-            self.keys[number],
+        kind, case, *attributes = self.keys[number]
+        settings, counts = (
             ("keep", "max_size", "bits", "v_bits"),
+            ("_idx", "offset", "_offset", "rows"),
         )
-        counts = [
-            self.names.get(f"{number}.{name}") for name in ("_idx", "offset", "_offset", "rows")
-        ]
-        return kind, case, counts, [dict(attributes).get(name) for name in settings]
+        called = [self.names.get(f"{number}.{name}") for name in counts]
+        return kind, case, called, [dict(attributes).get(name) for name in settings]
 
     def is_of(self, name: str, number: int) -> bool:
         """Whether an input, by its name, is an array of a cache that counts alike."""
@@ -140,9 +117,9 @@ def _part(node: Node | None, caches: TracedCaches) -> tuple[int, Size, int, str,
         return None
     where, number, name = buffer.arg[0].split(".", 2)
     kind, case, *attributes = caches.keys[int(number)] if where == "cache" else ("", "")
-    if kind not in COUNTERS or case == "empty":
+    if kind not in APPENDED or case == "empty":
         return None
-    row, position = (caches.counter(int(number), each) for each in COUNTERS[kind])
+    row, position = (caches.counter(int(number), each) for each in APPENDED[kind])
     stop, settings = position._replace(const=new.shape[2]), dict(attributes)
     if case == "begins":
         row = Size(settings["keep"], ())

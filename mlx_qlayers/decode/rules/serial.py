@@ -15,8 +15,8 @@ from ...options import Rotation
 from ..graph import Graph, Node, Pattern, Rule, Size, Spec, first_rows, rewrite
 from .attention import of_heads
 from .attention_step import of_packed
-from .heads import VIEWS
-from .masks import seen_through
+from .heads import VIEWS, turned_heads
+from .masks import Shown, shown
 from .rotary import finite
 
 
@@ -85,14 +85,9 @@ def _packed(root: Node) -> Node | None:
 
 def _is_causal(mask: Node, length: int, count: Size) -> bool:
     """Whether each of the last tokens of a cache sees those up to itself."""
-    if mask.op != "GreaterEqual" or mask.shape[-2:] != (length, count):
-        return False
-    rows, keys = (seen_through(s) for s in mask.src if s is not None)
     first = count._replace(const=count.const - length)
-    return (rows.op, rows.arg, keys.op, keys.arg) == (
-        *("Arange", (first, count, 1)),
-        *("Arange", (0, count, 1)),
-    )
+    seen = shown(mask, first, 0, length, lambda name: False)
+    return mask.shape[-2:] == (length, count) and seen == Shown(causal=length > 1)
 
 
 def _update(rows: Node | None) -> tuple[Node | None, Node | None]:
@@ -117,17 +112,7 @@ def _turned(q: Node | None, k: Node | None) -> dict[Node, Node]:
     if len(q.shape) != 4 or offset is None or not mx.issubdtype(offset.dtype, mx.integer):
         return {}
     rotation = Rotation(dims, traditional, None if freqs else base, scale)
-    rows = (_swapped(s, of) for s, of in ((q.src[0], q), (k.src[0], k)))
+    rows = (turned_heads(each.src[0]) for each in (q, k) if each.src[0])
     src = *rows, offset, finite(freqs[0] if freqs else None)
     both = Node("Rotary", src, tuple(rotation), (*q.outputs, *k.outputs))
     return {q: both.item(0), k: both.item(1)}
-
-
-def _swapped(x: Node | None, rope: Node) -> Node:
-    """Heads (B, H, L, D) as (B, L, H, D), as the products give them."""
-    assert x is not None
-    batch, heads, length, width = rope.shape
-    spec = Spec((batch, length, heads, width), rope.dtype)
-    if x.op == "Transpose" and x.arg[0] == (0, 2, 1, 3) and x.src[0] is not None:
-        return x.src[0]
-    return Node("Transpose", (x,), ((0, 2, 1, 3),), (spec,))
