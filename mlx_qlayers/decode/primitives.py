@@ -110,9 +110,8 @@ def _positions(node: Node) -> Call:
 
 def _gather(node: Node) -> Call:
     axes, sizes = node.arg
-    source = node.src[0]
-    assert source is not None
-    whole = all(n == (1 if i in axes else source.shape[i]) for i, n in enumerate(sizes))
+    shape = node.src[0].shape
+    whole = all(n == (1 if i in axes else shape[i]) for i, n in enumerate(sizes))
     if axes != tuple(range(len(axes))) or not whole:
         raise KeyError("Gather")
     return Call(_rows, _whole, shaped=True)

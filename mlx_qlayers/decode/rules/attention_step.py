@@ -79,7 +79,7 @@ class Written(NamedTuple):
     size: int
 
 
-def written(nodes: Sequence[Node | None], name: str, caches: TracedCaches) -> Written | None:
+def written(nodes: Sequence[Node], name: str, caches: TracedCaches) -> Written | None:
     """The cache that attention takes keys or values of, if tokens were written into it."""
     parts = [_part(node, caches) for node in nodes]
     first = parts[0]
@@ -95,7 +95,7 @@ def written(nodes: Sequence[Node | None], name: str, caches: TracedCaches) -> Wr
         of = rows.src[0] if rows.op == "Item" else None
         bits = settings.get("v_bits" if name == "values" else "bits", settings["bits"])
         settled = settings["group_size"], bits, 0, False
-        if of is None or of.op != "Quantize" or of.arg != settled or of.src[0] is None:
+        if of is None or of.op != "Quantize" or of.arg != settled:
             return None
         if any(each.src != (of,) or each.arg != (i,) for i, each in enumerate(new)):
             return None
@@ -105,15 +105,13 @@ def written(nodes: Sequence[Node | None], name: str, caches: TracedCaches) -> Wr
     return Written(number, buffers, rows, row, size)
 
 
-def _part(node: Node | None, caches: TracedCaches) -> tuple[int, Size, int, str, Node, Node] | None:
+def _part(node: Node, caches: TracedCaches) -> tuple[int, Size, int, str, Node, Node] | None:
     """The cache's number, row and ring, and the array's name, what it was, and its new rows."""
-    node, counted = first_rows(node) if node is not None else (None, None)
-    while node is not None and node.op == "Depends":
+    node, counted = first_rows(node)
+    while node.op == "Depends":
         node = node.src[0]
-    if node is None or node.op != "SliceUpdate":
-        return None
-    buffer, new = node.src
-    if buffer is None or new is None or buffer.op != "Input":
+    buffer, new = node.src if node.op == "SliceUpdate" else (node, node)
+    if node.op != "SliceUpdate" or buffer.op != "Input":
         return None
     where, number, name = buffer.arg[0].split(".", 2)
     kind, case, *attributes = caches.keys[int(number)] if where == "cache" else ("", "")
@@ -137,8 +135,8 @@ class Attended(NamedTuple):
     """Attention of some tokens: queries (B, H, L, D), and arrays of keys and of values."""
 
     q: Node
-    keys: tuple[Node | None, ...]
-    values: tuple[Node | None, ...]
+    keys: tuple[Node, ...]
+    values: tuple[Node, ...]
     mask: Node | None
     sinks: Node | None
     scale: float
@@ -160,7 +158,7 @@ def attended(node: Node) -> Attended | None:
     if node.op != "Attention":
         return of_packed(node)
     q, k, v, mask, sinks = node.src
-    return Attended(q, (k,), (v,), mask, sinks, *node.arg) if q else None
+    return Attended(q, (k,), (v,), mask, sinks, *node.arg)
 
 
 def of_packed(node: Node) -> Attended | None:

@@ -22,9 +22,8 @@ ELEMENTWISE = (
 def _unbroadcast(root: Node) -> Node | None:
     """An operation broadcasts by itself, where another operand has the shape of the result."""
     for i, source in enumerate(root.src):
-        if source is None or source.op != "Broadcast":
-            continue
-        if any(s and s.shape == root.shape for j, s in enumerate(root.src) if j != i):
+        others = *root.src[:i], *root.src[i + 1 :]
+        if source.op == "Broadcast" and any(s.shape == root.shape for s in others):
             src = (*root.src[:i], source.src[0], *root.src[i + 1 :])
             return Node(root.op, src, root.arg, root.outputs)
     return None
@@ -37,7 +36,7 @@ def as_it_is(x: Node, root: Node) -> Node | None:
 def _embedding(root: Node) -> Node | None:
     """The rows that an embedding of a twin stands for."""
     _, *packed, last = root.src
-    kind = last.arg[0].array if last and last.op == "Constant" else None
+    kind = last.arg[0].array if last.op == "Constant" else None
     if kind is None or kind.shape != (4,) or kind[0].item() != EMBEDDING:
         return None
     _, size, bits, mode = kind.tolist()
@@ -46,9 +45,8 @@ def _embedding(root: Node) -> Node | None:
 
 
 def _is_mean(sum: Node, part: float) -> bool:
-    (source,), (_, axes) = sum.src, sum.arg
-    assert source is not None
-    return axes == (len(source.shape) - 1,) and abs(part * source.shape[-1] - 1) < 1e-4
+    shape, (_, axes) = sum.src[0].shape, sum.arg
+    return axes == (len(shape) - 1,) and abs(part * shape[-1] - 1) < 1e-4
 
 
 def _rms(x: Node, sum: Node, part: float, eps: float, root: Node) -> Node | None:

@@ -27,10 +27,9 @@ _MIXED = P("GatherAxis(~AsType(Softmax(~AsType(band))), at)", band=_BAND)
 _LEFT = P("ScatterAxis(left, at, -lowest)")
 
 
-def plain(node: Node | None, *views: str) -> Node:
+def plain(node: Node, *views: str) -> Node:
     """A node before casts, broadcasts and other views."""
-    assert node is not None
-    while node.op in ("AsType", "StopGradient", "Broadcast", *views) and node.src[0] is not None:
+    while node.op in ("AsType", "StopGradient", "Broadcast", *views):
         node = node.src[0]
     return node
 
@@ -157,8 +156,8 @@ def _shares(shares: Node, experts: Node) -> tuple[Node, dict[str, Any], Node | N
         else:
             return None
     source, at = node.src
-    whole = node.arg == (len(node.shape) - 1,) and at is experts and source is not None
-    return (source, options, factors) if whole and source else None
+    whole = node.arg == (len(node.shape) - 1,) and at is experts
+    return (source, options, factors) if whole else None
 
 
 def _groups(numbers: Node) -> tuple[Node, dict[str, Any]]:
