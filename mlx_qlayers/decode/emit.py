@@ -9,7 +9,7 @@ arrays of these shapes, as long as the buffers of the caches have as many rows.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -20,7 +20,7 @@ from ..dispatch import dispatch, planned
 from ..runtime.backend import Mode, backend, mode
 from ..runtime.explain import count
 from ..runtime.launch import Launching
-from .calls import BoundCalls, Called, called
+from .calls import BoundCalls, Called, called, made_by
 from .capture import Unsupported
 from .graph import Graph, Node, Size, names_in, resolved
 from .operations import OPERATIONS
@@ -126,7 +126,7 @@ class Program:
         if not self._known.issuperset(call.given):
             return call
         self.start[call.target] = call.function(*(self.start[i] for i in call.given))
-        self._known.update(_registers(call.target))
+        self._known.update(made_by(call.target))
         return None
 
     def _function(self, node: Node) -> tuple[Any, list[int]]:
@@ -155,7 +155,7 @@ class Program:
     def _scheduled(self, calls: list[Called]) -> list[Called]:
         """The calls, each of which lets go of what nobody takes behind it."""
         last = {i: at for at, call in enumerate(calls) for i in call.given}
-        made = {i for call in calls for i in _registers(call.target)} - {*self.outputs.values()}
+        made = {i for call in calls for i in made_by(call.target)} - {*self.outputs.values()}
         return [
             call._replace(free=tuple({i for i in call.given if last[i] == at and i in made}))
             for at, call in enumerate(calls)
@@ -272,10 +272,6 @@ def resolver(args: Sequence[Any]) -> Callable[[Mapping[str, int]], Sequence[Any]
 
 def _is_rows(name: str) -> bool:
     return name.endswith(".rows")
-
-
-def _registers(target: int | slice) -> Iterable[int]:
-    return range(target.start, target.stop) if isinstance(target, slice) else (target,)
 
 
 def _getter(keys: Sequence[Any]) -> Callable[[Any], Sequence[Any]]:

@@ -202,12 +202,7 @@ class Steps:
         return not (ahead or known)
 
     def _first(
-        self,
-        key: Any,
-        tokens: mx.array,
-        caches: Sequence[Any],
-        some: list[Facts],
-        goes_on: bool,
+        self, key: Any, tokens: mx.array, caches: Sequence[Any], some: list[Facts], goes_on: bool
     ) -> mx.array:
         """A step that goes on from no other, or from another one."""
         (batch, length), at = tokens.shape, _positions(some)

@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..runtime.host.bound_launch import checking
 from ..runtime.host.launch_list import LaunchList, Unlisted, rms_norm
 from ..runtime.launch import Launch
-from .calls import BoundCalls, Called, called
+from .calls import BoundCalls, Called, called, made_by
 
 _VIEWS = mx.reshape, mx.expand_dims, mx.squeeze, mx.flatten, mx.unflatten
 _NORMED = mx.float32, mx.float16, mx.bfloat16
@@ -116,13 +116,6 @@ def _listed(
             steps.append(call._replace(free=()))
     flush()
     return steps
-
-
-def made_by(target: int | slice) -> range:
-    """The registers of what a call gives."""
-    if isinstance(target, slice):
-        return range(target.start, target.stop)
-    return range(target, target + 1)
 
 
 def _kind(call: Called, arrays: Sequence[Any], advancing: Set[int]) -> str | None:
