@@ -9,6 +9,7 @@ arrays of these shapes, as long as the buffers of the caches have as many rows.
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
@@ -143,7 +144,8 @@ class Program:
         key = more, arg
         if key not in self._arguments:
             if names_in(arg) - self.values.keys():
-                count = len(more(resolved(arg, _Any(self.values))))
+                # How many they are does not depend on positions.
+                count = len(more(resolved(arg, defaultdict(lambda: 1, self.values))))
                 registers = [self._register() for _ in range(count)]
                 self.dynamic.append((registers, more, arg))
             else:
@@ -241,13 +243,6 @@ def _dispatched(call: Dispatched, count: int, *arrays: Any) -> Any:
     made = dispatch(call.operation, arrays, call.static)
     # A kernel may give more than its operation does, for a gradient.
     return made[:count] if call.listed else made
-
-
-class _Any(dict[str, int]):
-    """Values of which those that are not known yet are 1."""
-
-    def __missing__(self, name: str) -> int:
-        return 1
 
 
 def resolver(args: Sequence[Any]) -> Callable[[Mapping[str, int]], Sequence[Any]]:
