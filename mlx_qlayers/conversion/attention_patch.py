@@ -18,6 +18,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..decode.twin import rebound
 from ..layers.fused_attention import FusedAttention
 from ..ops.attention import attention
 from ..ops.attention_invariant import attention_from
@@ -132,17 +133,6 @@ def _patched(function: FunctionType, namespaces: dict[int, dict[str, Any]]) -> F
             elif isinstance(value, FunctionType) and _uses_shared(value):
                 namespace[name] = _patched(value, namespaces)
     return rebound(function, namespaces[id(scope)])
-
-
-def rebound(function: FunctionType, scope: dict[str, Any]) -> FunctionType:
-    """A function as another one is, with other globals."""
-    twin = FunctionType(
-        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
-    )
-    twin.__kwdefaults__, twin.__doc__ = function.__kwdefaults__, function.__doc__
-    twin.__qualname__ = function.__qualname__
-    twin.__dict__.update(function.__dict__)
-    return twin
 
 
 def _uses_shared(

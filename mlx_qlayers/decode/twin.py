@@ -7,7 +7,7 @@ converted. Primitives that the exporter cannot write are spelled otherwise, with
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -42,37 +42,26 @@ def twin(value: Any, swap: Swap, path: str = "", made: dict[int, Any] | None = N
     made = {} if made is None else made
     if id(value) in made:
         return made[id(value)]
-    if isinstance(value, mx.array):
+
+    def twins(items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+        return {key: twin(each, swap, f"{path}.{key}", made) for key, each in items}
+
+    is_module = isinstance(value, nn.Module)
+    if is_module or _is_cache(value):
+        cls: Any = _exported(stock_class(type(value))) if is_module else type(value)
+        made[id(value)] = new = cls.__new__(cls)
+        if is_module:
+            dict.update(new, twins(value.items()))
+        vars(new).update(twins(vars(value).items()))
+    elif isinstance(value, mx.array):
         made[id(value)] = swap(path, value)
-        return made[id(value)]
-    if isinstance(value, nn.Module):
-        cls = _exported(stock_class(type(value)))
-        new: Any = cls.__new__(cls)
-        made[id(value)] = new
-        for key, each in value.items():
-            dict.__setitem__(new, key, twin(each, swap, f"{path}.{key}", made))
-        vars(new).update(_attributes(value, swap, path, made))
-        return new
-    if type(value) in (list, tuple, dict):
-        made[id(value)] = _container(value, swap, path, made)
-        return made[id(value)]
-    if _is_cache(value):
-        kind: Any = type(value)
-        new = kind.__new__(kind)
-        made[id(value)] = new
-        vars(new).update(_attributes(value, swap, path, made))
-        return new
-    return value
-
-
-def _attributes(value: Any, swap: Swap, path: str, made: dict[int, Any]) -> dict[str, Any]:
-    return {name: twin(each, swap, f"{path}.{name}", made) for name, each in vars(value).items()}
-
-
-def _container(value: Any, swap: Swap, path: str, made: dict[int, Any]) -> Any:
-    if isinstance(value, dict):
-        return {key: twin(each, swap, f"{path}.{key}", made) for key, each in value.items()}
-    return type(value)([twin(each, swap, f"{path}.{i}", made) for i, each in enumerate(value)])
+    elif type(value) is dict:
+        made[id(value)] = twins(value.items())
+    elif type(value) in (list, tuple):
+        made[id(value)] = type(value)(twins(enumerate(value)).values())
+    else:
+        return value
+    return made[id(value)]
 
 
 def contents(value: Any) -> dict[Any, Any]:
@@ -101,16 +90,11 @@ def leaves(caches: Sequence[Any]) -> list[Any]:
     return found
 
 
-def arrays_of(value: Any, path: str = "") -> Iterator[tuple[str, mx.array]]:
+def arrays_of(value: Any, path: str = "") -> Iterable[tuple[str, mx.array]]:
     """The arrays of modules and caches and their paths, each once."""
-    found: list[tuple[str, mx.array]] = []
-
-    def keep(path: str, array: mx.array) -> mx.array:
-        found.append((path, array))
-        return array
-
-    twin(value, keep, path)
-    return iter(found)
+    found: dict[str, mx.array] = {}
+    twin(value, found.setdefault, path)
+    return found.items()
 
 
 def is_stepped(model: nn.Module) -> bool:
@@ -197,7 +181,7 @@ def _in_formats(
 
     turn: Callable[[mx.array], mx.array] = rotated_heads if own["hadamard"] else lambda x: x
     stock = base.quantized_scaled_dot_product_attention
-    attend = FunctionType(stock.__code__, {**stock.__globals__, "mx": _PRODUCTS})
+    attend = rebound(stock, {**stock.__globals__, "mx": _PRODUCTS})
     bits = own["bits"], own["v_bits"]
     return turn(attend(turn(queries), keys, values, scale, mask, own["group_size"], bits))
 
@@ -276,16 +260,20 @@ def _exported(cls: Any) -> Any:
     methods = {name: each for base in bases for name, each in vars(base).items()}
     key = cls, *((n, m) for n, m in methods.items() if isinstance(m, FunctionType))
     if key not in _made.classes:
-        _made.classes[key] = _rebound(*key)
+        body = {}
+        for name, method in key[1:]:
+            scope = _made.scopes.setdefault(id(method.__globals__), _Scope(method.__globals__))
+            body[name] = rebound(method, scope)
+        _made.classes[key] = type(cls.__name__, (cls,), body)
     return _made.classes[key]
 
 
-def _rebound(cls: Any, *methods: tuple[str, FunctionType]) -> Any:
-    body = {}
-    for name, method in methods:
-        names = method.__globals__
-        scope = _made.scopes.setdefault(id(names), _Scope(names))
-        more = name, method.__defaults__, method.__closure__
-        body[name] = FunctionType(method.__code__, scope, *more)
-        body[name].__kwdefaults__ = method.__kwdefaults__
-    return type(cls.__name__, (cls,), body)
+def rebound(function: Any, scope: dict[str, Any]) -> FunctionType:
+    """A function as another one is, with other globals."""
+    new = FunctionType(
+        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
+    )
+    new.__kwdefaults__, new.__doc__ = function.__kwdefaults__, function.__doc__
+    new.__qualname__ = function.__qualname__
+    new.__dict__.update(function.__dict__)
+    return new
