@@ -191,9 +191,8 @@ def change(c: Any, made_of: Callable[[mx.array], mx.array]) -> None:
 def _grown(buffer: mx.array, more: int, at: int) -> mx.array:
     """A buffer with more rows, behind those that count."""
     batch, heads, _, width = buffer.shape
-    return mx.concatenate(
-        [buffer[:, :, :at], mx.zeros((batch, heads, more, width), buffer.dtype)], 2
-    )
+    free = mx.zeros((batch, heads, more, width), buffer.dtype)
+    return mx.concatenate([buffer[:, :, :at], free], 2)
 
 
 def settings(

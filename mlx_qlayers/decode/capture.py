@@ -75,14 +75,13 @@ class Trace:
         self.records: list[dict[str, Any]] = []
         self.model, self.caches, self.own = model, caches, leaves(caches)
         self.setting, self.results, self.counts = setting, list[str](), dict[str, Any]()
-        given = dict(arrays_of(model, "model"))
+        self.given = dict(arrays_of(model, "model"))
         for i, cache in enumerate(self.own):
             for path, array in arrays_of(cache, f"cache.{i}"):
-                given[path] = _resized(array, path, setting, i)
-        self.given = given
+                self.given[path] = _resized(array, setting, i)
         tokens = mx.zeros((setting.batch, setting.length), mx.int32)
         try:
-            mx.export_function(self.records.append, self._run, tokens, *given.values())
+            mx.export_function(self.records.append, self._run, tokens, *self.given.values())
         except Exception as error:
             raise Unsupported(stopping_line(error)) from error
         self.primitives = [each for each in self.records if each["type"] == "primitive"]
@@ -161,7 +160,7 @@ def _changes(
     return found
 
 
-def _resized(array: mx.array, path: str, setting: Setting, number: int) -> mx.array:
+def _resized(array: mx.array, setting: Setting, number: int) -> mx.array:
     """An array of a cache as one of another batch size and other rows has it, without values."""
     if not array.ndim:
         return array
@@ -171,16 +170,7 @@ def _resized(array: mx.array, path: str, setting: Setting, number: int) -> mx.ar
     return mx.zeros(shape, array.dtype)
 
 
-def solved(one: Trace, other: Trace) -> Captured:
-    """One graph of two traces.
-
-    Raises:
-        Differs: it would be none of both.
-    """
-    return _Solver(one, other).solved()
-
-
-class _Solver:
+class Solver:
     """Makes one graph of two traces."""
 
     def __init__(self, one: Trace, other: Trace) -> None:
@@ -226,7 +216,11 @@ class _Solver:
         raise Differs(f"{one} becomes {other} with another batch size and position")
 
     def solved(self) -> Captured:
-        """The graph of both."""
+        """The graph of both.
+
+        Raises:
+            Differs: it would be none of both.
+        """
         one, other = self.one, self.other
         if one.results != other.results or one.counts.keys() != other.counts.keys():
             raise Differs(_BRANCH)

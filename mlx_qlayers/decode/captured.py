@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from .caches import REACH, Facts, settings
-from .capture import Captured, Differs, Setting, Trace, Unsupported, solved
+from .capture import Captured, Differs, Setting, Solver, Trace, Unsupported
 from .emit import Program
 from .graph import Graph
 from .rules import fused
@@ -94,7 +94,7 @@ def captured(
         one, two = settings(some, batch, length, other, way, low)
         try:
             first = first if first.setting == one else Trace(model, caches, one)
-            return solved(first, Trace(model, caches, two)), one, two, way
+            return Solver(first, Trace(model, caches, two)).solved(), one, two, way
         except Differs as error:
             last = error
     raise last or AssertionError

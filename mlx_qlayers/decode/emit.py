@@ -271,11 +271,10 @@ def _is_rows(name: str) -> bool:
 
 def _getter(keys: Sequence[Any]) -> Callable[[Any], Sequence[Any]]:
     """A function that takes some items out of all, without a Python frame."""
-    if not keys:
-        return itemgetter(slice(0, 0))
-    if len(keys) == 1:
-        return itemgetter(slice(keys[0], keys[0] + 1))
-    return itemgetter(*keys)
+    if len(keys) > 1:
+        return itemgetter(*keys)
+    first = keys[0] if keys else 0
+    return itemgetter(slice(first, first + len(keys)))
 
 
 def _written_in_place(graph: Graph) -> set[Node]:

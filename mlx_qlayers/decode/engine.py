@@ -74,11 +74,9 @@ def last_of(model: Any, own: Sequence[Any]) -> tuple[Steps, Progress] | None:
 def stopped(model: Any) -> str | None:
     """Why steps of a model run without a graph since its last change; None if they do not."""
     steps = _steps.get(id(model))
-    return (
-        "no step was run"
-        if steps is None
-        else "; ".join(dict.fromkeys(steps.stopped.values())) or None
-    )
+    if steps is None:
+        return "no step was run"
+    return "; ".join(dict.fromkeys(steps.stopped.values())) or None
 
 
 def where() -> Any:

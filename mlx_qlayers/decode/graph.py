@@ -261,8 +261,9 @@ class Pattern:
             return
         if self.number:
             value = number_of(node)
-            near = self.near is None or (value and isclose(value, self.near, rel_tol=1e-2))
-            if near and value is not None and found.get(self.name, value) == value:
+            if value is None or found.get(self.name, value) != value:
+                return
+            if self.near is None or isclose(value, self.near, rel_tol=1e-2):
                 yield found | {self.name: value} if self.name else found
             return
         if self.name and found.get(self.name, node) is not node:

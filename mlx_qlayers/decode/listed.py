@@ -133,11 +133,8 @@ def _kind(call: Called, arrays: Sequence[Any], advancing: Set[int]) -> str | Non
         return "norm" if normed else None
     if call.function is operator.setitem and call.given[1] in advancing:
         buffer, index, rows = given
-        whole = buffer.ndim == 4 and rows.shape == (
-            *buffer.shape[:2],
-            rows.shape[2],
-            buffer.shape[3],
-        )
+        part = buffer.shape[:2] + rows.shape[2:3] + buffer.shape[3:]
+        whole = buffer.ndim == 4 and rows.shape == part
         plain = all(each.step == 1 for each in index)
         return "copy" if whole and plain and rows.dtype == buffer.dtype else None
     return None

@@ -101,10 +101,8 @@ def delta(node: Node, values: Mapping[str, int]) -> Any:
     def step(q: mx.array, k: mx.array, *arrays: Any) -> Any:
         if norms is not None:
             epsilon, *factors = norms
-            q, k = (
-                factor * mx.fast.rms_norm(each, None, epsilon)
-                for factor, each in zip(factors, (q, k), strict=True)
-            )
+            pairs = zip(factors, (q, k), strict=True)
+            q, k = (by * mx.fast.rms_norm(each, None, epsilon) for by, each in pairs)
         return gated_delta_kernel(q, k, *arrays)
 
     return step

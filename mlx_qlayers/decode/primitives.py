@@ -57,7 +57,7 @@ def _whole(arg: tuple[Any, ...]) -> tuple[Any, ...]:
     return (arg,)
 
 
-# The first of a node's arguments; all of them are ``tuple``.
+# The first of a node's arguments; ``tuple`` gives all of them.
 _ONE = itemgetter(slice(0, 1))
 
 

@@ -74,9 +74,8 @@ def contents(value: Any) -> dict[Any, Any]:
 
 
 def _is_cache(value: Any) -> bool:
-    return hasattr(value, "__dict__") and any(
-        cls.__module__ == "mlx_lm.models.cache" for cls in type(value).__mro__
-    )
+    files = [cls.__module__ for cls in type(value).__mro__]
+    return "mlx_lm.models.cache" in files and hasattr(value, "__dict__")
 
 
 def leaves(caches: Sequence[Any]) -> list[Any]:
@@ -129,36 +128,39 @@ class Embedding(nn.QuantizedEmbedding):
         return rows
 
 
-class _Distributed:
-    """Sums over ranks, as a node that depends on a number: that of their group."""
+class _Instead:
+    """A module of MLX's, with other things by some of its names."""
+
+    def __init__(self, module: Any, **names: Any) -> None:
+        vars(self).update(names, _module=module)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(mx.distributed, name)
-
-    @staticmethod
-    def all_sum(x: mx.array, *, group: Any = None, **options: Any) -> mx.array:
-        """An array like ``x``, that does not hold the sum."""
-        numbers = [i for i, each in enumerate(GROUPS) if each is group] or [len(GROUPS)]
-        GROUPS[numbers[0] :] = GROUPS[numbers[0] :] or [group]
-        (y,) = mx.depends([x], [mx.array(FIRST_GROUP + numbers[0])])
-        return y
+        return getattr(self._module, name)
 
 
-class _Exported:
-    """MLX's functions, but for those whose primitives cannot be written."""
-
-    distributed = _Distributed()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(mx, name)
-
-    @staticmethod
-    def contiguous(x: mx.array, *args: Any, **options: Any) -> mx.array:
-        """The values are those of ``x``."""
-        return x
+def _all_sum(x: mx.array, *, group: Any = None, **options: Any) -> mx.array:
+    """An array like ``x``, not the sum over ranks, that depends on the number of their group."""
+    numbers = [i for i, each in enumerate(GROUPS) if each is group] or [len(GROUPS)]
+    GROUPS[numbers[0] :] = GROUPS[numbers[0] :] or [group]
+    (y,) = mx.depends([x], [mx.array(FIRST_GROUP + numbers[0])])
+    return y
 
 
-_EXPORTED = _Exported()
+def _product(
+    *arrays: mx.array, transpose: bool, group_size: int, bits: tuple[int, int]
+) -> mx.array:
+    """A product with keys, or with values, each in bits of its own."""
+    product: Any = mx.quantized_matmul
+    return product(*arrays, transpose, group_size, bits[not transpose])
+
+
+# What the exporter cannot write is spelled otherwise; the values are the same.
+_EXPORTED = _Instead(
+    mx,
+    distributed=_Instead(mx.distributed, all_sum=_all_sum),
+    contiguous=lambda x, *args, **options: x,
+)
+_PRODUCTS = _Instead(mx, quantized_matmul=_product)
 
 
 def _in_formats(
@@ -184,23 +186,6 @@ def _in_formats(
     attend = rebound(stock, {**stock.__globals__, "mx": _PRODUCTS})
     bits = own["bits"], own["v_bits"]
     return turn(attend(turn(queries), keys, values, scale, mask, own["group_size"], bits))
-
-
-class _Products:
-    """MLX's functions, but for products with keys and values, each in bits of its own."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(mx, name)
-
-    @staticmethod
-    def quantized_matmul(
-        *arrays: mx.array, transpose: bool, group_size: int, bits: tuple[int, int]
-    ) -> mx.array:
-        product: Any = mx.quantized_matmul
-        return product(*arrays, transpose, group_size, bits[not transpose])
-
-
-_PRODUCTS = _Products()
 
 
 def _by_operators(update: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -270,9 +255,8 @@ def _exported(cls: Any) -> Any:
 
 def rebound(function: Any, scope: dict[str, Any]) -> FunctionType:
     """A function as another one is, with other globals."""
-    new = FunctionType(
-        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
-    )
+    more = function.__name__, function.__defaults__, function.__closure__
+    new = FunctionType(function.__code__, scope, *more)
     new.__kwdefaults__, new.__doc__ = function.__kwdefaults__, function.__doc__
     new.__qualname__ = function.__qualname__
     new.__dict__.update(function.__dict__)

@@ -44,12 +44,9 @@ class TracedCaches(NamedTuple):
 
     def _alike(self, number: int) -> Any:
         kind, case, *attributes = self.keys[number]
-        settings, counts = (
-            ("keep", "max_size", "bits", "v_bits"),
-            ("_idx", "offset", "_offset", "rows"),
-        )
-        called = [self.names.get(f"{number}.{name}") for name in counts]
-        return kind, case, called, [dict(attributes).get(name) for name in settings]
+        counts = [self.names.get(f"{number}.{n}") for n in ("_idx", "offset", "_offset", "rows")]
+        settings = [dict(attributes).get(n) for n in ("keep", "max_size", "bits", "v_bits")]
+        return kind, case, counts, settings
 
     def is_of(self, name: str, number: int) -> bool:
         """Whether an input, by its name, is an array of a cache that counts alike."""

@@ -57,11 +57,9 @@ def _mixed(experts: Node, shares: Node) -> Node | None:
             return None
         left, logits = found["left"], found["logits"]
         epsilon, lowest = found["epsilon"], found["lowest"]
-        largest = (
-            at.like("ArgReduce", left, arg=(1, axis)),
-            at.like("Reduce", left, arg=(5, (axis,))),
-        )
-        if [n.key()[:3] for n in largest] != [n.key()[:3] for n in (at, found["top"])]:
+        best = at.like("ArgReduce", left, arg=(1, axis)).key()[:3]
+        top = at.like("Reduce", left, arg=(5, (axis,))).key()[:3]
+        if (best, top) != (at.key()[:3], found["top"].key()[:3]):
             return None
         taken = fits(_LEFT, left) if before else None
         fit = taken and (taken["left"], taken["at"]) == before if before else left is logits

@@ -106,11 +106,7 @@ def _turned(q: Node, k: Node | None) -> dict[Node, Node]:
     if len(q.shape) != 4 or not mx.issubdtype(offset.dtype, mx.integer):
         return {}
     rotation = Rotation(dims, traditional, None if freqs else base, scale)
-    src = (
-        turned_heads(q.src[0]),
-        turned_heads(k.src[0]),
-        offset,
-        finite(freqs[0] if freqs else None),
-    )
+    rows = turned_heads(q.src[0]), turned_heads(k.src[0])
+    src = *rows, offset, finite(freqs[0] if freqs else None)
     both = Node("Rotary", src, tuple(rotation), (*q.outputs, *k.outputs))
     return {q: both.item(0), k: both.item(1)}
