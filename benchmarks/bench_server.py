@@ -9,9 +9,10 @@ batch grows to about 19 sequences and shrinks again. The trace is the same for s
 converted model: it counts steps, not seconds. Each runs it in a first process, whose caches are
 empty; in a second process, which finds what the first one compiled; and there once more, warm.
 
-A user sees the time between two tokens of a sequence, the gap. Gaps in which a prompt was
-read are told apart. Weights are random, of Qwen2-7B's shape; the converted model's logits are held
-against float32 at the end, since that compiles kernels.
+A user sees the time between two tokens of a sequence, the gap. Those in which a prompt was read
+are told apart, and of the others the first of each batch size: a process emits a step for it, and
+has done so where it is warm. Weights are random, of Qwen2-7B's shape; the converted model's logits
+are held against float32 at the end, since that compiles kernels.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def trace(model: Any, name: str) -> None:
         now = time.perf_counter()
         first = first or now - begin if responses else first
         if responses and busy:
-            (reading if prompts else plain).append(now - last)
+            (reading if prompts else plain).append((len(responses), now - last))
         last, busy, step = now, bool(prompts or responses), step + 1
         count, most = count + len(responses), max(most, len(responses))
     seconds = time.perf_counter() - begin
@@ -72,10 +73,12 @@ def trace(model: Any, name: str) -> None:
     tell(f"{name}: speed", count / seconds, "tokens/s")
     tell(f"{name}: sequences at most", most, "")
     tell(f"{name}: first token", 1e3 * first, "ms")
-    for kind, gaps in (("", plain), (" with a prompt", reading)):
+    new = [*dict(reversed(plain)).items()]  # the first of each size is the last one to count
+    for kind, sized in (("", plain), (" with a prompt", reading), (" at a new batch size", new)):
+        gaps = 1e3 * np.array(sized)[:, 1]
         for share in (50, 90, 99, 100):
-            tell(f"{name}: gap{kind}, p{share}", 1e3 * float(np.percentile(gaps, share)), "ms")
-    stalls = [gap for gap in plain if gap > STALL]
+            tell(f"{name}: gap{kind}, p{share}", float(np.percentile(gaps, share)), "ms")
+    stalls = [gap for _, gap in plain if gap > STALL]
     tell(f"{name}: gaps above {1e3 * STALL:.0f} ms", len(stalls), "")
     tell(f"{name}: in these", sum(stalls), "s")
 
@@ -90,8 +93,7 @@ def serve(shape: dict[str, int], stock: bool, names: list[str]) -> None:
     for name in names:
         trace(model, name)
     if not stock:
-        tokens = mx.random.randint(0, shape["vocab_size"], (19, 7))
-        verify({"converted": model}, tokens, 4)
+        verify({"converted": model}, mx.random.randint(0, shape["vocab_size"], (19, 7)), 4)
 
 
 def main() -> None:

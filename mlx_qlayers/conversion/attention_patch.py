@@ -9,14 +9,16 @@ nor its class changes, so other models in the process are untouched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
-from types import CodeType, FunctionType
+from inspect import getclosurevars
+from types import FunctionType
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..decode.twin import rebound
 from ..layers.fused_attention import FusedAttention
 from ..ops.attention import attention
 from ..ops.attention_invariant import attention_from
@@ -133,25 +135,6 @@ def _patched(function: FunctionType, namespaces: dict[int, dict[str, Any]]) -> F
     return rebound(function, namespaces[id(scope)])
 
 
-def rebound(function: FunctionType, scope: dict[str, Any]) -> FunctionType:
-    """A function as another one is, with other globals."""
-    twin = FunctionType(
-        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
-    )
-    twin.__kwdefaults__, twin.__doc__ = function.__kwdefaults__, function.__doc__
-    twin.__qualname__ = function.__qualname__
-    twin.__dict__.update(function.__dict__)
-    return twin
-
-
-def names_used(function: FunctionType) -> Iterator[str]:
-    """The names that a function looks up: globals and attributes."""
-    todo = [function.__code__]
-    for code in todo:
-        yield from code.co_names
-        todo += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-
-
 def _uses_shared(
     function: FunctionType,
     counts: Callable[[object], Any] | None = None,
@@ -160,7 +143,7 @@ def _uses_shared(
     """Whether ``function``, or a function that it calls by name, names a shared one that counts."""
     if function in seen:
         return False
-    used = [function.__globals__.get(name) for name in names_used(function)]
+    used = getclosurevars(function).globals.values()
     return any(map(counts or _ours, used)) or any(
         isinstance(value, FunctionType) and _uses_shared(value, counts, seen | {function})
         for value in used

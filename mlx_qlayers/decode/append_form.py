@@ -87,9 +87,7 @@ class AppendForm(Form):
         if self.length > 1 and self.states:
             raise Unsupported("tokens that are dropped take states back, and all rows with them")
         groups: dict[int, list[int]] = {}
-        for number in sorted(
-            {int(n.split(".")[1]) for n in graph.outputs if n.startswith("append.")}
-        ):
+        for number in sorted({int(n.split(".")[1]) for n in graph.outputs if "append." in n}):
             groups.setdefault(caches.first(number), []).append(number)
         self.groups = [*groups.values()]
         counting = self._counted(captured, caches)
@@ -144,10 +142,8 @@ class AppendForm(Form):
         if any(each.held < count for each in state.append_buffers):
             return None
         items = [{"offset": vars(c)["offset"] - count} for c in own]
-        beside = [
-            each._replace(held=each.held - count, left=each.left + count)
-            for each in state.append_buffers
-        ]
+        old = state.append_buffers
+        beside = [b._replace(held=b.held - count, left=b.left + count) for b in old]
         self._hold(items, beside)
         state = self.back(state, count if gone is None else count - gone)
         return state._replace(append_buffers=beside), items
@@ -200,14 +196,12 @@ class AppendForm(Form):
     ) -> tuple[mx.array, Progress]:
         given = [x for each in state.append_buffers for x in each.arrays]
         buffers = [each.buffers for each in state.append_buffers]
-        logits, at, new, states = self.compiled(
-            tokens, state.fixed, buffers, state.at, given, state.states
-        )
+        arrays = tokens, state.fixed, buffers, state.at, given, state.states
+        logits, at, new, states = self.compiled(*arrays)
         items: list[dict[str, Any]] = [{} for _ in own]
         beside, start, room, more = list[AppendBuffer](), 0, RECHECK_AFTER, self.length
-        for numbers, names, old in zip(
-            self.groups, self.counting, state.append_buffers, strict=True
-        ):
+        groups = zip(self.groups, self.counting, state.append_buffers, strict=True)
+        for numbers, names, old in groups:
             some, c = new[start : start + len(old.arrays)], vars(own[numbers[0]])
             now = old._replace(arrays=some, held=old.held + more, left=old.left - more)
             start, room = start + len(some), min(room, now.left)

@@ -23,26 +23,22 @@ _LEAST = 2
 _MOST_ROWS = 2048
 # Steps after which caches are looked at again, where nothing limits them sooner.
 RECHECK_AFTER = 256
-RINGS = (
-    *("RotatingKVCache", "BatchRotatingKVCache"),
-    *("RotatingQuantizedKVCache", "BatchRotatingQuantizedKVCache"),
-)
+# Caches that may have an append buffer, and which counts are the row and the position of a token;
+# the position of a batch is an array.
+APPENDED = {
+    "KVCache": ("offset", "offset"),
+    "RotatingKVCache": ("_idx", "offset"),
+    "BatchKVCache": ("_idx", "_idx"),
+    "BatchRotatingKVCache": ("_idx", "_offset"),
+}
+APPENDED |= {name.replace("KV", "QuantizedKV"): counts for name, counts in APPENDED.items()}
+APPENDED["PackedKVCache"] = APPENDED["KVCache"]
+RINGS = tuple(kind for kind in APPENDED if "Rotating" in kind)
 # Cases of rings in which a step's row is none that goes on with the tokens.
 _AT_ROWS = ("full", "begins", "moves")
 # The counts of each class of caches that go on with each token.
-_COUNTERS = {
-    "KVCache": ("offset",),
-    "QuantizedKVCache": ("offset",),
-    "PackedKVCache": ("offset",),
-    "ChunkedKVCache": ("offset",),
-    "RotatingKVCache": ("_idx", "offset"),
-    "BatchKVCache": ("_idx",),
-    "BatchRotatingKVCache": ("_idx", "_offset"),
-    "RotatingQuantizedKVCache": ("_idx", "offset"),
-    "BatchQuantizedKVCache": ("_idx",),
-    "BatchRotatingQuantizedKVCache": ("_idx", "_offset"),
-    "ArraysCache": (),
-}
+_COUNTERS = {kind: tuple(dict.fromkeys(counts)) for kind, counts in APPENDED.items()}
+_COUNTERS |= {"ChunkedKVCache": ("offset",), "ArraysCache": ()}
 # The modules of their classes.
 _MODULES = "mlx_lm.models.cache", f"{__package__}.quantized_caches"
 
@@ -195,9 +191,8 @@ def change(c: Any, made_of: Callable[[mx.array], mx.array]) -> None:
 def _grown(buffer: mx.array, more: int, at: int) -> mx.array:
     """A buffer with more rows, behind those that count."""
     batch, heads, _, width = buffer.shape
-    return mx.concatenate(
-        [buffer[:, :, :at], mx.zeros((batch, heads, more, width), buffer.dtype)], 2
-    )
+    free = mx.zeros((batch, heads, more, width), buffer.dtype)
+    return mx.concatenate([buffer[:, :, :at], free], 2)
 
 
 def settings(

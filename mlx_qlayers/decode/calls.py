@@ -31,6 +31,13 @@ class Called(NamedTuple):
     binds: Dispatched | None = None
 
 
+def made_by(target: int | slice) -> range:
+    """The registers of what a call gives."""
+    if isinstance(target, slice):
+        return range(target.start, target.stop)
+    return range(target, target + 1)
+
+
 class BoundCalls(NamedTuple):
     """Calls, and what those count that are bound to a launch."""
 

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from .graph import Graph, Node, Size, Spec, Value, resolved
 from .snapshot import alike
-from .twin import arrays_of, contents, embeddings, leaves, twin
+from .twin import arrays_of, contents, leaves, twin
 
 
 class Unsupported(Exception):
@@ -75,14 +75,13 @@ class Trace:
         self.records: list[dict[str, Any]] = []
         self.model, self.caches, self.own = model, caches, leaves(caches)
         self.setting, self.results, self.counts = setting, list[str](), dict[str, Any]()
-        given = dict(arrays_of(model, "model"))
+        self.given = dict(arrays_of(model, "model"))
         for i, cache in enumerate(self.own):
             for path, array in arrays_of(cache, f"cache.{i}"):
-                given[path] = _resized(array, path, setting, i)
-        self.given, self.embeddings = given, embeddings(model, given)
+                self.given[path] = _resized(array, setting, i)
         tokens = mx.zeros((setting.batch, setting.length), mx.int32)
         try:
-            mx.export_function(self.records.append, self._run, tokens, *given.values())
+            mx.export_function(self.records.append, self._run, tokens, *self.given.values())
         except Exception as error:
             raise Unsupported(stopping_line(error)) from error
         self.primitives = [each for each in self.records if each["type"] == "primitive"]
@@ -123,8 +122,7 @@ class Trace:
 
     def _own(self, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
         """The arrays of the model itself."""
-        own = (n for n in arrays if n.startswith("model.") and n not in self.embeddings)
-        return {name: arrays[name] for name in own}
+        return {name: array for name, array in arrays.items() if name.startswith("model.")}
 
 
 def _replaced(
@@ -162,7 +160,7 @@ def _changes(
     return found
 
 
-def _resized(array: mx.array, path: str, setting: Setting, number: int) -> mx.array:
+def _resized(array: mx.array, setting: Setting, number: int) -> mx.array:
     """An array of a cache as one of another batch size and other rows has it, without values."""
     if not array.ndim:
         return array
@@ -172,16 +170,7 @@ def _resized(array: mx.array, path: str, setting: Setting, number: int) -> mx.ar
     return mx.zeros(shape, array.dtype)
 
 
-def solved(one: Trace, other: Trace) -> Captured:
-    """One graph of two traces.
-
-    Raises:
-        Differs: it would be none of both.
-    """
-    return _Solver(one, other).solved()
-
-
-class _Solver:
+class Solver:
     """Makes one graph of two traces."""
 
     def __init__(self, one: Trace, other: Trace) -> None:
@@ -227,14 +216,17 @@ class _Solver:
         raise Differs(f"{one} becomes {other} with another batch size and position")
 
     def solved(self) -> Captured:
-        """The graph of both."""
+        """The graph of both.
+
+        Raises:
+            Differs: it would be none of both.
+        """
         one, other = self.one, self.other
         if one.results != other.results or one.counts.keys() != other.counts.keys():
             raise Differs(_BRANCH)
         names = ["tokens", *one.given]
         for name, first, last in zip(names, *(_of(t, "inputs") for t in (one, other)), strict=True):
             self._put(Node("Input", (), (name,), (self._spec(first, last),)), [first], [last])
-        self._embeddings(dict(zip(names, _of(one, "inputs"), strict=True)))
         self._primitives()
         made = map(self._source, _of(one, "outputs"), _of(other, "outputs"))
         outputs = dict(zip(one.results, made, strict=True))
@@ -242,16 +234,6 @@ class _Solver:
         outputs = {name: node for name, node in outputs.items() if node.arg != (name,)}
         counts = {name: self.number(v, other.counts[name]) for name, v in one.counts.items()}
         return Captured(Graph(outputs), counts, one._own(one.given), self.names)
-
-    def _embeddings(self, ids: dict[str, Any]) -> None:
-        """Let nodes that unpack a matrix take the place of what stands for the unpacked one."""
-        ours, others = self.nodes
-        for path, (names, fmt) in self.one.embeddings.items():
-            src = tuple(None if name is None else ours[ids[name][0]] for name in names)
-            node = ours[ids[path][0]]
-            made = Node("Unpacked", src, fmt, node.outputs)
-            others |= {name: made for name, each in others.items() if each is node}
-            ours[ids[path][0]] = made
 
     def _put(self, node: Node, one: list[Any], other: list[Any]) -> None:
         """A node as what gives arrays of both traces."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import isqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
 from .caches import REACH, Facts, settings
-from .capture import Captured, Differs, Setting, Trace, Unsupported, solved
+from .capture import Captured, Differs, Setting, Solver, Trace, Unsupported
 from .emit import Program
 from .graph import Graph
 from .rules import fused
@@ -18,7 +20,8 @@ from .rules import fused
 MAX_BATCH = 128
 
 
-class CapturedStep(NamedTuple):
+@dataclass(eq=False)
+class CapturedStep:
     """A captured step.
 
     Attributes:
@@ -36,16 +39,13 @@ class CapturedStep(NamedTuple):
     batches: tuple[int, int]
     limits: dict[str, tuple[int, int]]
     rows: dict[str, int]
-    programs: dict[Any, Any]
-    forms: dict[str, Any]
+    programs: dict[Any, Any] = field(default_factory=dict)
+    forms: dict[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def graph(self) -> Graph:
         """The graph after the rules, without append buffers."""
-        if "listed" not in self.forms:
-            self.forms["listed"] = fused(self.captured.graph)
-        graph: Graph = self.forms["listed"]
-        return graph
+        return fused(self.captured.graph)
 
     def holds(self, batch: int, at: dict[str, int]) -> bool:
         """Whether it computes such a step."""
@@ -64,7 +64,7 @@ def step_of(step: Captured, one: Setting, other: Setting) -> CapturedStep:
             limits[f"{number}.{name}"] = pair[0], pair[1]
     batches = one.batch, max(one.batch, other.batch)
     rows = {f"{i}.rows": n for i, n in one.rows.items() if n == other.rows[i]}
-    return CapturedStep(step, batches, limits, rows, {}, {})
+    return CapturedStep(step, batches, limits, rows)
 
 
 def captured(
@@ -94,7 +94,7 @@ def captured(
         one, two = settings(some, batch, length, other, way, low)
         try:
             first = first if first.setting == one else Trace(model, caches, one)
-            return solved(first, Trace(model, caches, two)), one, two, way
+            return Solver(first, Trace(model, caches, two)).solved(), one, two, way
         except Differs as error:
             last = error
     raise last or AssertionError

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import chain
 from operator import attrgetter, setitem
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,13 +22,8 @@ import mlx.nn as nn
 from .snapshot import OTHERS, Snapshot, classes_of
 from .twin import assigned
 
-
-class _Source(NamedTuple):
-    """Where random numbers come from, and how its state is read and written."""
-
-    name: str
-    get: Callable[[], Any]
-    put: Callable[[Any], Any]
+# The name of what random numbers come from, and what reads and writes its state.
+_Source = tuple[str, Callable[[], Any], Callable[[Any], Any]]
 
 
 class Effects:
@@ -49,15 +44,15 @@ class Effects:
         values = [*enclosed.values(), *chain.from_iterable(s.values() for s in scopes.values())]
         attributes = (each.values() for part in parts for each in (part, vars(part)))
         self.sources = [*_sources(chain(values, *attributes))]
-        self.states = [each.get() for each in self.sources]
+        self.states = [get() for _, get, _ in self.sources]
 
     def undo(self) -> str | None:
         """Put all of it back; what it was that changed, as a sentence, or None."""
         found = None
-        for source, state in zip(self.sources, self.states, strict=True):
-            if not _equal(source.get(), state):
-                found = f"the model draws random numbers of {source.name} in a call"
-                source.put(state)
+        for (name, get, put), state in zip(self.sources, self.states, strict=True):
+            if not _equal(get(), state):
+                found = f"the model draws random numbers of {name} in a call"
+                put(state)
         for cell, value in self.cells:
             if not _is_filled(cell) or cell.cell_contents is not value:
                 found = found or "the model changes what a function encloses in a call"
@@ -108,17 +103,16 @@ def _equal(one: Any, other: Any) -> bool:
 def _sources(values: Iterable[Any]) -> Iterator[_Source]:
     """The generators that every process has, and those among some values."""
     ours: Any = mx.random.state  # a key, of this thread
-    yield _Source("mlx.random", lambda: ours[0], lambda key: setitem(ours[0], ..., key))
+    yield "mlx.random", lambda: ours[0], lambda key: setitem(ours[0], ..., key)
     import numpy as np  # which the import of this package does not wait for
 
-    yield _Source("numpy.random", np.random.get_state, np.random.set_state)
-    yield _Source("random", random.getstate, random.setstate)
+    yield "numpy.random", np.random.get_state, np.random.set_state
+    yield "random", random.getstate, random.setstate
     for each in {id(value): value for value in values}.values():
         if isinstance(each, np.random.Generator):
             bits, state = each.bit_generator, attrgetter("state")
-            put = partial(setattr, bits, "state")
-            yield _Source("a numpy.random.Generator", partial(state, bits), put)
+            yield "a numpy.random.Generator", partial(state, bits), partial(setattr, bits, "state")
         elif isinstance(each, np.random.RandomState):
-            yield _Source("a numpy.random.RandomState", each.get_state, each.set_state)
+            yield "a numpy.random.RandomState", each.get_state, each.set_state
         elif isinstance(each, random.Random):
-            yield _Source("a random.Random", each.getstate, each.setstate)
+            yield "a random.Random", each.getstate, each.setstate

@@ -9,7 +9,8 @@ arrays of these shapes, as long as the buffers of the caches have as many rows.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -20,7 +21,7 @@ from ..dispatch import dispatch, planned
 from ..runtime.backend import Mode, backend, mode
 from ..runtime.explain import count
 from ..runtime.launch import Launching
-from .calls import BoundCalls, Called, called
+from .calls import BoundCalls, Called, called, made_by
 from .capture import Unsupported
 from .graph import Graph, Node, Size, names_in, resolved
 from .operations import OPERATIONS
@@ -123,10 +124,10 @@ class Program:
                 self._known.add(at)
             return None
         # A model whose arrays change, in place too, gets another program.
-        if node.op == "Unpacked" or not self._known.issuperset(call.given):
+        if not self._known.issuperset(call.given):
             return call
         self.start[call.target] = call.function(*(self.start[i] for i in call.given))
-        self._known.update(_registers(call.target))
+        self._known.update(made_by(call.target))
         return None
 
     def _function(self, node: Node) -> tuple[Any, list[int]]:
@@ -143,7 +144,8 @@ class Program:
         key = more, arg
         if key not in self._arguments:
             if names_in(arg) - self.values.keys():
-                count = len(more(resolved(arg, _Any(self.values))))
+                # How many they are does not depend on positions.
+                count = len(more(resolved(arg, defaultdict(lambda: 1, self.values))))
                 registers = [self._register() for _ in range(count)]
                 self.dynamic.append((registers, more, arg))
             else:
@@ -155,7 +157,7 @@ class Program:
     def _scheduled(self, calls: list[Called]) -> list[Called]:
         """The calls, each of which lets go of what nobody takes behind it."""
         last = {i: at for at, call in enumerate(calls) for i in call.given}
-        made = {i for call in calls for i in _registers(call.target)} - {*self.outputs.values()}
+        made = {i for call in calls for i in made_by(call.target)} - {*self.outputs.values()}
         return [
             call._replace(free=tuple({i for i in call.given if last[i] == at and i in made}))
             for at, call in enumerate(calls)
@@ -243,13 +245,6 @@ def _dispatched(call: Dispatched, count: int, *arrays: Any) -> Any:
     return made[:count] if call.listed else made
 
 
-class _Any(dict[str, int]):
-    """Values of which those that are not known yet are 1."""
-
-    def __missing__(self, name: str) -> int:
-        return 1
-
-
 def resolver(args: Sequence[Any]) -> Callable[[Mapping[str, int]], Sequence[Any]]:
     """A function from the values of names to arguments with numbers in the place of sizes.
 
@@ -274,17 +269,12 @@ def _is_rows(name: str) -> bool:
     return name.endswith(".rows")
 
 
-def _registers(target: int | slice) -> Iterable[int]:
-    return range(target.start, target.stop) if isinstance(target, slice) else (target,)
-
-
 def _getter(keys: Sequence[Any]) -> Callable[[Any], Sequence[Any]]:
     """A function that takes some items out of all, without a Python frame."""
-    if not keys:
-        return itemgetter(slice(0, 0))
-    if len(keys) == 1:
-        return itemgetter(slice(keys[0], keys[0] + 1))
-    return itemgetter(*keys)
+    if len(keys) > 1:
+        return itemgetter(*keys)
+    first = keys[0] if keys else 0
+    return itemgetter(slice(first, first + len(keys)))
 
 
 def _written_in_place(graph: Graph) -> set[Node]:

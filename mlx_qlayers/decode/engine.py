@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from operator import is_
 from typing import Any
 
@@ -73,11 +74,9 @@ def last_of(model: Any, own: Sequence[Any]) -> tuple[Steps, Progress] | None:
 def stopped(model: Any) -> str | None:
     """Why steps of a model run without a graph since its last change; None if they do not."""
     steps = _steps.get(id(model))
-    return (
-        "no step was run"
-        if steps is None
-        else "; ".join(dict.fromkeys(steps.stopped.values())) or None
-    )
+    if steps is None:
+        return "no step was run"
+    return "; ".join(dict.fromkeys(steps.stopped.values())) or None
 
 
 def where() -> Any:
@@ -112,8 +111,6 @@ class Steps:
         self.stopped: dict[Any, str] = {}
         # Where those were that are not alike any two of which are captured.
         self.branches: dict[Any, dict[str, int]] = {}
-        # Where arrays of the model lie, once somebody asks.
-        self.weights: list[View] | None = None
         vain = before is not None and before.failed()
         self.wait: int = min(2 * before.wait + 1, 1000) if before and vain else 0
         self.waits = self.wait
@@ -202,12 +199,7 @@ class Steps:
         return not (ahead or known)
 
     def _first(
-        self,
-        key: Any,
-        tokens: mx.array,
-        caches: Sequence[Any],
-        some: list[Facts],
-        goes_on: bool,
+        self, key: Any, tokens: mx.array, caches: Sequence[Any], some: list[Facts], goes_on: bool
     ) -> mx.array:
         """A step that goes on from no other, or from another one."""
         (batch, length), at = tokens.shape, _positions(some)
@@ -266,15 +258,15 @@ class Steps:
         """
         place, caches = where(), TracedCaches([each.key for each in some], found.captured.names)
         alike = current.get().invariant
-        makes = (self._padded_form,) if alike else (self._append_form, self._padded_form)
-        for make in makes if place else ():
-            key: Any = (make.__name__, batch, current.get(), place)
+        kinds = ("invariant",) if alike else ("append", "padded")
+        for kind in kinds if place else ():
+            key: Any = (kind, batch, current.get(), place)
             if key not in found.programs:
                 try:
-                    found.programs[key] = make(found, batch, caches)
+                    found.programs[key] = self._compiled(kind, found, batch, caches)
                 except Unsupported as error:
                     found.programs[key] = None
-                    if make == self._padded_form:
+                    if kind != "append":
                         self.stopped[key] = str(error)
             if found.programs[key] is not None:
                 yield found.programs[key]
@@ -286,26 +278,21 @@ class Steps:
             found.programs[key] = Form(found.captured, found.graph, batch, binds=on_cpu)
         yield found.programs[key]
 
-    def _append_form(self, found: CapturedStep, batch: int, caches: TracedCaches) -> Form:
-        if "append" not in found.forms:
-            found.forms["append"] = fused(found.captured.graph, caches)
-        return AppendForm(found.captured, found.forms["append"], batch, caches, self._views())
+    def _compiled(self, kind: str, found: CapturedStep, batch: int, caches: TracedCaches) -> Form:
+        if kind not in found.forms:
+            rules: Any = {"append": fused, "padded": padded, "invariant": invariant}[kind]
+            graph = found.graph if kind == "padded" else found.captured.graph
+            found.forms[kind] = rules(graph, caches)
+        given = found.captured, found.forms[kind], batch
+        if kind == "append":
+            return AppendForm(*given, caches, self.weights)
+        return PaddedForm(*given, self.weights)
 
-    def _padded_form(self, found: CapturedStep, batch: int, caches: TracedCaches) -> Form:
-        name = "invariant" if current.get().invariant else "padded"
-        if name not in found.forms:
-            if name == "invariant":
-                found.forms[name] = invariant(found.captured.graph, caches)
-            else:
-                found.forms[name] = padded(found.graph, caches)
-        return PaddedForm(found.captured, found.forms[name], batch, self._views())
-
-    def _views(self) -> list[View]:
+    @cached_property
+    def weights(self) -> list[View]:
         """Where arrays of the model lie."""
-        if self.weights is None:
-            model: Any = self.model()
-            self.weights = views_of(model)
-        return self.weights
+        model: Any = self.model()
+        return views_of(model)
 
     def _captured(
         self, key: Any, caches: Sequence[Any], some: list[Facts], batch: int, again: bool = True

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import permutations
+from math import isclose
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -89,13 +90,13 @@ class Node:
     Attributes:
         op: the name of a primitive of MLX, or ``Input``, ``Constant``, ``Item`` (of a node that
             gives several arrays), or of an operation of this package.
-        src: where its arrays come from; None for one that is left out.
+        src: the nodes that its arrays come from; None for one that is left out.
         arg: its other arguments; ``Input`` has its name, ``Item`` its number.
         outputs: what it gives.
     """
 
     op: str
-    src: tuple[Node | None, ...]
+    src: tuple[Any, ...]
     arg: tuple[Any, ...]
     outputs: tuple[Spec, ...]
 
@@ -207,20 +208,17 @@ def less(size: Any, by: Any) -> Any:
 
 def first_rows(node: Node) -> tuple[Node, Any]:
     """The array whose first rows along the third axis a node is, and how many; or it and None."""
-    if node.op == "Slice" and node.src[0] is not None and len(node.shape) == 4:
-        (start, stop, step), whole = node.arg, node.src[0]
-        if (
-            not any(start)
-            and {*step} == {1}
-            and stop == (*whole.shape[:2], stop[2], whole.shape[3])
-        ):
-            return whole, stop[2]
-    return node, None
+    if node.op != "Slice" or len(node.shape) != 4:
+        return node, None
+    (start, stop, step), whole = node.arg, node.src[0]
+    rest = *whole.shape[:2], stop[2], whole.shape[3]
+    first = not any(start) and {*step} == {1} and stop == rest
+    return (whole, stop[2]) if first else (node, None)
 
 
 def under(node: Node) -> Node:
     """The source of a broadcast; any other node itself."""
-    return node.src[0] if node.op == "Broadcast" and node.src[0] is not None else node
+    return node.src[0] if node.op == "Broadcast" else node
 
 
 # Operations whose operands may be in any order.
@@ -238,6 +236,7 @@ class Pattern:
         name: what rules know it by; a name found twice is the same node.
         arg: what its arguments are, or a function that says whether they fit; None for any.
         number: whether it is a constant, which rules get as a number.
+        near: about which number that is; None for any.
         once: whether no other node may take it.
         more: whether it may have further sources than ``src``.
     """
@@ -248,6 +247,7 @@ class Pattern:
     name: str = ""
     arg: tuple[Any, ...] | Callable[..., bool] | None = None
     number: bool = False
+    near: float | None = None
     once: bool = False
     more: bool = False
 
@@ -261,8 +261,10 @@ class Pattern:
             return
         if self.number:
             value = number_of(node)
-            if value is not None and found.get(self.name, value) == value:
-                yield found | {self.name: value}
+            if value is None or found.get(self.name, value) != value:
+                return
+            if self.near is None or isclose(value, self.near, rel_tol=1e-2):
+                yield found | {self.name: value} if self.name else found
             return
         if self.name and found.get(self.name, node) is not node:
             return
@@ -313,6 +315,7 @@ def P(text: str, **known: Pattern) -> Pattern:
     ``+Sin(x)``           no other node takes it
     ``y @ Sin(x)``        by a name
     ``-x``                a constant, also cast or broadcast: the number, by that name
+    ``0.5``               a constant that is about this number
     ====================  ====================================================================
     """
     return _read(ast.parse(text, mode="eval").body, known)
@@ -341,8 +344,10 @@ def _read(text: ast.AST, known: Mapping[str, Pattern]) -> Pattern:
             each = arguments.elts if isinstance(arguments, ast.Tuple) else [arguments]
             wanted = [None if isinstance(a, ast.Name) else ast.literal_eval(a) for a in each]
             return replace(_read(inner, known), arg=partial(_are, wanted))
+        case ast.Constant(value=int() | float() as number):
+            return Pattern(number=True, near=number)
         case ast.Call(func=inner, args=args):
-            src = tuple(_read(a, known) for a in args if not isinstance(a, ast.Constant))
+            src = tuple(_read(a, known) for a in args if getattr(a, "value", None) is not ...)
             return replace(_read(inner, known), src=src, more=len(src) < len(args))
     raise ValueError(ast.dump(text))
 

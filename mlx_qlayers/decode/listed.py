@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..runtime.host.bound_launch import checking
 from ..runtime.host.launch_list import LaunchList, Unlisted, rms_norm
 from ..runtime.launch import Launch
-from .calls import BoundCalls, Called, called
+from .calls import BoundCalls, Called, called, made_by
 
 _VIEWS = mx.reshape, mx.expand_dims, mx.squeeze, mx.flatten, mx.unflatten
 _NORMED = mx.float32, mx.float16, mx.bfloat16
@@ -118,13 +118,6 @@ def _listed(
     return steps
 
 
-def made_by(target: int | slice) -> range:
-    """The registers of what a call gives."""
-    if isinstance(target, slice):
-        return range(target.start, target.stop)
-    return range(target, target + 1)
-
-
 def _kind(call: Called, arrays: Sequence[Any], advancing: Set[int]) -> str | None:
     """How a call is added to a list; None if it cannot be."""
     if isinstance(launch := getattr(call.function, "launch", None), Launch):
@@ -140,11 +133,8 @@ def _kind(call: Called, arrays: Sequence[Any], advancing: Set[int]) -> str | Non
         return "norm" if normed else None
     if call.function is operator.setitem and call.given[1] in advancing:
         buffer, index, rows = given
-        whole = buffer.ndim == 4 and rows.shape == (
-            *buffer.shape[:2],
-            rows.shape[2],
-            buffer.shape[3],
-        )
+        part = buffer.shape[:2] + rows.shape[2:3] + buffer.shape[3:]
+        whole = buffer.ndim == 4 and rows.shape == part
         plain = all(each.step == 1 for each in index)
         return "copy" if whole and plain and rows.dtype == buffer.dtype else None
     return None

@@ -30,7 +30,6 @@ from .primitives import Dispatched
 def experts(node: Node, values: Mapping[str, int]) -> Any:
     """Products with the matrices that rows chose."""
     (x, chosen, squares, *_), (*fmt, gate, eps) = node.src, node.arg
-    assert x is not None and chosen is not None
     if is_qmv(_rows(x, values, len(x.shape) > len(chosen.shape))):
         static = Format(*fmt), gate, 0.0 if squares is None else eps
         return Dispatched(EXPERTS_PRODUCTS, static)
@@ -66,7 +65,6 @@ def _sorted(x: mx.array, chosen: mx.array, matrix: PackedMatrix, fmt: Format) ->
 def combined(node: Node, values: Mapping[str, int]) -> Any:
     """The sum, by scores, of products with a matrix."""
     fmt, (x, _, scores, w, *_) = Format(*node.arg), node.src
-    assert x is not None and scores is not None and w is not None
     few = is_qmv(_rows(x, values, True))
     if few and not share_experts(resolved(scores.shape, values), w.shape[0]):
         return Dispatched(EXPERTS_COMBINED, (fmt,))
@@ -103,10 +101,8 @@ def delta(node: Node, values: Mapping[str, int]) -> Any:
     def step(q: mx.array, k: mx.array, *arrays: Any) -> Any:
         if norms is not None:
             epsilon, *factors = norms
-            q, k = (
-                factor * mx.fast.rms_norm(each, None, epsilon)
-                for factor, each in zip(factors, (q, k), strict=True)
-            )
+            pairs = zip(factors, (q, k), strict=True)
+            q, k = (by * mx.fast.rms_norm(each, None, epsilon) for by, each in pairs)
         return gated_delta_kernel(q, k, *arrays)
 
     return step

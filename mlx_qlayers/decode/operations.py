@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -26,11 +25,6 @@ from .primitives import Dispatched, gathered
 
 # From a node and the numbers that are known to what its arrays are given to.
 Maker = Callable[[Node, Mapping[str, int]], Callable[..., Any] | Dispatched]
-
-
-def _unpacked(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
-    size, bits, mode = node.arg
-    return partial(mx.dequantize, group_size=size, bits=bits, mode=mode)
 
 
 def _attention(node: Node, values: Mapping[str, int]) -> Dispatched:
@@ -104,6 +98,5 @@ OPERATIONS: dict[str, Maker] = {
     "Products": lambda node, values: Dispatched(FUSED_PRODUCTS, node.arg),
     "Rotary": lambda node, values: Dispatched(ROTARY, node.arg),
     "Shown": _shown,
-    "Unpacked": _unpacked,
     "Silu": lambda node, values: nn.silu,
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -53,16 +54,12 @@ class Dispatched(NamedTuple):
 Entry = Call | Callable[[Node], Call]
 
 
-def _as_they_are(arg: tuple[Any, ...]) -> tuple[Any, ...]:
-    return arg
-
-
 def _whole(arg: tuple[Any, ...]) -> tuple[Any, ...]:
     return (arg,)
 
 
-def _in_one(arg: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (arg[0],)
+# The first of a node's arguments; ``tuple`` gives all of them.
+_ONE = itemgetter(slice(0, 1))
 
 
 def slices(arg: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -119,9 +116,8 @@ def _positions(node: Node) -> Call:
 
 def _gather(node: Node) -> Call:
     axes, sizes = node.arg
-    source = node.src[0]
-    assert source is not None
-    whole = all(n == (1 if i in axes else source.shape[i]) for i, n in enumerate(sizes))
+    shape = node.src[0].shape
+    whole = all(n == (1 if i in axes else shape[i]) for i, n in enumerate(sizes))
     if axes != tuple(range(len(axes))) or not whole:
         raise KeyError("Gather")
     return Call(_rows, _whole, shaped=True)
@@ -237,27 +233,27 @@ _BITS = mx.bitwise_and, mx.bitwise_or, mx.bitwise_xor, mx.left_shift, mx.right_s
 CALLS: dict[str, Entry] = {
     **{"".join(map(str.capitalize, n.split("_"))): Call(getattr(mx, n)) for n in _PLAIN},
     "AddMM": _matmul_added,
-    "Arange": lambda node: Call(partial(mx.arange, dtype=node.dtype), _as_they_are),
+    "Arange": lambda node: Call(partial(mx.arange, dtype=node.dtype), tuple),
     "At": _positions,
-    "ArgPartition": Call(mx.argpartition, _as_they_are),
+    "ArgPartition": Call(mx.argpartition, tuple),
     "ArgReduce": _one_of(mx.argmin, mx.argmax, keepdims=True),
     "ArgSort": _along(mx.argsort),
-    "AsType": Call(mx.array.astype, _as_they_are),
+    "AsType": Call(mx.array.astype, tuple),
     "BitwiseBinary": _one_of(*_BITS),
-    "Broadcast": Call(mx.broadcast_to, _in_one),
+    "Broadcast": Call(mx.broadcast_to, _ONE),
     "Concatenate": lambda node: Call(lambda *some: mx.concatenate([*some], node.arg[0])),
     "Convolution": _convolution,
     "Copy": Call(_first),
     "Depends": _depends,
-    "ExpandDims": Call(mx.expand_dims, _in_one),
-    "Flatten": Call(mx.flatten, _as_they_are),
+    "ExpandDims": Call(mx.expand_dims, _ONE),
+    "Flatten": Call(mx.flatten, tuple),
     "Full": Call(mx.broadcast_to, _whole, shaped=True),
     "Gather": _gather,
     "GatherAxis": _along(mx.take_along_axis),
     "GatherMM": lambda node: Call(partial(mx.gather_mm, sorted_indices=any(node.arg))),
     "GatherQMM": lambda node: Call(gathered(node, mx.gather_qmm)),
-    "Hadamard": Call(mx.hadamard_transform, _as_they_are),
-    "LayerNorm": lambda node: Call(mx.fast.layer_norm, _as_they_are),
+    "Hadamard": Call(mx.hadamard_transform, tuple),
+    "LayerNorm": lambda node: Call(mx.fast.layer_norm, tuple),
     "Log": _one_of(mx.log2, mx.log10, mx.log),
     "LogAddExp": Call(mx.logaddexp),
     "LogSumExp": Call(partial(mx.logsumexp, axis=-1, keepdims=True)),
@@ -265,16 +261,16 @@ CALLS: dict[str, Entry] = {
         lambda numbers: mx.array(numbers, node.dtype).reshape(node.shape), _whole
     ),
     "Pad": _pad,
-    "Partition": Call(mx.partition, _as_they_are),
+    "Partition": Call(mx.partition, tuple),
     "Quantize": lambda node: Call(
         partial(mx.dequantize if node.arg[3] else mx.quantize, **_format(node.arg))
     ),
     "QuantizedMatmul": lambda node: Call(
         partial(mx.quantized_matmul, transpose=node.arg[3], **_format(node.arg))
     ),
-    "RMSNorm": lambda node: Call(mx.fast.rms_norm, _as_they_are),
+    "RMSNorm": lambda node: Call(mx.fast.rms_norm, tuple),
     "Reduce": _one_of(mx.all, mx.any, mx.sum, mx.prod, mx.min, mx.max, keepdims=True),
-    "Reshape": Call(mx.reshape, _in_one),
+    "Reshape": Call(mx.reshape, _ONE),
     "RoPE": _rope,
     "Scan": _scan,
     "ScatterAxis": _scatter_axis,
@@ -289,10 +285,10 @@ CALLS: dict[str, Entry] = {
     "Sort": _along(mx.sort),
     "Split": Call(mx.split, lambda arg: ([*arg[0]], arg[1])),
     "Sqrt": lambda node: Call(mx.rsqrt if node.arg[0] else mx.sqrt),
-    "Squeeze": Call(mx.squeeze, _in_one),
-    "Transpose": Call(mx.transpose, _in_one),
-    "Unflatten": Call(mx.unflatten, _as_they_are),
-    "View": Call(mx.view, _as_they_are),
+    "Squeeze": Call(mx.squeeze, _ONE),
+    "Transpose": Call(mx.transpose, _ONE),
+    "Unflatten": Call(mx.unflatten, tuple),
+    "View": Call(mx.view, tuple),
 }
 
 

@@ -68,6 +68,10 @@ class _Quantized:
     hadamard: bool
     unsaved = ""  # an attribute that mlx-lm's states lack, and so its caches that are made of them
 
+    def __init__(self, *settings: Any, form: CacheFormat = EIGHT_BITS) -> None:
+        super().__init__(*settings)
+        _set_format(self, form)
+
     @property
     def bits(self) -> int:
         """Those of keys and values, by which mlx-lm's own attention takes them."""
@@ -196,19 +200,11 @@ class PackedKVCache(_Quantized, stock.KVCache):
 
     plain = stock.KVCache
 
-    def __init__(self, form: CacheFormat = EIGHT_BITS) -> None:
-        super().__init__()
-        _set_format(self, form)
-
 
 class RotatingQuantizedKVCache(_Quantized, stock.RotatingKVCache):
     """A quantized window of one sequence, as mlx-lm's ``RotatingKVCache``."""
 
     plain = stock.RotatingKVCache
-
-    def __init__(self, max_size: int, keep: int = 0, form: CacheFormat = EIGHT_BITS) -> None:
-        super().__init__(max_size, keep)
-        _set_format(self, form)
 
 
 class BatchQuantizedKVCache(_Quantized, stock.BatchKVCache):
@@ -217,22 +213,12 @@ class BatchQuantizedKVCache(_Quantized, stock.BatchKVCache):
     plain = stock.BatchKVCache
     unsaved = "_right_padding"
 
-    def __init__(self, left_padding: list[int], form: CacheFormat = EIGHT_BITS) -> None:
-        super().__init__(left_padding)
-        _set_format(self, form)
-
 
 class BatchRotatingQuantizedKVCache(_Quantized, stock.BatchRotatingKVCache):
     """Quantized windows of several lengths, as mlx-lm's ``BatchRotatingKVCache``."""
 
     plain = stock.BatchRotatingKVCache
     unsaved = "_lengths"
-
-    def __init__(
-        self, max_size: int, left_padding: list[int], form: CacheFormat = EIGHT_BITS
-    ) -> None:
-        super().__init__(max_size, left_padding)
-        _set_format(self, form)
 
 
 # By the name of mlx-lm's class.
@@ -254,11 +240,7 @@ def _kind(plain: str, form: CacheFormat) -> Any:
 
 
 def quantized(
-    c: Any,
-    group_size: int = 64,
-    bits: int = 8,
-    v_bits: int | None = None,
-    hadamard: bool = False,
+    c: Any, group_size: int = 64, bits: int = 8, v_bits: int | None = None, hadamard: bool = False
 ) -> Any:
     """A cache of mlx-lm's with its keys and values packed.
 

@@ -7,7 +7,7 @@ converted. Primitives that the exporter cannot write are spelled otherwise, with
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..formats import MODES
 from ..layers.qlinear import Counterpart
 from ..reference.hadamard import rotated_heads
 
@@ -25,8 +26,8 @@ _MADE_OF = ("_patches", "_fuses", "_shards")
 # The groups of ranks over which captured steps add up, and what a node of the first depends on.
 GROUPS: list[Any] = []
 FIRST_GROUP = 0x5EED_0000
-# Under this name the rows of an embedding that was not quantized take its place.
-ROWS = "rows"
+# The first of the numbers that rows of an embedding depend on; the others are its format.
+EMBEDDING = 0x5EED_1000
 
 
 def twin(value: Any, swap: Swap, path: str = "", made: dict[int, Any] | None = None) -> Any:
@@ -41,39 +42,26 @@ def twin(value: Any, swap: Swap, path: str = "", made: dict[int, Any] | None = N
     made = {} if made is None else made
     if id(value) in made:
         return made[id(value)]
-    if isinstance(value, mx.array):
+
+    def twins(items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+        return {key: twin(each, swap, f"{path}.{key}", made) for key, each in items}
+
+    is_module = isinstance(value, nn.Module)
+    if is_module or _is_cache(value):
+        cls: Any = _exported(stock_class(type(value))) if is_module else type(value)
+        made[id(value)] = new = cls.__new__(cls)
+        if is_module:
+            dict.update(new, twins(value.items()))
+        vars(new).update(twins(vars(value).items()))
+    elif isinstance(value, mx.array):
         made[id(value)] = swap(path, value)
-        return made[id(value)]
-    if isinstance(value, nn.Module):
-        cls = _exported(stock_class(type(value)))
-        new: Any = cls.__new__(cls)
-        made[id(value)] = new
-        for key, each in value.items():
-            dict.__setitem__(new, key, twin(each, swap, f"{path}.{key}", made))
-        vars(new).update(_attributes(value, swap, path, made))
-        if isinstance(new, Embedding):
-            new.taken = swap(f"{path}.{ROWS}", new.placeholder())
-        return new
-    if type(value) in (list, tuple, dict):
-        made[id(value)] = _container(value, swap, path, made)
-        return made[id(value)]
-    if _is_cache(value):
-        kind: Any = type(value)
-        new = kind.__new__(kind)
-        made[id(value)] = new
-        vars(new).update(_attributes(value, swap, path, made))
-        return new
-    return value
-
-
-def _attributes(value: Any, swap: Swap, path: str, made: dict[int, Any]) -> dict[str, Any]:
-    return {name: twin(each, swap, f"{path}.{name}", made) for name, each in vars(value).items()}
-
-
-def _container(value: Any, swap: Swap, path: str, made: dict[int, Any]) -> Any:
-    if isinstance(value, dict):
-        return {key: twin(each, swap, f"{path}.{key}", made) for key, each in value.items()}
-    return type(value)([twin(each, swap, f"{path}.{i}", made) for i, each in enumerate(value)])
+    elif type(value) is dict:
+        made[id(value)] = twins(value.items())
+    elif type(value) in (list, tuple):
+        made[id(value)] = type(value)(twins(enumerate(value)).values())
+    else:
+        return value
+    return made[id(value)]
 
 
 def contents(value: Any) -> dict[Any, Any]:
@@ -86,9 +74,8 @@ def contents(value: Any) -> dict[Any, Any]:
 
 
 def _is_cache(value: Any) -> bool:
-    return hasattr(value, "__dict__") and any(
-        cls.__module__ == "mlx_lm.models.cache" for cls in type(value).__mro__
-    )
+    files = [cls.__module__ for cls in type(value).__mro__]
+    return "mlx_lm.models.cache" in files and hasattr(value, "__dict__")
 
 
 def leaves(caches: Sequence[Any]) -> list[Any]:
@@ -102,16 +89,11 @@ def leaves(caches: Sequence[Any]) -> list[Any]:
     return found
 
 
-def arrays_of(value: Any, path: str = "") -> Iterator[tuple[str, mx.array]]:
+def arrays_of(value: Any, path: str = "") -> Iterable[tuple[str, mx.array]]:
     """The arrays of modules and caches and their paths, each once."""
-    found: list[tuple[str, mx.array]] = []
-
-    def keep(path: str, array: mx.array) -> mx.array:
-        found.append((path, array))
-        return array
-
-    twin(value, keep, path)
-    return iter(found)
+    found: dict[str, mx.array] = {}
+    twin(value, found.setdefault, path)
+    return found.items()
 
 
 def is_stepped(model: nn.Module) -> bool:
@@ -132,67 +114,53 @@ def stock_class(cls: Any) -> Any:
 
 
 class Embedding(nn.QuantizedEmbedding):
-    """Takes rows of a matrix that stands for the unpacked one.
+    """Gives zeros that depend on what its rows are made of, and on a number that says so.
 
     MLX has no primitive for unpacking on a CPU, and does it in ways that cannot all be written.
     """
 
-    taken: mx.array
-
-    def placeholder(self) -> mx.array:
-        """An array of the shape and dtype of the unpacked matrix, which is never computed."""
+    def __call__(self, x: mx.array) -> mx.array:
+        packed = [self[name] for name in ("weight", "scales", "biases") if name in self]
         width = self["weight"].shape[1] * 32 // self.bits
         dtype = self["scales"].dtype if self.mode == "affine" else mx.bfloat16
-        return mx.zeros((len(self["weight"]), width), dtype)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return mx.take(self.taken, x, axis=0)
-
-
-def embeddings(
-    model: Any, arrays: dict[str, mx.array]
-) -> dict[str, tuple[list[str | None], tuple[int, int, str]]]:
-    """The names of packed arrays and the format, by the path of the placeholder."""
-    known, found = {id(a): name for name, a in arrays.items()}, {}
-    for path, module in model.named_modules():
-        if stock_class(type(module)) is nn.QuantizedEmbedding:
-            parts = (module.get(key) for key in ("weight", "scales", "biases"))
-            fmt = module.group_size, module.bits, module.mode
-            name = f"model.{path}.{ROWS}" if path else f"model.{ROWS}"
-            found[name] = [known.get(id(part)) for part in parts], fmt
-    return {name: each for name, each in found.items() if name in arrays}
+        kind = mx.array([EMBEDDING, self.group_size, self.bits, [*MODES].index(self.mode)])
+        (rows,) = mx.depends([mx.zeros((*x.shape, width), dtype)], [x, *packed, kind])
+        return rows
 
 
-class _Distributed:
-    """Sums over ranks, as a node that depends on a number: that of their group."""
+class _Instead:
+    """A module of MLX's, with other things by some of its names."""
+
+    def __init__(self, module: Any, **names: Any) -> None:
+        vars(self).update(names, _module=module)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(mx.distributed, name)
-
-    @staticmethod
-    def all_sum(x: mx.array, *, group: Any = None, **options: Any) -> mx.array:
-        """An array like ``x``, that does not hold the sum."""
-        numbers = [i for i, each in enumerate(GROUPS) if each is group] or [len(GROUPS)]
-        GROUPS[numbers[0] :] = GROUPS[numbers[0] :] or [group]
-        (y,) = mx.depends([x], [mx.array(FIRST_GROUP + numbers[0])])
-        return y
+        return getattr(self._module, name)
 
 
-class _Exported:
-    """MLX's functions, but for those whose primitives cannot be written."""
-
-    distributed = _Distributed()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(mx, name)
-
-    @staticmethod
-    def contiguous(x: mx.array, *args: Any, **options: Any) -> mx.array:
-        """The values are those of ``x``."""
-        return x
+def _all_sum(x: mx.array, *, group: Any = None, **options: Any) -> mx.array:
+    """An array like ``x``, not the sum over ranks, that depends on the number of their group."""
+    numbers = [i for i, each in enumerate(GROUPS) if each is group] or [len(GROUPS)]
+    GROUPS[numbers[0] :] = GROUPS[numbers[0] :] or [group]
+    (y,) = mx.depends([x], [mx.array(FIRST_GROUP + numbers[0])])
+    return y
 
 
-_EXPORTED = _Exported()
+def _product(
+    *arrays: mx.array, transpose: bool, group_size: int, bits: tuple[int, int]
+) -> mx.array:
+    """A product with keys, or with values, each in bits of its own."""
+    product: Any = mx.quantized_matmul
+    return product(*arrays, transpose, group_size, bits[not transpose])
+
+
+# What the exporter cannot write is spelled otherwise; the values are the same.
+_EXPORTED = _Instead(
+    mx,
+    distributed=_Instead(mx.distributed, all_sum=_all_sum),
+    contiguous=lambda x, *args, **options: x,
+)
+_PRODUCTS = _Instead(mx, quantized_matmul=_product)
 
 
 def _in_formats(
@@ -215,26 +183,9 @@ def _in_formats(
 
     turn: Callable[[mx.array], mx.array] = rotated_heads if own["hadamard"] else lambda x: x
     stock = base.quantized_scaled_dot_product_attention
-    attend = FunctionType(stock.__code__, {**stock.__globals__, "mx": _PRODUCTS})
+    attend = rebound(stock, {**stock.__globals__, "mx": _PRODUCTS})
     bits = own["bits"], own["v_bits"]
     return turn(attend(turn(queries), keys, values, scale, mask, own["group_size"], bits))
-
-
-class _Products:
-    """MLX's functions, but for products with keys and values, each in bits of its own."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(mx, name)
-
-    @staticmethod
-    def quantized_matmul(
-        *arrays: mx.array, transpose: bool, group_size: int, bits: tuple[int, int]
-    ) -> mx.array:
-        product: Any = mx.quantized_matmul
-        return product(*arrays, transpose, group_size, bits[not transpose])
-
-
-_PRODUCTS = _Products()
 
 
 def _by_operators(update: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -294,16 +245,19 @@ def _exported(cls: Any) -> Any:
     methods = {name: each for base in bases for name, each in vars(base).items()}
     key = cls, *((n, m) for n, m in methods.items() if isinstance(m, FunctionType))
     if key not in _made.classes:
-        _made.classes[key] = _rebound(*key)
+        body = {}
+        for name, method in key[1:]:
+            scope = _made.scopes.setdefault(id(method.__globals__), _Scope(method.__globals__))
+            body[name] = rebound(method, scope)
+        _made.classes[key] = type(cls.__name__, (cls,), body)
     return _made.classes[key]
 
 
-def _rebound(cls: Any, *methods: tuple[str, FunctionType]) -> Any:
-    body = {}
-    for name, method in methods:
-        names = method.__globals__
-        scope = _made.scopes.setdefault(id(names), _Scope(names))
-        more = name, method.__defaults__, method.__closure__
-        body[name] = FunctionType(method.__code__, scope, *more)
-        body[name].__kwdefaults__ = method.__kwdefaults__
-    return type(cls.__name__, (cls,), body)
+def rebound(function: Any, scope: dict[str, Any]) -> FunctionType:
+    """A function as another one is, with other globals."""
+    more = function.__name__, function.__defaults__, function.__closure__
+    new = FunctionType(function.__code__, scope, *more)
+    new.__kwdefaults__, new.__doc__ = function.__kwdefaults__, function.__doc__
+    new.__qualname__ = function.__qualname__
+    new.__dict__.update(function.__dict__)
+    return new

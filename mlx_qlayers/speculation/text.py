@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..decode.twin import rebound
 from .drawing import Drawer
 
 if TYPE_CHECKING:
@@ -196,9 +196,8 @@ def stream(
     from .loop import speculative_generate_step
 
     names = {**theirs.__globals__, "speculative_generate_step": speculative_generate_step}
-    made = FunctionType(theirs.__code__, names, theirs.__name__, theirs.__defaults__)
-    made.__kwdefaults__ = theirs.__kwdefaults__
     if (size := options.get("max_kv_size")) and options.get("prompt_cache") is None:
         options["prompt_cache"] = make_prompt_cache(model, size)
+    made: Any = rebound(theirs, names)
     found: Iterator[Any] = made(model, tokenizer, prompt, draft_model=speculation, **options)
     return found

@@ -116,7 +116,7 @@ def test_chat_with_quantized_windows(option, talker, capsys, monkeypatch):
     messages = [{"role": "user", "content": PROMPT}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     formats = measured or [CacheFormat(32, 8)] * len(model.layers)
-    cache = [RotatingQuantizedKVCache(16, 4, each) for each in formats]
+    cache = [RotatingQuantizedKVCache(16, 4, form=each) for each in formats]
     wanted = mlx_lm.generate(model, tokenizer, prompt, max_tokens=30, prompt_cache=cache)
     assert wanted in capsys.readouterr().out
 

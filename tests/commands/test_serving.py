@@ -260,7 +260,7 @@ ROTATED = CacheFormat(32, 8, 4, hadamard=True)
     ("options", "caches"),
     [
         (["--kv-bits=8"], lambda *_: [QuantizedKVCache(32, 8) for _ in range(2)]),
-        (["--kv-bits=8,4", "--kv-rotate"], lambda *_: [PackedKVCache(ROTATED) for _ in range(2)]),
+        (["--kv-bits=8,4", "--kv-rotate"], lambda *_: [PackedKVCache(form=ROTATED) for _ in "ab"]),
         (
             ["--kv-bits-per-value=7", "--kv-rotate"],
             lambda *given: [*map(PackedKVCache, value_mixture(*given, 7.0, form=ROTATED))],

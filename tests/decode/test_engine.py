@@ -11,7 +11,7 @@ from small_qwen import qwen
 from stepping import ByGraph
 
 from mlx_qlayers import use_backend
-from mlx_qlayers.decode import captured, engine
+from mlx_qlayers.decode import captured, engine, forms
 from mlx_qlayers.decode.append_form import AppendForm
 from mlx_qlayers.runtime.tracing import trace
 
@@ -56,12 +56,13 @@ def test_caches_that_grow_go_round_and_are_trimmed(kind):
 
 
 def test_one_capture_for_batches_and_texts_that_grow_and_shrink(monkeypatch):
-    """Of tokens as a prompt has them, and as they are sampled."""
-    runs = []
-    plain = captured.Trace
+    """Of tokens as a prompt has them, and as they are sampled; a new batch is emitted from it."""
+    runs, graphs, plain, program = [], [], captured.Trace, forms.Program
     monkeypatch.setattr(captured, "Trace", lambda *a: runs.append(a) or plain(*a))
+    monkeypatch.setattr(forms, "Program", lambda *a, **k: graphs.append(a[0]) or program(*a, **k))
     model = qwen()
-    for batch, length in ((1, 40), (5, 12), (2, 300), (64, 3), (1, 255), (1, 254), (1, 256)):
+    shapes = (1, 40), (5, 12), (2, 300), (64, 3), (1, 255), (1, 254), (1, 256)
+    for batch, length in (*shapes, *((batch, 7) for batch in range(1, 9))):
         caches = [make_prompt_cache(model) for _ in "ab"]
         prompt = mx.random.randint(0, 96, (batch, length), key=mx.random.key(batch))
         prompt = prompt.astype(mx.uint32 if batch > 4 else mx.int32)
@@ -70,7 +71,8 @@ def test_one_capture_for_batches_and_texts_that_grow_and_shrink(monkeypatch):
         want = model(prompt[:, :1], cache=caches[0])
         found = engine.step(model, prompt[:, :1], caches[1])
         assert found is not None and mx.abs(found - want).max() < 1e-4
-    assert len(runs) == 2
+        assert len(runs) == 2  # no code of the model for another batch
+    assert len(graphs) == 9 and {*map(id, graphs)} == {id(graphs[0])}
 
 
 def test_merged_sequences_of_any_lengths_take_one_trace(monkeypatch):

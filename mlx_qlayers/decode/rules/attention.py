@@ -35,10 +35,8 @@ def _attention(
     if q.shape[1] != root.shape[1] or len(root.shape) != 4 or len(k.shape) != 4:
         return None
     mask = found.get("mask")
-    if mask is not None:
-        mask = of_heads(mask)
-        if mask is None:
-            return None
+    if mask is not None and (mask := of_heads(mask)) is None:
+        return None
     sinks = found.get("sinks")
     while sinks is not None and len(sinks.shape) > 1:
         known = sinks.op in ("Broadcast", "ExpandDims", "Unflatten", "AsType", "Reshape")
@@ -51,10 +49,8 @@ def _attention(
 def of_heads(mask: Node) -> Node | None:
     """A mask as it was before its heads were split into those of keys and their shares."""
     while mask.op in ("Broadcast", "ExpandDims", "Unflatten") and len(mask.shape) != 4:
-        if mask.src[0] is None:
-            return None
         mask = mask.src[0]
-    if mask.op == "ExpandDims" and mask.src[0] is not None and len(mask.src[0].shape) == 4:
+    if mask.op == "ExpandDims" and len(mask.src[0].shape) == 4:
         mask = mask.src[0]
     return mask if len(mask.shape) <= 4 else None
 

@@ -19,34 +19,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ...options import row_words
-from ..graph import (
-    Graph,
-    Node,
-    P,
-    Pattern,
-    Rule,
-    Size,
-    Spec,
-    first_rows,
-    fits,
-    rewrite,
-)
+from ..caches import APPENDED
+from ..graph import Graph, Node, P, Pattern, Rule, Size, Spec, first_rows, fits, rewrite
 from .heads import VIEWS, Heads, reshaped, turned, turned_heads
 from .masks import shown
 
-# Caches that may have an append buffer, and which counts are the row and the position of a token;
-# the position of a batch is an array.
-COUNTERS = {
-    "KVCache": ("offset", "offset"),
-    "RotatingKVCache": ("_idx", "offset"),
-    "BatchKVCache": ("_idx", "_idx"),
-    "BatchRotatingKVCache": ("_idx", "_offset"),
-}
-COUNTERS |= {
-    f"{name.removesuffix('KVCache')}QuantizedKVCache": counts for name, counts in COUNTERS.items()
-}
-COUNTERS["PackedKVCache"] = COUNTERS["KVCache"]
-BATCHES = tuple(name for name in COUNTERS if name.startswith("Batch"))
+BATCHES = tuple(name for name in APPENDED if name.startswith("Batch"))
 
 
 class TracedCaches(NamedTuple):
@@ -65,14 +43,10 @@ class TracedCaches(NamedTuple):
         return next(i for i in range(number + 1) if self._alike(i) == self._alike(number))
 
     def _alike(self, number: int) -> Any:
-        (kind, case, *attributes), settings = (
-            self.keys[number],
-            ("keep", "max_size", "bits", "v_bits"),
-        )
-        counts = [
-            self.names.get(f"{number}.{name}") for name in ("_idx", "offset", "_offset", "rows")
-        ]
-        return kind, case, counts, [dict(attributes).get(name) for name in settings]
+        kind, case, *attributes = self.keys[number]
+        counts = [self.names.get(f"{number}.{n}") for n in ("_idx", "offset", "_offset", "rows")]
+        settings = [dict(attributes).get(n) for n in ("keep", "max_size", "bits", "v_bits")]
+        return kind, case, counts, settings
 
     def is_of(self, name: str, number: int) -> bool:
         """Whether an input, by its name, is an array of a cache that counts alike."""
@@ -102,7 +76,7 @@ class Written(NamedTuple):
     size: int
 
 
-def written(nodes: Sequence[Node | None], name: str, caches: TracedCaches) -> Written | None:
+def written(nodes: Sequence[Node], name: str, caches: TracedCaches) -> Written | None:
     """The cache that attention takes keys or values of, if tokens were written into it."""
     parts = [_part(node, caches) for node in nodes]
     first = parts[0]
@@ -118,7 +92,7 @@ def written(nodes: Sequence[Node | None], name: str, caches: TracedCaches) -> Wr
         of = rows.src[0] if rows.op == "Item" else None
         bits = settings.get("v_bits" if name == "values" else "bits", settings["bits"])
         settled = settings["group_size"], bits, 0, False
-        if of is None or of.op != "Quantize" or of.arg != settled or of.src[0] is None:
+        if of is None or of.op != "Quantize" or of.arg != settled:
             return None
         if any(each.src != (of,) or each.arg != (i,) for i, each in enumerate(new)):
             return None
@@ -128,21 +102,19 @@ def written(nodes: Sequence[Node | None], name: str, caches: TracedCaches) -> Wr
     return Written(number, buffers, rows, row, size)
 
 
-def _part(node: Node | None, caches: TracedCaches) -> tuple[int, Size, int, str, Node, Node] | None:
+def _part(node: Node, caches: TracedCaches) -> tuple[int, Size, int, str, Node, Node] | None:
     """The cache's number, row and ring, and the array's name, what it was, and its new rows."""
-    node, counted = first_rows(node) if node is not None else (None, None)
-    while node is not None and node.op == "Depends":
+    node, counted = first_rows(node)
+    while node.op == "Depends":
         node = node.src[0]
-    if node is None or node.op != "SliceUpdate":
-        return None
-    buffer, new = node.src
-    if buffer is None or new is None or buffer.op != "Input":
+    buffer, new = node.src if node.op == "SliceUpdate" else (node, node)
+    if node.op != "SliceUpdate" or buffer.op != "Input":
         return None
     where, number, name = buffer.arg[0].split(".", 2)
     kind, case, *attributes = caches.keys[int(number)] if where == "cache" else ("", "")
-    if kind not in COUNTERS or case == "empty":
+    if kind not in APPENDED or case == "empty":
         return None
-    row, position = (caches.counter(int(number), each) for each in COUNTERS[kind])
+    row, position = (caches.counter(int(number), each) for each in APPENDED[kind])
     stop, settings = position._replace(const=new.shape[2]), dict(attributes)
     if case == "begins":
         row = Size(settings["keep"], ())
@@ -160,8 +132,8 @@ class Attended(NamedTuple):
     """Attention of some tokens: queries (B, H, L, D), and arrays of keys and of values."""
 
     q: Node
-    keys: tuple[Node | None, ...]
-    values: tuple[Node | None, ...]
+    keys: tuple[Node, ...]
+    values: tuple[Node, ...]
     mask: Node | None
     sinks: Node | None
     scale: float
@@ -183,7 +155,7 @@ def attended(node: Node) -> Attended | None:
     if node.op != "Attention":
         return of_packed(node)
     q, k, v, mask, sinks = node.src
-    return Attended(q, (k,), (v,), mask, sinks, *node.arg) if q else None
+    return Attended(q, (k,), (v,), mask, sinks, *node.arg)
 
 
 def of_packed(node: Node) -> Attended | None:

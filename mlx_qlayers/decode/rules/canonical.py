@@ -9,6 +9,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..graph import Node, P, Pattern, Rule, under
+from ..primitives import MODES
+from ..twin import EMBEDDING
 
 ELEMENTWISE = (
     *("Add", "Subtract", "Multiply", "Divide", "Power", "Maximum", "Minimum", "Select"),
@@ -20,9 +22,8 @@ ELEMENTWISE = (
 def _unbroadcast(root: Node) -> Node | None:
     """An operation broadcasts by itself, where another operand has the shape of the result."""
     for i, source in enumerate(root.src):
-        if source is None or source.op != "Broadcast":
-            continue
-        if any(s and s.shape == root.shape for j, s in enumerate(root.src) if j != i):
+        others = *root.src[:i], *root.src[i + 1 :]
+        if source.op == "Broadcast" and any(s.shape == root.shape for s in others):
             src = (*root.src[:i], source.src[0], *root.src[i + 1 :])
             return Node(root.op, src, root.arg, root.outputs)
     return None
@@ -32,17 +33,20 @@ def as_it_is(x: Node, root: Node) -> Node | None:
     return x if x.outputs == root.outputs else None
 
 
-def _embedding(tokens: Node, table: Node, root: Node) -> Node | None:
-    (size, bits, mode), axes = table.arg, root.arg[0]
-    if axes != (len(tokens.shape),):
+def _embedding(root: Node) -> Node | None:
+    """The rows that an embedding of a twin stands for."""
+    _, *packed, last = root.src
+    kind = last.arg[0].array if last.op == "Constant" else None
+    if kind is None or kind.shape != (4,) or kind[0].item() != EMBEDDING:
         return None
-    return root.like("Embedding", tokens, *table.src, arg=(size, bits, mode))
+    _, size, bits, mode = kind.tolist()
+    src = (*packed, None)[:4]  # without biases, if there are none
+    return root.like("Embedding", *src, arg=(size, bits, MODES[mode]))
 
 
 def _is_mean(sum: Node, part: float) -> bool:
-    (source,), (_, axes) = sum.src, sum.arg
-    assert source is not None
-    return axes == (len(source.shape) - 1,) and abs(part * source.shape[-1] - 1) < 1e-4
+    shape, (_, axes) = sum.src[0].shape, sum.arg
+    return axes == (len(shape) - 1,) and abs(part * shape[-1] - 1) < 1e-4
 
 
 def _rms(x: Node, sum: Node, part: float, eps: float, root: Node) -> Node | None:
@@ -86,7 +90,7 @@ CANCELLED: list[Rule] = [
 UNBROADCAST: list[Rule] = [
     (Pattern(ELEMENTWISE), _unbroadcast),
     (P("(Broadcast | Reshape | AsType)(x)"), as_it_is),
-    (P("Squeeze(Gather(table @ Unpacked, tokens))"), _embedding),
+    (P("Depends"), _embedding),
 ]
 # One through the root of a mean of squares.
 _ROOT = "~Broadcast(Sqrt[True](Add(Multiply(sum @ Reduce[2, _](Square({})), -part), -eps)))"

@@ -43,9 +43,8 @@ def _deferred(graph: Graph, faster: Set[Spec]) -> Graph:
         sums[total], places[total] = whole, whole.item(0)
         rows, squares = whole.item(1), whole.item(2)
         if node.op == "Products":
-            places[node] = Node(
-                node.op, (rows, None, squares, *node.src[3:]), node.arg, node.outputs
-            )
+            src = rows, None, squares, *node.src[3:]
+            places[node] = Node(node.op, src, node.arg, node.outputs)
         else:
             src = rows, node.src[1], squares, *node.src[3:]
             places[node] = Node(node.op, src, (*node.arg[:4], eps), node.outputs)
@@ -70,7 +69,7 @@ def _norm_of(node: Node) -> tuple[Node, Node, float] | None:
     if node.op not in ("Products", "Experts") or node.src[2] is not None:
         return None
     norm = node if node.op == "Products" else node.src[0]
-    if norm is None or norm.op not in ("Products", "RMSNorm"):
+    if norm.op not in ("Products", "RMSNorm"):
         return None
     (x, weight, *_), eps = norm.src, norm.arg[3 if norm is node else 0]
     return (x, weight, eps) if x and weight and eps is not None else None

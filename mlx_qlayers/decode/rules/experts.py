@@ -42,15 +42,14 @@ def _experts(root: Node) -> Node | None:
     found = fits(_ROWS, x)
     experts = _indices(right, found.get("order")) if found else None
     affine = len(biases) == (mode == 0) and transposed
-    if found is None or experts is None or w is None or not affine or fits(_EVERY, left) is None:
+    if found is None or experts is None or not affine or fits(_EVERY, left) is None:
         return None
     rows, width = found["rows"], w.shape[1]
     each = found.get("each", experts.shape[-1])
     alike = rows.shape[:-1] in (experts.shape, experts.shape[:-1])
     whole = root.shape[-2] == 1 and ("order" in found or root.shape[:-2] == experts.shape)
-    if len(w.shape) != 3 or not is_weight(w) or not alike or each != experts.shape[-1]:
-        return None
-    if not whole:
+    packed = len(w.shape) == 3 and is_weight(w)
+    if not packed or not alike or not whole or each != experts.shape[-1]:
         return None
     matrix = (w, scales, *(biases or [None]), None)
     spec = Spec((*experts.shape, width), root.dtype)
@@ -103,17 +102,16 @@ def _gated(first: Node, second: Node, root: Node) -> Node | None:
 
 def _lifted(root: Node) -> Node | None:
     """Elementwise operations move ahead of a change of the order of rows."""
-    first = next((s for s in root.src if s and s.op == "Choices"), None)
-    if first is None or first.src[0] is None:
+    first = next((s for s in root.src if s.op == "Choices"), None)
+    if first is None:
         return None
-    src = []
-    for s in root.src:
-        alike = s is not None and s.op == "Choices" and s.src[1:] == first.src[1:]
-        if s is None or (s.shape and not alike):
-            return None
-        src.append(s.src[0] if alike else s)
-    spec = Spec(first.src[0].shape, root.dtype)
-    return root.like("Choices", Node(root.op, (*src,), root.arg, (spec,)), *first.src[1:])
+    inner, *order = first.src
+    alike = [s.op == "Choices" and [*s.src[1:]] == order for s in root.src]
+    if any(s.shape and not fit for s, fit in zip(root.src, alike, strict=True)):
+        return None
+    src = tuple(s.src[0] if fit else s for s, fit in zip(root.src, alike, strict=True))
+    made = Node(root.op, src, root.arg, (Spec(inner.shape, root.dtype),))
+    return root.like("Choices", made, *order)
 
 
 def _unsorted(y: Node, order: Node, root: Node) -> Node | None:
@@ -123,24 +121,22 @@ def _unsorted(y: Node, order: Node, root: Node) -> Node | None:
 
 def _combined(y: Node, scores: Node, wide: Node, sum: Node, root: Node) -> Node | None:
     """The sum of products by scores, in their dtype."""
-    single = len(y.src) == 7 and y.src[0] is not None and len(y.src[0].shape) == len(y.shape)
+    single = len(y.src) == 7 and len(y.src[0].shape) == len(y.shape)
     axis = len(y.shape) - 2
     if not single or sum.arg != (2, (axis,)) or scores.shape != y.shape[:-1]:
         return None
     if wide.arg != ((axis + 1,),):
         return None
     rows, experts, _, *matrix = y.src
-    total = Node(
-        "Combined", (rows, experts, scores, *matrix, None), y.arg[:3], (Spec(root.shape, y.dtype),)
-    )
+    src, spec = (rows, experts, scores, *matrix, None), Spec(root.shape, y.dtype)
+    total = Node("Combined", src, y.arg[:3], (spec,))
     return total if root.dtype == y.dtype else root.like("AsType", total, arg=(root.dtype,))
 
 
 def _added(y: Node, other: Node, root: Node) -> Node | None:
     """A sum by scores that is added to something; not what MLX computes with the next sum."""
-    if y.src[-1] is not None or other.op == "Multiply" or y.outputs != root.outputs:
-        return None
-    if other.outputs != root.outputs:
+    fit = y.src[-1] is None and other.op != "Multiply" and y.outputs == other.outputs
+    if not fit or y.outputs != root.outputs:
         return None
     return root.like("Combined", *y.src[:-1], other, arg=y.arg)
 
@@ -165,10 +161,8 @@ EXPERTS: list[Rule] = [
 # Behind these, for what is made of products in another way.
 LIFTED: list[Rule] = [(Pattern((*ELEMENTWISE, *_UNARY)), _lifted), *EXPERTS]
 _SCALED = P("Multiply(~AsType(y @ +Experts), ~AsType(wide @ ExpandDims(scores)))")
-COMBINED: list[Rule] = [
-    (P("Squeeze(sum @ Reduce(scaled))", scaled=_SCALED), _combined),
-    *CANCELLED,
-]
+COMBINED: list[Rule] = [(P("Squeeze(sum @ Reduce(scaled))", scaled=_SCALED), _combined)]
+COMBINED += CANCELLED
 # Behind the rules of products.
 RESIDUAL: list[Rule] = [
     (P("Add(y @ +Combined, other)"), _added),

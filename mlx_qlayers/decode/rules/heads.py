@@ -16,23 +16,23 @@ from .rotary import finite
 
 # The axes of (B, H, L, D) as (B, L, H, D), and back.
 _TURN = 0, 2, 1, 3
+_IN_ORDER = "Reshape", "Flatten", "Unflatten", "Squeeze", "ExpandDims"
 
 
 def keeps_order(node: Node) -> bool:
     """Whether a node gives the elements of its source in the same order."""
-    if node.op in ("Reshape", "Flatten", "Unflatten", "Squeeze", "ExpandDims"):
+    if node.op in _IN_ORDER:
         return True
-    source = node.src[0] if node.src else None
-    if node.op != "Transpose" or source is None:
+    if node.op != "Transpose":
         return False
-    kept = [axis for axis in node.arg[0] if source.shape[axis] != 1]
+    kept = [axis for axis in node.arg[0] if node.src[0].shape[axis] != 1]
     return kept == sorted(kept)
 
 
 def views(node: Node) -> Iterator[Node]:
     """A node and those before it that have its elements in its order."""
     yield node
-    while keeps_order(node) and node.src[0] is not None:
+    while keeps_order(node):
         node = node.src[0]
         yield node
 
@@ -49,21 +49,15 @@ def _seen_anew(root: Node) -> Node | None:
     return same
 
 
-def _turned_back(root: Node) -> Node | None:
+def _turned_back(x: Node, inner: Node, root: Node) -> Node | None:
     """The source of two transpositions that cancel."""
-    source = root.src[0]
-    if source is None or source.op != "Transpose" or source.src[0] is None:
-        return None
-    undone = [source.arg[0][axis] for axis in root.arg[0]]
-    return source.src[0] if undone == [*range(len(undone))] else None
+    undone = [inner.arg[0][axis] for axis in root.arg[0]]
+    return x if undone == sorted(undone) else None
 
 
 VIEWS: list[Rule] = [
-    (Pattern(("Transpose",)), _turned_back),
-    (
-        Pattern(("Reshape", "Flatten", "Unflatten", "Squeeze", "ExpandDims", "Transpose")),
-        _seen_anew,
-    ),
+    (P("Transpose(inner @ Transpose(x))"), _turned_back),
+    (Pattern((*_IN_ORDER, "Transpose")), _seen_anew),
 ]
 
 
@@ -85,17 +79,11 @@ class Heads(NamedTuple):
         """The heads that an operation takes and these are a view of, and the operation."""
         now, width = self, self.node.shape[-1]
         while now.node.op != op or now.node.shape[-1] != width:
-            source = now.node.src[0] if now.node.src else None
-            if source is None:
+            turns = now.node.op == "Transpose" and now.node.arg[0] == _TURN
+            if not turns and not keeps_order(now.node):
                 return self, None
-            if now.node.op == "Transpose" and now.node.arg[0] == _TURN:
-                now = now._replace(node=source, outside=not now.outside)
-            elif keeps_order(now.node):
-                now = now._replace(node=source)
-            else:
-                return self, None
-        source = now.node.src[0]
-        return (self, None) if source is None else (now._replace(node=source), now.node)
+            now = now._replace(node=now.node.src[0], outside=now.outside is not turns)
+        return now._replace(node=now.node.src[0]), now.node
 
 
 def reshaped(node: Node, shape: tuple[Any, ...]) -> Node:
@@ -105,8 +93,9 @@ def reshaped(node: Node, shape: tuple[Any, ...]) -> Node:
 
 def turned_heads(node: Node) -> Node:
     """(B, H, L, D) as (B, L, H, D), or back."""
-    if node.op == "Transpose" and node.arg[0] == _TURN and node.src[0] is not None:
-        return node.src[0]
+    if node.op == "Transpose" and node.arg[0] == _TURN:
+        source: Node = node.src[0]
+        return source
     shape = tuple(node.shape[axis] for axis in _TURN)
     return Node("Transpose", (node,), (_TURN,), (Spec(shape, node.dtype),))
 

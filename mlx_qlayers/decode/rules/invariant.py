@@ -35,7 +35,6 @@ _ALONE: list[Rule] = [(P("Products"), _alone), (P("GatherQMM"), _gathered)]
 def _scale(attention: Node) -> float:
     """The scale of scores as a model's code has it: what MLX spells out has it in q's dtype."""
     scale, q = attention.arg[0], attention.src[0]
-    assert q is not None
     usual: float = q.shape[-1] ** -0.5
     return usual if mx.array(usual, q.dtype).item() == scale else scale
 

@@ -23,8 +23,8 @@ _MASK = P("Select(shown, beside, _) | beside", beside=_BESIDE)
 def _heads(root: Node) -> Node | None:
     size, bits, mode, transposed = root.arg
     x, *packed = root.src
-    matrices = [under(each) for each in packed if each is not None]
-    if x is None or not transposed or not all(map(is_weight, matrices)):
+    matrices = [*map(under, packed)]
+    if not transposed or not all(map(is_weight, matrices)):
         return None
     fit = len(matrices[0].shape) == 3 and x.shape[1:3] == (matrices[0].shape[0], 1)
     return root.like("Heads", x, *matrices, arg=(size, bits, MODES[mode])) if fit else None
@@ -40,18 +40,12 @@ def _latent(root: Node) -> Node | None:
     """Attention to what are keys and values at once, whose mask is scores of other rows."""
     q, c, v, mask, sinks = root.src
     scale, causal = root.arg
-    found = fits(_MASK, mask) if q and c is v and sinks is None and not causal else None
-    if found is None or q is None or c is None or q.shape[2] != 1 or c.shape[1] != 1:
+    found = fits(_MASK, mask) if c is v and sinks is None and not causal else None
+    if found is None or q.shape[2] != 1 or c.shape[1] != 1 or len(found["p"].shape) != 4:
         return None
-    if len(found["p"].shape) != 4:
-        return None
-    factor, (keys, last), (beside, other) = (
-        found["factor"],
-        *map(_rows, (c, found["p"])),
-    )
-    if last != other:
-        return None
-    if not isclose(factor, scale, rel_tol=1e-6) or found["turned"].arg[0][-2:] != (3, 2):
+    (keys, last), (beside, other) = _rows(c), _rows(found["p"])
+    alike = last == other and isclose(found["factor"], scale, rel_tol=1e-6)
+    if not alike or found["turned"].arg[0][-2:] != (3, 2):
         return None
     r, shown = found["r"], found.get("shown")
     rows = [keys, beside] if shown is None else [c, found["p"]]
@@ -63,7 +57,4 @@ def _latent(root: Node) -> Node | None:
     return root.like("Latent", q, r, *rows, at, shown, arg=(scale,)) if fit else None
 
 
-LATENT: list[Rule] = [
-    (P("Attention"), _latent),
-    (P("QuantizedMatmul"), _heads),
-]
+LATENT: list[Rule] = [(P("Attention"), _latent), (P("QuantizedMatmul"), _heads)]

@@ -64,23 +64,19 @@ def _conditions(mask: Node) -> list[Node]:
     mask = seen_through(mask)
     if mask.op != "LogicalAnd" and (mask.op, mask.arg) != ("BitwiseBinary", (0,)):
         return [mask]
-    return [each for s in mask.src if s is not None for each in _conditions(s)]
+    return [each for s in mask.src for each in _conditions(s)]
 
 
 def _unrolled(mask: Node, row: Size, size: int) -> tuple[Node, bool]:
     """A mask in the order of tokens, and whether it was moved to that of a ring's rows."""
-    parts = [s for s in mask.src if s is not None]
-    items = [each.arg for each in parts if each.op == "Item"]
-    split = parts[0].src[0] if parts else None
-    if mask.op != "Concatenate" or items != [(1,), (0,)] or split is None or not split.src[0]:
+    items = [each.arg for each in mask.src if each.op == "Item"]
+    if mask.op != "Concatenate" or items != [(1,), (0,)]:
         return mask, False
+    split = mask.src[0].src[0]
     last = split.src[0].shape[-1] - 1 if size == 0 else size - 1
-    fits = split.op == "Split" and split.arg[0] == (_less(last, row),)
+    at = Size(last - row.const, tuple((name, -n) for name, n in row.terms))
+    fits = split.op == "Split" and split.arg[0] == (at,)
     return (seen_through(split.src[0]), True) if fits else (mask, False)
-
-
-def _less(last: Any, row: Size) -> Any:
-    return Size(last - row.const, tuple((name, -n) for name, n in row.terms))
 
 
 def _part(
@@ -113,10 +109,8 @@ def _part(
     return None
 
 
-def _sum(node: Node | None, tokens: int, is_own: Callable[[str], bool]) -> Counter[str] | None:
+def _sum(node: Node, tokens: int, is_own: Callable[[str], bool]) -> Counter[str] | None:
     """The terms that a node adds up."""
-    if node is None:
-        return None
     node = seen_through(node)
     if node.op == "Input":
         name = node.arg[0]
@@ -147,8 +141,6 @@ def _numbers(value: Any, more: int = 0) -> Counter[str]:
 
 def seen_through(node: Node) -> Node:
     """The node that views reshape or cast."""
-    while node.op in _VIEWS and node.src[0] is not None:
-        if node.op == "AsType" and node.dtype == mx.bool_:
-            break
+    while node.op in _VIEWS and (node.op, node.dtype) != ("AsType", mx.bool_):
         node = node.src[0]
     return node

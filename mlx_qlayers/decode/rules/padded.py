@@ -32,8 +32,6 @@ _KEPT = (
 _KEEP_ZEROS = (*_RESHAPES, "Transpose", "AsType", "Broadcast", "Copy", "Multiply")
 # The neutral elements of reductions by number: all, any, sum, prod, min, max.
 _NOTHING = (True, False, 0, 1, inf, -inf)
-
-
 Sources = tuple[Any, ...]
 
 
@@ -103,7 +101,6 @@ def _ahead(node: Node | None) -> list[tuple[Any, int]]:
 
 def _slice(now: Padding, node: Node, src: Sources) -> Node:
     (source,), old = src, node.src[0]
-    assert old is not None
     begin: dict[int, Any] = {}
     start, stop, step = ([*each] for each in node.arg)
     shape = [*node.shape]
@@ -132,7 +129,6 @@ def _slice(now: Padding, node: Node, src: Sources) -> Node:
 def _slice_update(now: Padding, node: Node, src: Sources) -> Node:
     kind, start, stop, step = node.arg
     new = node.src[1]
-    assert new is not None
     if kind != 4 or {*step} != {1} or is_position(new.shape):
         return _unknown(now, node, src)
     if not is_position((start, stop)):
@@ -150,7 +146,7 @@ def _rolled(now: Padding, node: Node) -> Node | None:
     """Two parts of an array in the other order."""
     parts, (axis,) = [s.src[0] if s and s.op == "Item" else None for s in node.src], node.arg
     split = parts[0]
-    if split is None or parts != [split, split] or split.op != "Split" or split.src[0] is None:
+    if split is None or parts != [split, split] or split.op != "Split":
         return None
     old, ((place,), of_axis) = split.src[0], split.arg
     if [s and s.arg for s in node.src] != [(1,), (0,)] or of_axis != axis:
@@ -170,7 +166,6 @@ def _product(now: Padding, node: Node, src: Sources) -> Node:
     """A product with keys, or with values by shares that are zero behind the rows that count."""
     transposed = node.op == "QuantizedMatmul" and node.arg[3]
     (x, *others), old = src, node.src[1]
-    assert old is not None
     axis = len(old.shape) - (1 if transposed else 2)
     if is_position(old.shape[axis]):
         if x not in now.zeros or transposed:
@@ -185,7 +180,6 @@ def _product(now: Padding, node: Node, src: Sources) -> Node:
 def _reduce(now: Padding, node: Node, src: Sources) -> Node:
     """A reduction, or a softmax along the last axis: rows behind are neutral."""
     (x,), old, is_softmax = src, node.src[0], node.op == "Softmax"
-    assert old is not None
     axes, number = ((-1,), -inf) if is_softmax else (node.arg[1], _NOTHING[node.arg[0]])
     moves = [axis for axis in axes if is_position(old.shape[axis])]
     for axis in moves:
@@ -214,15 +208,13 @@ def _partition(now: Padding, node: Node, src: Sources) -> Node:
 
 def _attention(now: Padding, node: Node, src: Sources) -> Node:
     (q, k, v, mask, sinks), (scale, causal), keys = src, node.arg, node.src[1]
-    assert keys is not None
     if not is_position(keys.shape[2]):
         return _same(now, node, src)
     width = now.narrowest(each.shape[2] for each in (k, v))
     k, v = (now.resized(each, 2, width) for each in (k, v))
     seen = now.seen(keys.shape[2], width, 0, q.shape[2] if causal else 1)
-    return now.make(
-        node.op, (q, k, v, _hidden(now, mask, seen), sinks), (scale, False), *node.outputs
-    )
+    src = q, k, v, _hidden(now, mask, seen), sinks
+    return now.make(node.op, src, (scale, False), *node.outputs)
 
 
 def _hidden(now: Padding, mask: Node | None, seen: Node) -> Node:
@@ -234,9 +226,7 @@ def _hidden(now: Padding, mask: Node | None, seen: Node) -> Node:
         return seen
     width = seen.shape[-1]
     mask = now.resized(mask, len(mask.shape) - 1, width)
-    ahead = (
-        mask.shape[:-1] if len(mask.shape) == 4 else (1,) * (4 - len(mask.shape)) + mask.shape[:-1]
-    )
+    ahead = (1,) * (4 - len(mask.shape)) + mask.shape[:-1]
     spec = Spec((*ahead, width), mask.dtype)
     if mask.dtype == mx.bool_:
         return now.make("LogicalAnd", (mask, seen), (), spec)

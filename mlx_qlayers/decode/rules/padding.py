@@ -137,9 +137,8 @@ class Padding:
         """An array with a number in the rows behind."""
         behind = len(node.shape) - 1 - axis % len(node.shape)
         seen = self.seen(old.shape[axis], node.shape[axis], behind)
-        return self.make(
-            "Select", (seen, node, self.number(number, node.dtype)), (), *node.outputs[:1]
-        )
+        src = seen, node, self.number(number, node.dtype)
+        return self.make("Select", src, (), *node.outputs[:1])
 
 
 def from_0(shape: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ def _product(root: Node) -> Node | None:
     """A product with the transposed rows of a quantized matrix."""
     size, bits, mode, transposed = root.arg
     x, w, scales, *biases = root.src
-    if not transposed or w is None or len(w.shape) != 2 or not is_weight(w):
+    if not transposed or len(w.shape) != 2 or not is_weight(w):
         return None
     matrix = (w, scales, *(biases or [None]), None)
     arg = size, bits, MODES[mode], None, None
@@ -43,8 +43,7 @@ def _gated(gate: Node, up: Node, act: Node, root: Node) -> Node | None:
     """The activation of a product times another product of the same rows."""
     if not _is_plain(gate) or not _is_plain(up) or gate.src[:5] != up.src[:5]:
         return None
-    (w, *_), (other, *_) = gate.src[5:], up.src[5:]
-    if gate.arg != up.arg or w is None or other is None or w.shape != other.shape:
+    if gate.arg != up.arg or gate.src[5].shape != up.src[5].shape:
         return None
     arg = (*gate.arg[:4], GATES[act.op])
     return root.like("Products", *gate.src, *up.src[5:], arg=arg)
@@ -64,9 +63,8 @@ def _rows_of(array: Node | None, begin: int, count: int) -> Node | None:
     if array is None:
         return None
     rest = array.shape[1:]
-    start, stop = (begin, *(0 for _ in rest)), (begin + count, *rest)
-    spec = Spec((count, *rest), array.dtype)
-    return Node("Slice", (array,), (start, stop, (1,) * len(start)), (spec,))
+    index = (begin, *(0 for _ in rest)), (begin + count, *rest), (1,) * len(array.shape)
+    return Node("Slice", (array,), index, (Spec((count, *rest), array.dtype),))
 
 
 GATES = {"Silu": "silu", "Gelu": "gelu", "GeluApprox": "gelu_approx"}
@@ -96,10 +94,7 @@ def _normed(norm: Node, root: Node) -> Node | None:
 
 _ACT = Pattern(tuple(GATES))
 _HALVES = P("act @ kind(gate @ Item(split @ Split(y @ +Products)))", kind=_ACT)
-PRODUCT: list[Rule] = [
-    (P("QuantizedMatmul"), _product),
-    (P("Add(y @ +Products, bias)"), _biased),
-]
+PRODUCT: list[Rule] = [(P("QuantizedMatmul"), _product), (P("Add(y @ +Products, bias)"), _biased)]
 GATED: list[Rule] = [
     (P("Multiply(act @ kind(gate @ +Products), up @ +Products)", kind=_ACT), _gated),
     (P("Multiply(halves, up @ Item(split))", halves=_HALVES), _halved),

@@ -61,7 +61,7 @@ def _of_all_tokens(graph: Graph) -> Graph:
             continue
         first, last = tokens[0], tokens[-1]
         src = *whole[:5], first.src[5], whole[5]
-        made = Node(first.op, src, first.arg, (node.outputs[0], first.outputs[1]))  # type: ignore[arg-type]
+        made = Node(first.op, src, first.arg, (node.outputs[0], first.outputs[1]))
         places |= {node: made.item(0), states[last]: made.item(1)}
     return graph.replaced(places) if places else graph
 
@@ -72,26 +72,18 @@ def _whole(parts: list[Node | None]) -> Node | bool | None:
         return None
     of = {part.src[0] if part and part.op == "Slice" else part for part in parts}
     whole = of.pop()
+    if of or whole is None or whole.shape[1] != len(parts):
+        return False
     for at, part in enumerate(parts):
-        in_turn = part and part.op == "Slice" and part.arg[0][1] == at and part.shape[1] == 1
-        if of or not in_turn or whole is None or whole.shape[1] != len(parts):
+        if part is None or part.op != "Slice" or (part.arg[0][1], part.shape[1]) != (at, 1):
             return False
-        if whole.shape[2:] != part.shape[2:]:  # type: ignore[union-attr]
+        if whole.shape[2:] != part.shape[2:]:
             return False
     return whole
 
 
-def _delta(
-    root: Node,
-    q: Node,
-    k: Node,
-    v: Node,
-    g: Node,
-    beta: Node,
-    state: Node,
-    mask: Node | None,
-    **_: Node,
-) -> Node | None:
+def _delta(root: Node, v: Node, state: Node, mask: Node | None, **found: Node) -> Node | None:
+    q, k, g, beta = (found[name] for name in ("q", "k", "g", "beta"))
     if len(state.shape) != 4 or v.shape != root.shape or not q.dtype == k.dtype == v.dtype:
         return None
     outputs = Spec((v.shape[0], 1, *v.shape[1:]), v.dtype), state.outputs[0]
@@ -102,7 +94,7 @@ def _delta(
 def _normed(root: Node) -> Node | None:
     """Queries and keys of fewer heads, and before their norms."""
     q, k = root.src[:2]
-    if root.arg != (None,) or q is None or k is None:
+    if root.arg != (None,):
         return None
     of_q, of_k = _unrepeated(q), _unrepeated(k)
     if of_q.shape != of_k.shape:
@@ -127,8 +119,9 @@ def _unrepeated(x: Node) -> Node:
 
 def _in_time(x: Node) -> Node:
     """(B, ...) of a token as (B, 1, ...)."""
-    if x.op == "Squeeze" and x.arg == ((1,),) and x.src[0] is not None:
-        return x.src[0]
+    if x.op == "Squeeze" and x.arg == ((1,),):
+        source: Node = x.src[0]
+        return source
     return Node("ExpandDims", (x,), ((1,),), (Spec((x.shape[0], 1, *x.shape[1:]), x.dtype),))
 
 

@@ -8,7 +8,7 @@ from math import exp
 
 import mlx.core as mx
 
-from ..graph import Node, P, Rule, Spec, Value, number_of
+from ..graph import Node, P, Rule, Spec, Value, fits
 
 _MOST = Value(mx.array(1e30))
 
@@ -25,15 +25,7 @@ _TURNED = {
 
 
 def _rope(
-    x: Node,
-    x1: Node,
-    x2: Node,
-    offset: Node,
-    scale: float,
-    rate: Node,
-    root: Node,
-    rest: Node | None = None,
-    **_: Node,
+    x: Node, x1: Node, x2: Node, offset: Node, scale: float, rate: Node, root: Node, **found: Node
 ) -> Node | None:
     half = x1.shape[-1]
     begins = [part.arg[0][-1] for part in (x1, x2)]
@@ -45,27 +37,25 @@ def _rope(
     if frequencies is None:
         return None
     base, freqs = frequencies
-    if root.shape != x.shape or (rest is not None and rest.arg[0][-1] != dims):
+    if root.shape != x.shape or ("rest" in found and found["rest"].arg[0][-1] != dims):
         return None
     if offset.op == "ExpandDims":
-        offset = offset.src[0]  # type: ignore[assignment]
+        offset = offset.src[0]
     src = (x, offset) if freqs is None else (x, offset, freqs)
     return Node("RoPE", src, (dims, traditional, base, scale, True), x.outputs)
+
+
+_POWERS = P("Exp(Multiply(steps @ Arange(), -log))")
 
 
 def _frequencies(rate: Node) -> tuple[float, Node | None] | None:
     """The base of a rotary embedding, or 1 and the array of its periods."""
     if rate.op == "Divide":
         return 1.0, rate.src[1]
-    if rate.op != "Exp" or rate.src[0] is None or rate.src[0].op != "Multiply":
+    found = fits(_POWERS, rate)
+    if found is None:
         return None
-    numbers = [s for s in rate.src[0].src if s is not None]
-    steps = next((n for n in numbers if n.op == "Arange"), None)
-    logs = [number_of(n) for n in numbers if n is not steps]
-    log = logs[0] if logs else None
-    if steps is None or log is None:
-        return None
-    half = -steps.arg[1]
+    log, half = found["log"], -found["steps"].arg[1]
     base = exp(log * half)
     # MLX computes it in float32.
     near = [n for n in (float(round(base)), base) if n > 0 and _float32(math.log(n) / half) == log]
@@ -78,11 +68,8 @@ def _float32(x: float) -> float:
 
 
 def _reshaped(turned: Node, root: Node) -> Node | None:
-    return (
-        Node(turned.op, turned.src, turned.arg, root.outputs)
-        if turned.shape == root.shape
-        else None
-    )
+    same = turned.shape == root.shape
+    return Node(turned.op, turned.src, turned.arg, root.outputs) if same else None
 
 
 # Neighbours that were turned.

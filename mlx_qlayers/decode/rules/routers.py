@@ -27,10 +27,9 @@ _MIXED = P("GatherAxis(~AsType(Softmax(~AsType(band))), at)", band=_BAND)
 _LEFT = P("ScatterAxis(left, at, -lowest)")
 
 
-def plain(node: Node | None, *views: str) -> Node:
+def plain(node: Node, *views: str) -> Node:
     """A node before casts, broadcasts and other views."""
-    assert node is not None
-    while node.op in ("AsType", "StopGradient", "Broadcast", *views) and node.src[0] is not None:
+    while node.op in ("AsType", "StopGradient", "Broadcast", *views):
         node = node.src[0]
     return node
 
@@ -58,11 +57,9 @@ def _mixed(experts: Node, shares: Node) -> Node | None:
             return None
         left, logits = found["left"], found["logits"]
         epsilon, lowest = found["epsilon"], found["lowest"]
-        largest = (
-            at.like("ArgReduce", left, arg=(1, axis)),
-            at.like("Reduce", left, arg=(5, (axis,))),
-        )
-        if [n.key()[:3] for n in largest] != [n.key()[:3] for n in (at, found["top"])]:
+        best = at.like("ArgReduce", left, arg=(1, axis)).key()[:3]
+        top = at.like("Reduce", left, arg=(5, (axis,))).key()[:3]
+        if (best, top) != (at.key()[:3], found["top"].key()[:3]):
             return None
         taken = fits(_LEFT, left) if before else None
         fit = taken and (taken["left"], taken["at"]) == before if before else left is logits
@@ -157,8 +154,8 @@ def _shares(shares: Node, experts: Node) -> tuple[Node, dict[str, Any], Node | N
         else:
             return None
     source, at = node.src
-    whole = node.arg == (len(node.shape) - 1,) and at is experts and source is not None
-    return (source, options, factors) if whole and source else None
+    whole = node.arg == (len(node.shape) - 1,) and at is experts
+    return (source, options, factors) if whole else None
 
 
 def _groups(numbers: Node) -> tuple[Node, dict[str, Any]]:

@@ -15,8 +15,8 @@ from ...options import Rotation
 from ..graph import Graph, Node, Pattern, Rule, Size, Spec, first_rows, rewrite
 from .attention import of_heads
 from .attention_step import of_packed
-from .heads import VIEWS
-from .masks import seen_through
+from .heads import VIEWS, turned_heads
+from .masks import Shown, shown
 from .rotary import finite
 
 
@@ -40,7 +40,7 @@ def serial(graph: Graph) -> Graph:
 def _normed_first(root: Node) -> Node | None:
     x, weight, squares, *others = root.src
     size, bits, mode, epsilon, gate = root.arg
-    if epsilon is None or squares is not None or x is None:
+    if epsilon is None or squares is not None:
         return None
     norm = Node("RMSNorm", (x, weight), (epsilon,), x.outputs[:1])
     src = norm, None, None, *others
@@ -51,7 +51,7 @@ def _by_rows(root: Node, counts: dict[Any, Node]) -> Node | None:
     q, k, v, mask, sinks = root.src
     (of_k, _), (of_v, _) = _update(k), _update(v)
     length = root.shape[2]
-    if k is None or of_k is None or of_v is None or length > MAX_QUERIES:
+    if of_k is None or of_v is None or length > MAX_QUERIES:
         return None
     (*_, count, _) = k.arg[1]
     if mask is not None and not _is_causal(mask, length, count):
@@ -66,8 +66,7 @@ def _packed(root: Node) -> Node | None:
     found, (size, _, mode, _) = of_packed(root), root.arg
     if found is None or mode != 0:
         return None
-    k = [each for each in found.keys if each is not None]
-    (batch, heads, length, width), mask = found.q.shape, found.mask
+    (batch, heads, length, width), mask, k = found.q.shape, found.mask, found.keys
     # Keys have groups of the same size.
     if size * k[1].shape[3] != width or length > MAX_QUERIES:
         return None
@@ -85,49 +84,29 @@ def _packed(root: Node) -> Node | None:
 
 def _is_causal(mask: Node, length: int, count: Size) -> bool:
     """Whether each of the last tokens of a cache sees those up to itself."""
-    if mask.op != "GreaterEqual" or mask.shape[-2:] != (length, count):
-        return False
-    rows, keys = (seen_through(s) for s in mask.src if s is not None)
     first = count._replace(const=count.const - length)
-    return (rows.op, rows.arg, keys.op, keys.arg) == (
-        *("Arange", (first, count, 1)),
-        *("Arange", (0, count, 1)),
-    )
+    seen = shown(mask, first, 0, length, lambda name: False)
+    return mask.shape[-2:] == (length, count) and seen == Shown(causal=length > 1)
 
 
-def _update(rows: Node | None) -> tuple[Node | None, Node | None]:
+def _update(rows: Node) -> tuple[Node | None, Node | None]:
     """The whole array whose first rows are given, and the rows written into it; or None, None."""
-    update, count = first_rows(rows) if rows is not None else (None, None)
-    if update is None or update.op != "SliceUpdate" or not isinstance(count, Size):
+    update, count = first_rows(rows)
+    if update.op != "SliceUpdate" or not isinstance(count, Size):
         return None, None
     return update, update.src[1]
 
 
-def _turned(q: Node | None, k: Node | None) -> dict[Node, Node]:
+def _turned(q: Node, k: Node | None) -> dict[Node, Node]:
     """One node for the rotary embeddings of queries and keys, where these are the same."""
-    if (
-        q is None
-        or k is None
-        or q.op != "RoPE"
-        or (k.op, k.arg, k.src[1:]) != (*("RoPE", q.arg, q.src[1:]),)
-    ):
+    if k is None or (q.op, q.arg, q.src[1:]) != (k.op, k.arg, k.src[1:]) or k.op != "RoPE":
         return {}
     dims, traditional, base, scale, _ = q.arg
     offset, *freqs = q.src[1:]
-    if len(q.shape) != 4 or offset is None or not mx.issubdtype(offset.dtype, mx.integer):
+    if len(q.shape) != 4 or not mx.issubdtype(offset.dtype, mx.integer):
         return {}
     rotation = Rotation(dims, traditional, None if freqs else base, scale)
-    rows = (_swapped(s, of) for s, of in ((q.src[0], q), (k.src[0], k)))
+    rows = turned_heads(q.src[0]), turned_heads(k.src[0])
     src = *rows, offset, finite(freqs[0] if freqs else None)
     both = Node("Rotary", src, tuple(rotation), (*q.outputs, *k.outputs))
     return {q: both.item(0), k: both.item(1)}
-
-
-def _swapped(x: Node | None, rope: Node) -> Node:
-    """Heads (B, H, L, D) as (B, L, H, D), as the products give them."""
-    assert x is not None
-    batch, heads, length, width = rope.shape
-    spec = Spec((batch, length, heads, width), rope.dtype)
-    if x.op == "Transpose" and x.arg[0] == (0, 2, 1, 3) and x.src[0] is not None:
-        return x.src[0]
-    return Node("Transpose", (x,), ((0, 2, 1, 3),), (spec,))
