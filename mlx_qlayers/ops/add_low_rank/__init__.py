@@ -144,6 +144,7 @@ def _operators(dtype: mx.Dtype, s: float) -> Steps:
 def _plan(arrays: Sequence[Spec], scale: float) -> Plan:
     y, x, a, b = arrays
     _TAKES.check(*arrays, scale)
+    scale = float(scale)  # MLX takes no larger integers than int64
     rank, rows = a.shape[1], prod(y.shape[:-1])
     sizes = (rows, x.shape[-1]), (rows, y.shape[-1])
     reason = None if rank <= _LARGEST else f"its rank {rank} is above {_LARGEST}"
