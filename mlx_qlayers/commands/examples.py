@@ -43,6 +43,7 @@ from ..runtime.spec import Spec
 from .example import Example
 
 _FORMAT = Format(64, 4)
+Shape = tuple[int, ...]
 
 
 def families() -> list[str]:
@@ -344,29 +345,24 @@ _FAMILIES: dict[str, Callable[[], Iterator[Example]]] = {
 }
 
 
-def _between(size: tuple[int, int], shape: tuple[int, ...]) -> mx.array:
+def _between(size: tuple[int, int], shape: Shape) -> mx.array:
     """Points (*shape, 2) of an image, some outside, none near where a derivative jumps."""
     extent = mx.array(size[::-1])
     pixel = mx.random.randint(-1, extent, (*shape, 2))
     return (2 * (pixel + mx.random.uniform(0.2, 0.8, (*shape, 2))) + 1) / extent - 1
 
 
-def matrix(
-    shape: tuple[int, ...], dtype: mx.Dtype = mx.float16, fmt: Format = _FORMAT
-) -> dict[str, Any]:
+def matrix(shape: Shape, dtype: mx.Dtype = mx.float16, fmt: Format = _FORMAT) -> dict[str, Any]:
     """A matrix in a format, and what else a call says of it."""
     w, scales, *biases = packed(shape, dtype, fmt)
-    matrix = {"w": w, "scales": scales, "biases": biases[0] if biases else None}
-    return matrix | fmt._asdict()
+    return {"w": w, "scales": scales, "biases": biases[0] if biases else None} | fmt._asdict()
 
 
-def packed(
-    shape: tuple[int, ...], dtype: mx.Dtype = mx.float16, fmt: Format = _FORMAT
-) -> list[mx.array]:
+def packed(shape: Shape, dtype: mx.Dtype = mx.float16, fmt: Format = _FORMAT) -> list[mx.array]:
     return list(fmt.quantize(_normal(shape, dtype)))
 
 
-def _normal(shape: tuple[int, ...], dtype: mx.Dtype = mx.float16) -> mx.array:
+def _normal(shape: Shape, dtype: mx.Dtype = mx.float16) -> mx.array:
     return mx.random.normal(shape).astype(dtype)
 
 

@@ -149,10 +149,8 @@ def _plan(arrays: Sequence[Spec], scale: float) -> Plan:
     sizes = (rows, x.shape[-1]), (rows, y.shape[-1])
     reason = None if rank <= _LARGEST else f"its rank {rank} is above {_LARGEST}"
     empty = None if y.size and x.size and rank else "there is nothing to add"
-    choice, operators = (
-        choose("add_low_rank", reason=reason, empty=empty),
-        _operators(y.dtype, scale),
-    )
+    choice = choose("add_low_rank", reason=reason, empty=empty)
+    operators = _operators(y.dtype, scale)
     if empty:
         return Plan(choice, lambda y, *_: y)
     if choice.path == "reference":
