@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -108,10 +109,12 @@ def test_odd_entries_cost_the_others_nothing_and_are_kept(folder):
 
 
 def no_home(folder, monkeypatch):
-    def none():
-        raise OSError("Could not determine home directory.")
+    def unknown(user):
+        raise KeyError(user)
 
-    monkeypatch.setattr(entries, "cache_folder", none)
+    for name in ("MLX_QLAYERS_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
 
 
 def unreadable(folder, monkeypatch):
@@ -228,8 +231,7 @@ def test_a_configuration_that_no_kernel_takes_is_left_alone(change, checked, mon
         (None, {}, "cpu"),
     ],
 )
-def test_results_belong_to_a_gpu_whatever_the_default_device_is(kind, facts, name, monkeypatch):
+def test_results_belong_to_a_gpu_whatever_the_default_device_is(kind, facts, name, machine):
     """Pros and Maxes have one architecture, and not one speed."""
-    monkeypatch.setattr(entries, "device_kind", lambda: kind)
-    monkeypatch.setattr(mx, "device_info", lambda device=mx.cpu: facts if device == mx.gpu else {})
-    assert entries.device_name.__wrapped__() == name
+    machine.gpu(kind, facts)
+    assert entries.device_name() == name

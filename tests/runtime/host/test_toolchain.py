@@ -1,7 +1,9 @@
 """A toolchain that fails: ``auto`` goes on without kernels, and a forced backend says why."""
 
+import ctypes
 import os
 import re
+import tempfile
 from pathlib import Path
 
 import mlx.core as mx
@@ -30,7 +32,7 @@ def forget() -> None:
 def folder(tmp_path, monkeypatch, machine):
     """A CPU where nothing is compiled yet."""
     monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     machine("host")
     forget()
     explain(reset=True)
@@ -60,7 +62,7 @@ def full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def nowhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", os.devnull + "/cache")
-    monkeypatch.setattr(cache.tempfile, "tempdir", os.devnull)
+    monkeypatch.setattr(tempfile, "tempdir", os.devnull)
 
 
 def not_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +70,7 @@ def not_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"{path}: failed to map segment from shared object")
 
     runtime_library.library()
-    monkeypatch.setattr(runtime_library.ctypes, "CDLL", refuse)
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
 
 
 CAUSES = {
