@@ -50,9 +50,11 @@ class Machine:
             self._patch.setitem(backend.missing, name, lambda why=why: why)
         backend.advance_epoch()
 
-    def apple(self, architecture: str = "applegpu_g17s", system: str = "25.4.0") -> None:
+    def apple(
+        self, architecture: str = "applegpu_g17s", system: str = "25.4.0", name: str = "Apple M5"
+    ) -> None:
         """A Mac, by default an M5 with macOS 26.4, whose kernels run on the host backend."""
-        facts = {"architecture": architecture, "device_name": "Apple M5", "memory_size": 24 << 30}
+        facts = {"architecture": architecture, "device_name": name, "memory_size": 24 << 30}
         here = os.uname()
         self._patch.setattr(mx.metal, "is_available", lambda: True)
         self._patch.setattr(mx, "device_info", lambda *_: facts)

@@ -14,7 +14,7 @@ from mlx_qlayers import convert_model, use_backend
 from mlx_qlayers.conversion.stepping import step_class
 from mlx_qlayers.decode import append_buffers, engine
 from mlx_qlayers.decode.twin import is_stepped
-from mlx_qlayers.runtime.backend import Mode, current
+from mlx_qlayers.runtime.backend import Mode, current, epoch
 from mlx_qlayers.runtime.threads import here
 
 
@@ -45,7 +45,7 @@ def on_a_gpu() -> Iterator[list[mx.array]]:
 
     def where() -> Any:
         state = current.get()
-        return (state, here.number) if state.mode is Mode.EAGER else None
+        return (state, here.number, epoch.number) if state.mode is Mode.EAGER else None
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.Steps, "run", kept)
