@@ -26,6 +26,7 @@ def forget() -> None:
     backend.advance_epoch()
     cache._made_scratch.cache_clear()
     bound_launch._compiled.cache_clear()
+    toolchain.zig.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +43,13 @@ def folder(tmp_path, monkeypatch, machine):
 
 
 def compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, mode: int = 0o755) -> None:
-    path = folder / "zig"
+    path = folder / "ziglang" / "zig"
+    path.parent.mkdir()
+    path.with_name("__init__.py").touch()
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(mode)
-    monkeypatch.setattr(toolchain, "zig", lambda: str(path))
+    monkeypatch.syspath_prepend(folder)
+    toolchain.zig.cache_clear()
 
 
 def killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +112,7 @@ def test_a_forced_backend_runs_once_the_cause_is_gone(folder, monkeypatch):
     with use_backend("host"), pytest.raises(BackendError, match="SIGKILL"):
         bind(FORWARD, X)([X])
     monkeypatch.undo()
+    toolchain.zig.cache_clear()
     monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(folder / "cache"))
     with use_backend("host"):
         assert bind(FORWARD, X)([X])[0].shape == (1, 512)
