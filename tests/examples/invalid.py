@@ -71,16 +71,7 @@ _MATMUL = Calls(
         ({"biases": _ones((72, 8), mx.complex64)}, "biases must be floating"),
         ({"bias": _ones((15,))}, r"bias must be \(72,\), but its shape is \(15,\)"),
         (_FP4 | {"scales": _ones((72, 16), mx.uint8)}, "biases must be None"),
-        (
-            {
-                "mode": "mxfp8",
-                "group_size": 32,
-                "bits": 8,
-                "biases": None,
-                "scales": _ones((16, 2)),
-            },
-            "scales",
-        ),
+        (_FP4 | {"biases": None, "scales": _ones((72, 16))}, "scales must be uint8 in mode"),
         (_F4 | {"global_scale": _ones((2,))}, "global_scale must hold"),
         (_F4 | {"global_scale": mx.array(1)}, "global_scale must hold"),
     ],
