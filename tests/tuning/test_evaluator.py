@@ -137,6 +137,7 @@ class Slow(QueueTimer):
     """A clock that other work takes milliseconds of."""
 
     def _unqueued(self, products):
+        assert super()._unqueued(1) > 0
         return 1e-3 * products
 
     def _once(self, run):
