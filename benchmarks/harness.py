@@ -16,6 +16,7 @@ import mlx.core as mx
 from common import Sample, Table, turns
 from mlx.utils import tree_flatten
 
+from mlx_qlayers.commands.example import Example
 from mlx_qlayers.runtime.backend import backend, unavailable, use_backend
 
 Run = Callable[[], Any]
@@ -105,6 +106,21 @@ def verified(label: str, runs: Ways, truth: Any, tolerance: float, wrong: float 
             worst = max(worst, error.max().item())
             share = 1 - (error <= tolerance).astype(mx.float32).mean().item()
             assert share <= wrong, f"{label}: {name}: {share:.1%} differ, by up to {worst:.2e}"
+    return worst
+
+
+def held(example: Example, *ways: Run) -> float:
+    """The largest error of the results of an example's call, over the largest number.
+
+    Raises:
+        AssertionError: it is more than doctor and tests allow of such a call.
+    """
+    worst = 0.0
+    for run in ways:
+        found = arrays(run())
+        error, allowed = example.error(found)
+        assert error <= allowed, f"{example.name}: off by {error:.2e}, not {allowed:.2e}"
+        worst = max(worst, error / max(mx.abs(a).max().item() for a in found))
     return worst
 
 

@@ -57,13 +57,15 @@ def units(dtype: mx.Dtype, packed: bool = False) -> Units:
     return Units(unit if dtype != mx.float32 else 0.0, unit if packed else 0.0)
 
 
-def expect(arrays, options, dtype, **more):
+def expect(arrays, options, dtype, packed=False, **more):
     """By name: the truth, what float32 and one rounding make of it, the terms it is a sum of."""
     plain = {n: to64(o) if isinstance(o, mx.array) else o for n, o in options.items()}
     if isinstance(plain["mask"], np.ndarray) and options["mask"].dtype == mx.bool_:
         plain["mask"] = plain["mask"].astype(bool)
-    truth, terms = oracles.attention(*map(to64, arrays), **plain, **more, units=units(dtype))
-    rough, _ = oracles.attention(*map(to64, arrays), **plain, **more, dtype=np.float32)
+    plain |= more
+    dense = [to64(a) if isinstance(a, mx.array) else a[0] for a in arrays]
+    truth, terms = oracles.attention(*dense, **plain, units=units(dtype, packed))
+    rough, _ = oracles.attention(*dense, **plain, dtype=np.float32)
     return {name: (truth[name], round_to(rough[name], dtype), terms[name]) for name in truth}
 
 
@@ -113,15 +115,9 @@ def check_output(
         what: for the message.
         packed: whether k and v were, and a kernel rounds what they stand for.
     """
-    plain = {n: to64(o) if isinstance(o, mx.array) else o for n, o in options.items()}
-    if isinstance(options["mask"], mx.array) and options["mask"].dtype == mx.bool_:
-        plain["mask"] = plain["mask"].astype(bool)
-    dense = [to64(a) if isinstance(a, mx.array) else a[0] for a in arrays]
-    truth, terms = oracles.attention(*dense, **plain, units=units(out.dtype, packed))
-    rough, _ = oracles.attention(*dense, **plain, dtype=np.float32)
+    truth, rounded, terms = expect(arrays, options, out.dtype, packed)["out"]
     assert out.dtype == arrays[0].dtype, what
-    rounded = round_to(rough["out"], out.dtype)
-    assert_accurate(out, truth["out"], rounded, terms=terms["out"], what=what)
+    assert_accurate(out, truth, rounded, terms=terms, what=what)
 
 
 def check_compiled(attention: Callable[..., mx.array], extra: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import mlx.core as mx
 
@@ -22,7 +21,6 @@ from kernel_assembly import launched
 
 from mlx_qlayers import attention
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.attention import forward
 from mlx_qlayers.metal.attention.layout import layout
 from mlx_qlayers.metal.quantized_matmul.qmm import qmm, qmm_config
 from mlx_qlayers.metal.quantized_matmul.qmv import single_qmv
@@ -250,8 +248,7 @@ def many_queries(mask: str) -> tuple[Row, Row]:
     q, seen = mx.zeros((1, 1, 256, 64), mx.float16), mx.zeros((1, 1, 256, 256), mx.float16)
     chosen = layout("forward", "metal", q.dtype, 64)
     options = {"scale": 0.1, "mask": seen if masked else None}
-    with mock.patch.object(forward, "layout", lambda *_: chosen):
-        counted = main_loop(*launched(lambda: mx.eval(attention(q, q, q, **options))))
+    counted = main_loop(*launched(lambda: mx.eval(attention(q, q, q, **options))))
     scores = chosen.tile * 16 * chosen.blocks / 32
     return (
         Row("MLX attention", f"{mask} mask", "score", stock, 8.0),
@@ -267,7 +264,7 @@ def widening() -> Iterator[tuple[str, float]]:
     dtype, fmt = mx.bfloat16, FEW[0][0]
     x, q = mx.zeros((512, 512), dtype), mx.zeros((1, 1, 256, 64), dtype)
     packed = mx.quantize(x, **fmt._asdict())
-    few, chosen = mx.zeros((8, 512), dtype), layout("forward", "metal", dtype, 64)
+    few = mx.zeros((8, 512), dtype)
 
     def product(x: mx.array) -> list[mx.array]:
         (m, k), (outer, _) = x.shape, packed[0].shape
@@ -277,8 +274,7 @@ def widening() -> Iterator[tuple[str, float]]:
         return [single_qmv(call, qmv_config("metal", m, outer, k, dtype, fmt))(x, *packed)]
 
     def attend() -> mx.array:
-        with mock.patch.object(forward, "layout", lambda *_: chosen):
-            return attention(q, q, q, scale=0.1)
+        return attention(q, q, q, scale=0.1)
 
     runs = {"qmv_matrix": lambda: product(few), "qmm": lambda: product(x), "attention": attend}
     for name, run in runs.items():

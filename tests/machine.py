@@ -11,8 +11,8 @@ import pytest
 import mlx_qlayers.runtime.backend as backend
 from mlx_qlayers.dispatch.measurements import entry_of
 from mlx_qlayers.measurements import entries, store
-from mlx_qlayers.measurements.thresholds import threshold
 from mlx_qlayers.metal.records import RECORDS
+from mlx_qlayers.reference.cores import _cores
 from mlx_qlayers.runtime import tensor_ops
 from mlx_qlayers.runtime.devices import DEVICES, device_of
 from mlx_qlayers.runtime.proof import trial
@@ -50,9 +50,11 @@ class Machine:
             self._patch.setitem(backend.missing, name, lambda why=why: why)
         backend.advance_epoch()
 
-    def apple(self, architecture: str = "applegpu_g17s", system: str = "25.4.0") -> None:
+    def apple(
+        self, architecture: str = "applegpu_g17s", system: str = "25.4.0", name: str = "Apple M5"
+    ) -> None:
         """A Mac, by default an M5 with macOS 26.4, whose kernels run on the host backend."""
-        facts = {"architecture": architecture, "device_name": "Apple M5", "memory_size": 24 << 30}
+        facts = {"architecture": architecture, "device_name": name, "memory_size": 24 << 30}
         here = os.uname()
         self._patch.setattr(mx.metal, "is_available", lambda: True)
         self._patch.setattr(mx, "device_info", lambda *_: facts)
@@ -62,9 +64,26 @@ class Machine:
 
     def nvidia(self, architecture: str = "sm_90") -> None:
         """An NVIDIA GPU, on which nothing can be launched."""
-        self._patch.setattr(mx.cuda, "is_available", lambda: True)
-        self._patch.setattr(mx, "device_info", lambda *_: {"architecture": architecture})
+        self.gpu("cuda", {"architecture": architecture})
+
+    def gpu(self, kind: str | None, facts: dict[str, Any]) -> None:
+        """A GPU of a kind, or none, of which MLX tells so much."""
+        for name in ("metal", "cuda"):
+            there = name == kind
+            self._patch.setattr(getattr(mx, name), "is_available", lambda there=there: there)
+        self._patch.setattr(mx, "device_info", lambda *_: facts)
         self._measuring()
+
+    def cores(self, count: int) -> None:
+        """A processor of so many cores."""
+        self._patch.setattr(os, "sched_getaffinity", lambda _: range(count), raising=False)
+        _cores.cache_clear()
+
+    def threshold(self, device: str, **values: Any) -> None:
+        """Values by which rules go were measured here, on the device of a backend."""
+        self._patch.setenv("MLX_QLAYERS_CACHE_DIR", str(self._folder))
+        found = {name: entries.parsed({"values": value}) for name, value in values.items()}
+        store.save(entries.devices(device)[0], found)
 
     def _measuring(self) -> None:
         self._patch.setenv("MLX_QLAYERS_CACHE_DIR", str(self._folder))
@@ -83,7 +102,7 @@ class Machine:
 
 def forget() -> None:
     """Let what is remembered of the machine be asked again."""
-    for remembered in (entries.device_kind, entries.device_name, tensor_ops.missing):
+    for remembered in (entries.device_kind, entries.device_name, tensor_ops.missing, _cores):
         remembered.cache_clear()
     tensor_ops._defines.cache_clear()
 
@@ -96,8 +115,3 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.undo()
     forget()
     backend.advance_epoch()
-
-
-def measured_from_one(name: str, *key: Any, **options: Any) -> Any:
-    """Thresholds by which kernels for Hopper GPUs are faster from the first score on."""
-    return 0 if name == "attention_ahead_least" else threshold(name, *key, **options)

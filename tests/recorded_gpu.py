@@ -16,12 +16,12 @@ from unittest import mock
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
+from step_models import on_a_gpu
 
 from mlx_qlayers import use_backend
-from mlx_qlayers.decode import capture, engine, weights
+from mlx_qlayers.decode import capture, weights
 from mlx_qlayers.runtime import backend, cuda_ahead
 from mlx_qlayers.runtime.arena import beside
-from mlx_qlayers.runtime.backend import Mode
 
 # Primitives that only describe an array anew and start nothing.
 _VIEWS = re.compile(
@@ -91,17 +91,13 @@ def recorded_gpu() -> Iterator[list[Recorded]]:
         finally:
             capturing.pop()
 
-    def where() -> Any:
-        state = backend.current.get()
-        return ("gpu", state, backend.epoch.number) if state.mode is Mode.EAGER else None
-
     facts = {"architecture": "sm_90", "device_name": "NVIDIA H200"}
     with (
         mock.patch.object(mx.fast, "cuda_kernel", cuda_kernel),
         mock.patch.object(mx.fast, "rms_norm", norm),
         mock.patch.object(mx, "device_info", lambda *_: facts),
         mock.patch.dict(backend.missing, {"cuda": lambda: None}),
-        mock.patch.object(engine, "where", where),
+        on_a_gpu(),
         mock.patch.object(capture.Trace, "_run", captured),
         mock.patch.object(weights, "still_there", list),
         mock.patch.object(weights, "side_by_side", lambda x: beside(x, zeros((8,), mx.uint64))),

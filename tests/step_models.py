@@ -1,6 +1,6 @@
 """A stock model and the same one whose steps of decoding are graphs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,9 @@ from architectures import Architecture, build
 
 from mlx_qlayers import convert_model, use_backend
 from mlx_qlayers.conversion.stepping import step_class
-from mlx_qlayers.decode import engine
+from mlx_qlayers.decode import append_buffers, engine
 from mlx_qlayers.decode.twin import is_stepped
-from mlx_qlayers.runtime.backend import Mode, current
+from mlx_qlayers.runtime.backend import Mode, current, epoch
 from mlx_qlayers.runtime.threads import here
 
 
@@ -45,12 +45,34 @@ def on_a_gpu() -> Iterator[list[mx.array]]:
 
     def where() -> Any:
         state = current.get()
-        return (state, here.number) if state.mode is Mode.EAGER else None
+        return (state, here.number, epoch.number) if state.mode is Mode.EAGER else None
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.Steps, "run", kept)
         patch.setattr(engine, "where", where)
         yield found
+
+
+@contextmanager
+def appending(rows: int) -> Iterator[None]:
+    """Append buffers have so many rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(append_buffers, "_ROWS", rows)
+        yield
+
+
+@contextmanager
+def capturing(around: Callable[[], Any]) -> Iterator[None]:
+    """Call a function in front of each capture of a model."""
+    export = mx.export_function
+
+    def exported(*args: Any, **options: Any) -> Any:
+        around()
+        return export(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx, "export_function", exported)
+        yield
 
 
 @contextmanager

@@ -23,7 +23,14 @@ from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU
 from numerics import FACTOR, assert_same_model, to64
 
-from mlx_qlayers import ConversionReport, FusedAttention, QLinear, convert_model, revert_model
+from mlx_qlayers import (
+    ConversionReport,
+    FusedAttention,
+    QLinear,
+    convert_model,
+    explain,
+    revert_model,
+)
 from mlx_qlayers.conversion import attention_patch
 from mlx_qlayers.conversion.plan import PATCHED
 from mlx_qlayers.layers.multi_linear import QMultiLinear
@@ -113,7 +120,7 @@ def check_logits(name: str, kind: str) -> None:
 
 
 @every_architecture
-def test_conversion(name, monkeypatch):
+def test_conversion(name):
     expected = ARCHITECTURES[name]
     other, model, report, before, stock = converted(name)
     converted.cache_clear()  # reverted below
@@ -143,25 +150,19 @@ def test_conversion(name, monkeypatch):
         assert (cls is QuantizedSwitchLinear) == (type(modules[path]) is QSwitchLinear)
         assert (cls is QuantizedMultiLinear) == (type(modules[path]) is QMultiLinear)
 
-    calls = []
-    for name_of, ours in (("attention", attention), ("gated_delta", gated_delta)):
-        monkeypatch.setattr(
-            attention_patch,
-            name_of,
-            lambda *args, ours=ours, **kw: calls.append(kw) or ours(*args, **kw),
-        )
+    explain(reset=True)
     assert_same_model(model(TOKENS), stock, bits=None, what=name)
-    assert len(calls) >= expected.patched and bool(calls) == bool(expected.patched)
+    calls = sum(d.calls for d in explain(reset=True) if d.op in ("attention", "gated_delta"))
+    assert calls >= expected.patched and bool(calls) == bool(expected.patched)
 
-    calls.clear()
     assert types(other) == before
-    assert mx.array_equal(other(TOKENS), stock) and not calls
+    assert mx.array_equal(other(TOKENS), stock) and not explain()
 
     held = arrays(model)
     reverted = revert_model(model)
     assert set(reverted.counts) == {"reverted"}
     assert types(model) == before and arrays(model) == held
-    assert mx.array_equal(model(TOKENS), stock) and not calls
+    assert mx.array_equal(model(TOKENS), stock) and not explain()
 
 
 @every_architecture

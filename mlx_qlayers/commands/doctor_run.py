@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
-from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..runtime.worker import Worker
@@ -116,10 +115,7 @@ def _outcome(check: Example, path: str, end: float) -> Outcome:
     """Run a check as asked for, beside the reference on the CPU, and see what auto would take."""
     import mlx.core as mx
 
-    from ..metal.record import in_float32
-    from ..reference.rounding import rounding_error
     from ..runtime.backend import use_backend
-    from ..runtime.transformed import uncompiled
     from ..runtime.wait import KernelTimeout, wait_for
 
     if time.monotonic() > end:
@@ -133,18 +129,7 @@ def _outcome(check: Example, path: str, end: float) -> Outcome:
                 start = time.perf_counter()
                 mx.eval(check.run(*check.arrays))
                 times.append(time.perf_counter() - start)
-        # MLX 0.32.4 may crash where two CPU threads are the first to read an array of a GPU.
-        read: list[Any] = [memoryview(in_float32(a)) for a in check.arrays]
-        # To compile for a CPU needs a C++ compiler: many Macs have none.
-        with use_backend("reference"), mx.stream(mx.cpu), uncompiled():
-            expected = check.run(*map(mx.array, read))
-            mx.eval(expected)
-            errors = [
-                rounding_error(*pair, check.terms, check.steps)
-                for pair in zip(actual, expected, strict=True)
-            ]
-        # NaN is further than any number.
-        error, allowed = max(errors, key=lambda e: e[0] / (e[1] or 1) if e[0] <= e[1] else inf)
+        error, allowed = check.error(actual)
         taken = _taken(check)
     except Exception as failure:  # whatever is wrong with one kernel, the others are checked
         what = "hangs" if isinstance(failure, KernelTimeout) else "fails"

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_map
 
 from ..conversion.verify import arrays_in
+from ..metal.record import in_float32
+from ..reference.rounding import rounding_error
+from ..runtime.backend import use_backend
+from ..runtime.transformed import uncompiled
 
 
 class Example(NamedTuple):
@@ -57,6 +62,21 @@ class Example(NamedTuple):
             argnums = list(range(len(names)))
             found += _results(mx.grad(loss, argnums=argnums)(*(given[name] for name in names)))
         return found
+
+    def error(self, found: Sequence[mx.array]) -> tuple[float, float]:
+        """How far results are from stock operators on a CPU, and how far roundings may be."""
+        # MLX 0.32.4 may crash where two CPU threads are the first to read an array of a GPU.
+        read: list[Any] = [memoryview(in_float32(a)) for a in self.arrays]
+        # To compile for a CPU needs a C++ compiler: many Macs have none.
+        with use_backend("reference"), mx.stream(mx.cpu), uncompiled():
+            expected = self.run(*map(mx.array, read))
+            mx.eval(expected)
+            errors = [
+                rounding_error(*pair, self.terms, self.steps)
+                for pair in zip(found, expected, strict=True)
+            ]
+        # NaN is further than any number.
+        return max(errors, key=lambda e: e[0] / (e[1] or 1) if e[0] <= e[1] else inf)
 
     def _given(self, arrays: Sequence[mx.array]) -> dict[str, Any]:
         left = iter(arrays)

@@ -43,6 +43,7 @@ from ..runtime.spec import Spec
 from .example import Example
 
 _FORMAT = Format(64, 4)
+Shape = tuple[int, ...]
 
 
 def families() -> list[str]:
@@ -98,24 +99,24 @@ def _quantized_matmul() -> Iterator[Example]:
         (1, 72, Format(32, 4, "mxfp4"), mx.bfloat16),
         (40, 72, _FORMAT, mx.bfloat16),
     ):
-        given = {"x": _normal((rows, 512), dtype)} | _quantized((n, 512), dtype, fmt)
+        given = {"x": _normal((rows, 512), dtype)} | matrix((n, 512), dtype, fmt)
         what = f"{rows} rows, {n} columns, {fmt.bits} bits, {fmt.mode}, {_of(dtype)}"
         yield Example(what, quantized_matmul, given, terms=512)
     if device_of().dynamic_memory:
-        given = {"x": _normal((32, 4096), mx.bfloat16)} | _quantized((2048, 4096), mx.bfloat16)
+        given = {"x": _normal((32, 4096), mx.bfloat16)} | matrix((2048, 4096), mx.bfloat16)
         yield Example("rows in shared memory", quantized_matmul, given, terms=4096)
-        given = {"numbers": mx.array([[2, 70]])} | _quantized((72, 512), mx.bfloat16)
+        given = {"numbers": mx.array([[2, 70]])} | matrix((72, 512), mx.bfloat16)
         yield Example("some rows unpacked", quantized_rows, given)  # MLX's operators elsewhere
     for transpose in (True, False):
         # So deep that on an NVIDIA GPU two parts are added up.
         shape = (128, 1024) if transpose else (1024, 128)
-        given = {"x": _normal((24, 1024)), "transpose": transpose} | _quantized(shape)
+        given = {"x": _normal((24, 1024)), "transpose": transpose} | matrix(shape)
         what = "gradients" if transpose else "gradients, not transposed"
         yield Example(what, quantized_matmul, given, ("x", "scales", "biases"), 1024)
 
 
 def _fused_products() -> Iterator[Example]:
-    pair = [PackedMatrix(*_packed((72, 512), mx.bfloat16)) for _ in range(2)]
+    pair = [PackedMatrix(*packed((72, 512), mx.bfloat16)) for _ in range(2)]
     given: dict[str, Any] = {"matrices": pair, "group_size": 64, "bits": 4, "gate": "silu"}
     given["norm"] = _normal((512,), mx.bfloat16), 1e-5
     for rows in (1, 8, 40, 200):
@@ -132,12 +133,12 @@ def _gather_qmm() -> Iterator[Example]:
     ):
         chosen = (mx.arange(rows * 2) * 4 // (rows * 2)).astype(mx.uint32)
         given = {"x": _normal((rows * 2, 1, 512)), "rhs_indices": chosen, "transpose": transpose}
-        given |= _quantized((4, 72, 512) if transpose else (4, 512, 128))
+        given |= matrix((4, 72, 512) if transpose else (4, 512, 128))
         yield Example(what, gather_qmm, given | {"sorted_indices": in_order}, terms=512)
 
 
 def _experts() -> Iterator[Example]:
-    pair = [PackedMatrix(*_packed((4, 72, 512))) for _ in range(2)]
+    pair = [PackedMatrix(*packed((4, 72, 512))) for _ in range(2)]
     for rows in (1, 8):
         chosen = mx.arange(rows * 2, dtype=mx.uint32).reshape(rows, 2) % 4
         x, name = _normal((rows, 512)), f"{rows} rows"
@@ -168,10 +169,10 @@ def _tensor_ops() -> Iterator[Example]:
     chosen = mx.arange(100, dtype=mx.uint32) * 4 // 100
     for transpose in () if tensor_ops.missing() else (True, False):
         x, how = _normal((100, 128)), "" if transpose else ", not transposed"
-        given: dict[str, Any] = {"x": x, "packed": _packed((128, 128))}
+        given: dict[str, Any] = {"x": x, "packed": packed((128, 128))}
         run = partial(_by_tensors, transpose)
         yield Example(f"product{how}", run, given, terms=128)
-        many = {"x": x[:, None], "packed": _packed((4, 128, 128)), "chosen": chosen}
+        many = {"x": x[:, None], "packed": packed((4, 128, 128)), "chosen": chosen}
         yield Example(f"experts{how}", run, many, terms=128)
         if transpose and not tensor_ops.missing_codes():
             yield Example("product of packed codes", run, given | {"codes": True}, terms=128)
@@ -299,7 +300,7 @@ def _deform_conv2d() -> Iterator[Example]:
 def _linalg() -> Iterator[Example]:
     n = 160  # more than a block
     a = mx.random.normal((n, n)) / n**0.5
-    a = a @ a.T + mx.eye(n)
+    a = a @ a.T + 4 * mx.eye(n)
     yield Example("cholesky", cholesky, {"a": a, "check": False}, terms=n, steps=8)
     given = {"a": mx.tril(a), "b": mx.random.normal((n, 40))}
     yield Example("solve_triangular", solve_triangular, given, terms=n, steps=8)
@@ -344,29 +345,24 @@ _FAMILIES: dict[str, Callable[[], Iterator[Example]]] = {
 }
 
 
-def _between(size: tuple[int, int], shape: tuple[int, ...]) -> mx.array:
+def _between(size: tuple[int, int], shape: Shape) -> mx.array:
     """Points (*shape, 2) of an image, some outside, none near where a derivative jumps."""
     extent = mx.array(size[::-1])
     pixel = mx.random.randint(-1, extent, (*shape, 2))
     return (2 * (pixel + mx.random.uniform(0.2, 0.8, (*shape, 2))) + 1) / extent - 1
 
 
-def _quantized(
-    shape: tuple[int, ...], dtype: mx.Dtype = mx.float16, fmt: Format = _FORMAT
-) -> dict[str, Any]:
+def matrix(shape: Shape, dtype: mx.Dtype = mx.float16, fmt: Format = _FORMAT) -> dict[str, Any]:
     """A matrix in a format, and what else a call says of it."""
-    w, scales, *biases = _packed(shape, dtype, fmt)
-    matrix = {"w": w, "scales": scales, "biases": biases[0] if biases else None}
-    return matrix | fmt._asdict()
+    w, scales, *biases = packed(shape, dtype, fmt)
+    return {"w": w, "scales": scales, "biases": biases[0] if biases else None} | fmt._asdict()
 
 
-def _packed(
-    shape: tuple[int, ...], dtype: mx.Dtype = mx.float16, fmt: Format = _FORMAT
-) -> list[mx.array]:
+def packed(shape: Shape, dtype: mx.Dtype = mx.float16, fmt: Format = _FORMAT) -> list[mx.array]:
     return list(fmt.quantize(_normal(shape, dtype)))
 
 
-def _normal(shape: tuple[int, ...], dtype: mx.Dtype = mx.float16) -> mx.array:
+def _normal(shape: Shape, dtype: mx.Dtype = mx.float16) -> mx.array:
     return mx.random.normal(shape).astype(dtype)
 
 

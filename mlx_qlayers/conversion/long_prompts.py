@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..decode.engine import where
+from ..decode import engine
 from ..ops.quantized_route import is_dense
 from ..runtime.backend import within
 from ..runtime.cuda_ahead import compiled_in_parallel, finish
@@ -27,7 +27,7 @@ _queries: ContextVar[list[mx.array] | None] = ContextVar("queries", default=None
 
 def in_turn(call: Callable[..., Any], model: Any, *args: Any, **options: Any) -> Any:
     """Call a model. On CUDA layers of a prompt wait in turn, and kernels are compiled at once."""
-    if where() is None:
+    if engine.where() is None:
         return call(model, *args, **options)
     with within(_queries, []), compiled_in_parallel():
         return call(model, *args, **options)

@@ -26,7 +26,8 @@ from ..runtime.backend import backend
 from ..runtime.cuda_ahead import finish
 from ..runtime.devices import device_of
 from ..runtime.worker import Worker
-from .evaluator import IN_ORDER, Evaluator, timer_of
+from . import evaluator
+from .evaluator import IN_ORDER, Evaluator
 from .queue_timer import OutOfTime
 from .timing import Sample, verdict
 
@@ -67,7 +68,7 @@ def _measured(records: Sequence[Record], deadline: float, longest: float = inf) 
     pool = None if on.gpu else ThreadPoolExecutor(workers, "calibrate")
     ahead: list[tuple[Record, Evaluator[Any] | Result, Future[None] | None]] = []
     if pool is None and records:
-        timer_of(backend()).warm(_WARM)
+        evaluator.timer_of(backend()).warm(_WARM)
     rest = iter(records)
     try:
         while (left := deadline - time.monotonic()) > 0:
@@ -94,7 +95,7 @@ def _estimated(record: Record) -> float:
     """Seconds that it takes to measure a kernel of a prompt, on a GPU; 0 for all others."""
     if not device_of().gpu or record.stage < 2:
         return 0.0
-    return _SETUP + _PRODUCTS * record.operations() / timer_of(backend()).rate
+    return _SETUP + _PRODUCTS * record.operations() / evaluator.timer_of(backend()).rate
 
 
 def _left_to_tune(record: Record, estimate: float) -> Result:

@@ -3,6 +3,7 @@
 import csv
 import shutil
 import struct
+import sys
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
@@ -89,7 +90,7 @@ def test_pictures_of_stored_results(tmp_path, capsys):
 
 
 def test_pictures_without_matplotlib(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mlx_qlayers.commands.bench.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["bench", "--from", str(tmp_path)]) == 2
     line = "mlx-qlayers: error: pictures need matplotlib: pip install 'mlx-qlayers[bench]'\n"
     assert capsys.readouterr().err == line

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
 )
 from numerics import assert_same_model, assert_same_states
+from step_models import appending
 
 from mlx_qlayers import use_backend
 from mlx_qlayers.decode import append_buffers, engine
@@ -28,9 +29,10 @@ TOKENS = mx.random.randint(0, VOCABULARY, (3, 40), key=mx.random.key(1))
 
 
 @pytest.fixture
-def four_rows(gpu_path, monkeypatch):
+def four_rows(gpu_path):
     """Attention is by kernel on a CPU too, with append buffers of four tokens."""
-    monkeypatch.setattr(append_buffers, "_ROWS", 4)
+    with appending(4):
+        yield
 
 
 def begun(model: nn.Module, kind: str = "own", batch: int = 1, prompt: int = 5) -> list:

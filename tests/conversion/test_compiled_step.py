@@ -53,23 +53,6 @@ def test_logits(name, graphs):
         assert name not in APPENDING or forms == {AppendForm}
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "llama4", "afm7"])
-def test_a_cache_that_grows_and_one_that_is_trimmed(name, graphs):
-    """Past the rows that a cache begins with, and over the rows of tokens that were taken back."""
-    results = []
-    tokens = mx.random.randint(0, VOCABULARY, (1, 270), key=mx.random.key(1))
-    for model in pair(name):
-        cache = make_prompt_cache(model)
-        parts = [model(tokens[:, :250], cache=cache)]
-        parts += [model(tokens[:, i : i + 1], cache=cache) for i in range(250, 260)]
-        if all(c.is_trimmable() for c in cache):
-            assert [c.trim(6) for c in cache] == [6] * len(cache)
-        parts += [model(tokens[:, i : i + 1], cache=cache) for i in range(260, 270)]
-        results.append(mx.concatenate(parts, axis=1)[0])
-    assert len(graphs) >= 20, engine.stopped(model)
-    assert_same_model(*reversed(results), bits=None, what=name)
-
-
 def test_caches_that_hold_different_numbers_of_tokens(graphs):
     """The mask that a model makes of its first cache hides nothing of the others."""
     results, tokens = [], mx.array([[1, 2, 3, 4]])

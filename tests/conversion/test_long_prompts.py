@@ -10,7 +10,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from numerics import assert_same_model, assert_same_states
 
 from mlx_qlayers.conversion import long_prompts
-from mlx_qlayers.decode import engine
 
 compiled = pytest.mark.parametrize("gpu_path", ["compiled"], indirect=True)
 TOKENS = mx.random.randint(0, VOCABULARY, (1, 40), key=mx.random.key(1))
@@ -27,7 +26,6 @@ def evaluated(gpu_path, monkeypatch):
         found.append(not transformed)
         return transformed
 
-    monkeypatch.setattr(long_prompts, "where", engine.where)
     monkeypatch.setattr(long_prompts, "is_dense", lambda x: x.shape[1] > 16)
     monkeypatch.setattr(long_prompts, "is_transformed", seen)
     return found

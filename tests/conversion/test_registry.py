@@ -5,13 +5,6 @@ import mlx.nn as nn
 import pytest
 
 from mlx_qlayers import convert_model, register_counterpart, revert_model
-from mlx_qlayers.conversion import registry
-
-
-@pytest.fixture(autouse=True)
-def nothing_else_registered(monkeypatch):
-    monkeypatch.setattr(registry, "_by_stock", {})
-    monkeypatch.setattr(registry, "_by_counterpart", {})
 
 
 class Scale(nn.Module):

@@ -5,6 +5,7 @@ import gc
 import itertools
 import threading
 import weakref
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,9 +15,10 @@ from converted import pair
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache
 from numerics import assert_same_model, assert_same_states
+from step_models import capturing
 
 from mlx_qlayers import convert_model
-from mlx_qlayers.decode import captured, engine
+from mlx_qlayers.decode import engine
 from mlx_qlayers.decode import weights as step_weights
 from mlx_qlayers.layers.qlinear import QLinear
 from tests.machine import has_device
@@ -129,26 +131,20 @@ def test_threads(steps):
         assert_same_model(logits, expected, bits=None, what="in a thread")
 
 
-def test_two_models_in_two_threads(steps, monkeypatch):
+def test_two_models_in_two_threads(steps):
     """Both are captured at once: neither goes on from a run of its code before the other has."""
-    names, together, plain = ("qwen2", "qwen3_moe"), threading.Barrier(2), captured.Trace
+    names, together = ("qwen2", "qwen3_moe"), threading.Barrier(2)
     alone = [decoded(pair(name)[1])[0] for name in names]
     mx.eval(alone)
 
-    def trace(*args):
-        found = plain(*args)
-        together.wait(60)
-        return found
-
     models = [pair(name)[1] for name in names]
-    monkeypatch.setattr(captured, "Trace", trace)
 
     def run(i: int) -> mx.array:
         logits, _ = decoded(models[i])
         mx.eval(logits)
         return logits
 
-    with switching(1e-5):
+    with capturing(partial(together.wait, 60)), switching(1e-5):
         found = in_threads(run, 2, same_context=True)
     assert len(steps) == 16 and not any(map(engine.stopped, models))
     for logits, expected in zip(found, alone, strict=True):

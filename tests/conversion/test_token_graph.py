@@ -9,6 +9,7 @@ from converted import pair
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen2
 from mlx_lm.models.cache import make_prompt_cache
+from step_models import on_a_gpu
 
 from mlx_qlayers import convert_model
 from mlx_qlayers.decode import append_buffers, engine
@@ -30,9 +31,8 @@ def metal(monkeypatch):
 
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(metal_backend, "bind", counted)
-    monkeypatch.setattr(engine, "where", lambda: "metal")
     monkeypatch.setattr(engine, "is_transformed", lambda arrays: False)  # as it is in the export
-    with use_backend("metal"):
+    with on_a_gpu(), use_backend("metal"):
         yield launches
 
 

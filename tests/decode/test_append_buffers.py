@@ -15,21 +15,17 @@ from interrupts import interrupted
 from mlx.utils import tree_map
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from small_qwen import qwen
+from step_models import appending, as_graphs
 from stepping import KINDS, TOKENS, Stepped, assert_same, state
 
-from mlx_qlayers import use_backend
 from mlx_qlayers.decode import append_buffers, append_form, caches, engine
 
 
 @pytest.fixture(autouse=True)
-def like_a_gpu(monkeypatch):
+def like_a_gpu():
     """Steps by append buffers of four tokens, of which MLX compiles nothing."""
-    monkeypatch.setattr(engine, "where", lambda: "a GPU")
-    monkeypatch.setattr(append_buffers, "_ROWS", 4)
-    mx.disable_compile()
-    with use_backend("reference"):
+    with as_graphs(), appending(4):
         yield
-    mx.enable_compile()
     engine._steps.clear()
 
 
@@ -121,18 +117,17 @@ def test_trimmed_in_the_midst_of_an_append_buffer(kind):
 @pytest.mark.parametrize("kind", ["plain", "bits"])
 def test_steps_of_several_tokens_share_an_append_buffer(kind, monkeypatch):
     """Also with those of one token, and behind tokens that were taken back."""
-    monkeypatch.setattr(append_buffers, "_ROWS", 16)
-    begun = Mock(wraps=append_form.append_buffer_of)
+    model, begun = qwen(), Mock(wraps=append_form.append_buffer_of)
     monkeypatch.setattr(append_form, "append_buffer_of", begun)
-    model = qwen()
     runs = Stepped(model, kind, True), Stepped(model, kind, False)
     rounds = (5, 3), (5, 0), (1, 0), (1, 1), (3, 3), (5, 4), (2, 0), (1, 0), (5, 1), (5, 2)
-    for length, cut in 2 * rounds:
-        assert_same(*(run(length, length) for run in runs), kind, (length, cut))
-        for run in runs:
-            run.drop(cut) if cut else None
-        held = [vars(c)["keys"] for c in runs[0].cache]
-        assert all(isinstance(each[0], append_buffers.AppendBuffer) for each in held)
+    with appending(16):
+        for length, cut in 2 * rounds:
+            assert_same(*(run(length, length) for run in runs), kind, (length, cut))
+            for run in runs:
+                run.drop(cut) if cut else None
+            held = [vars(c)["keys"] for c in runs[0].cache]
+            assert all(isinstance(each[0], append_buffers.AppendBuffer) for each in held)
     # Each length begins once, and goes on behind the others until 16 rows are full.
     assert begun.call_count == 6
     assert_same(*(state(run.cache) for run in runs), kind, "behind all")

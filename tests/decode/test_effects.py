@@ -10,8 +10,9 @@ from mlx_lm.models import qwen2
 from mlx_lm.models.cache import make_prompt_cache
 from numerics import assert_same_model
 from small_qwen import qwen
+from step_models import capturing
 
-from mlx_qlayers.decode import captured, engine
+from mlx_qlayers.decode import engine
 
 PROMPT, TOKEN = mx.array([[5, 17, 3]]), mx.array([[4]])
 
@@ -88,17 +89,12 @@ def test_what_a_graph_would_not_repeat_is_left_to_the_model(kind, reason):
     assert reason in str(engine.stopped(model)) and calls == CALLS
 
 
-def test_numbers_that_another_thread_draws_meanwhile(monkeypatch):
+def test_numbers_that_another_thread_draws_meanwhile():
     """As if it were this model's code that draws them: once, so another capture finds it not."""
-    model, draws, plain = qwen(), [random.random], captured.Trace
-
-    def trace(*args: Any) -> Any:
-        while draws:
-            draws.pop()()
-        return plain(*args)
-
-    monkeypatch.setattr(captured, "Trace", trace)
-    assert engine.step(model, TOKEN, after_prompt(model)) is not None, engine.stopped(model)
+    model, draws = qwen(), [random.random]
+    with capturing(lambda: draws and draws.pop()()):
+        found = engine.step(model, TOKEN, after_prompt(model))
+    assert found is not None and not draws, engine.stopped(model)
 
 
 class Blocks(qwen2.Model):

@@ -1,5 +1,6 @@
 """Steps by graphs compute what the model does with every kind of cache, and leave the same ones."""
 
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -8,10 +9,11 @@ from architecture_table import ARCHITECTURES
 from architectures import build
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from small_qwen import qwen
+from step_models import capturing, on_a_gpu
 from stepping import ByGraph
 
 from mlx_qlayers import use_backend
-from mlx_qlayers.decode import captured, engine, forms
+from mlx_qlayers.decode import engine
 from mlx_qlayers.decode.append_form import AppendForm
 from mlx_qlayers.runtime.tracing import trace
 
@@ -55,12 +57,9 @@ def test_caches_that_grow_go_round_and_are_trimmed(kind):
             assert all(x.shape == y.shape and x.dtype == y.dtype for x, y in pairs)
 
 
-def test_one_capture_for_batches_and_texts_that_grow_and_shrink(monkeypatch):
-    """Of tokens as a prompt has them, and as they are sampled; a new batch is emitted from it."""
-    runs, graphs, plain, program = [], [], captured.Trace, forms.Program
-    monkeypatch.setattr(captured, "Trace", lambda *a: runs.append(a) or plain(*a))
-    monkeypatch.setattr(forms, "Program", lambda *a, **k: graphs.append(a[0]) or program(*a, **k))
-    model = qwen()
+def test_one_capture_for_batches_and_texts_that_grow_and_shrink():
+    """Of tokens as a prompt has them, and as they are sampled; no code runs for a new batch."""
+    runs, model = [], qwen()
     shapes = (1, 40), (5, 12), (2, 300), (64, 3), (1, 255), (1, 254), (1, 256)
     for batch, length in (*shapes, *((batch, 7) for batch in range(1, 9))):
         caches = [make_prompt_cache(model) for _ in "ab"]
@@ -69,19 +68,18 @@ def test_one_capture_for_batches_and_texts_that_grow_and_shrink(monkeypatch):
         for cache in caches:
             model(prompt, cache=cache)
         want = model(prompt[:, :1], cache=caches[0])
-        found = engine.step(model, prompt[:, :1], caches[1])
+        with capturing(partial(runs.append, batch)):
+            found = engine.step(model, prompt[:, :1], caches[1])
         assert found is not None and mx.abs(found - want).max() < 1e-4
-        assert len(runs) == 2  # no code of the model for another batch
-    assert len(graphs) == 9 and {*map(id, graphs)} == {id(graphs[0])}
+        assert len(runs) == 2
 
 
 def test_merged_sequences_of_any_lengths_take_one_trace(monkeypatch):
     """In a server sequences come and go at other lengths each time."""
     traces, run = [], AppendForm._run
-    monkeypatch.setattr(engine, "where", lambda: "a GPU")
     monkeypatch.setattr(AppendForm, "_run", lambda *a: traces.append(a[0].program.batch) or run(*a))
     model, token = qwen(), mx.array([[5]])
-    with use_backend("reference"):
+    with on_a_gpu(), use_backend("reference"):
         for lengths in ((3, 9), (40, 11), (2, 250), (7, 100)):
             caches = [make_prompt_cache(model) for _ in lengths]
             for length, cache in zip(lengths, caches, strict=True):

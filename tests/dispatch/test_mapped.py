@@ -5,7 +5,7 @@ from functools import partial
 import mlx.core as mx
 import pytest
 
-from mlx_qlayers import QLinear, grid_sample, quantized_matmul, use_backend
+from mlx_qlayers import QLinear, quantized_matmul, use_backend
 from mlx_qlayers.runtime import trace
 from tests.numerics import assert_same_sums
 
@@ -102,10 +102,3 @@ def test_what_has_no_derivative_is_refused():
         mx.vmap(quantized_matmul, in_axes=(0, None, None, None))(
             x.astype(mx.int32), w, scales, biases
         )
-
-
-def test_several_results_and_another_operation():
-    image, grid = mx.random.normal((1, 6, 5, 3)), mx.random.uniform(-1, 1, (ITEMS, 1, 4, 2, 2))
-    found = mx.vmap(lambda g: (grid_sample(image, g), g.sum()))(grid)
-    assert_same_sums(found[0], mx.stack([grid_sample(image, g) for g in grid]))
-    assert_same_sums(found[1], grid.sum((1, 2, 3, 4)))

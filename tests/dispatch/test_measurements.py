@@ -11,12 +11,10 @@ from threads import switching
 from mlx_qlayers import explain, use_backend
 from mlx_qlayers.dispatch.measurements import collected_records, configure, found, untuned
 from mlx_qlayers.formats import Format
-from mlx_qlayers.measurements import entries
 from mlx_qlayers.measurements.store import clear
 from mlx_qlayers.metal.records import RECORDS
 from mlx_qlayers.ops.attention_step import why_not
 from mlx_qlayers.runtime import backend as backends
-from mlx_qlayers.runtime.backend import advance_epoch
 
 pytestmark = pytest.mark.usefixtures("forgetful_gpu")
 
@@ -29,19 +27,11 @@ def test_a_heuristic_gives_way_to_what_was_found():
     assert clear() == 1 and configure("qmv", "cuda", *KEY) == heuristic()
 
 
-def test_evidence_says_what_was_measured_where(monkeypatch):
+def test_evidence_says_what_was_measured_where():
     keep(config=OTHER, date="2026-11-22", command="mlx-qlayers tune")
     evidence = found("qmv", *KEY).evidence
     assert str(evidence) == f"measured here: {TIMES}"
     assert (evidence.device, evidence.date) == ("some_gpu", "2026-11-22")
-    # The same file, as if the package held it.
-    own, read = entries.own_entries("some_gpu"), entries.read
-    shipped = {(entries.SHIPPED, "some_gpu"): own}
-    monkeypatch.setattr(entries, "read", lambda *at: {**read(*at), **shipped.get(at, {})})
-    monkeypatch.setattr(entries, "own_entries", lambda device: {})
-    advance_epoch()
-    evidence = found("qmv", *KEY).evidence
-    assert str(evidence) == f"shipped result of some_gpu, 2026-11-22: {TIMES}"
     assert evidence.command == "mlx-qlayers tune"
 
 
@@ -78,7 +68,7 @@ def test_what_no_kernel_takes_is_not_launched(capsys):
     assert any(d.op == "tuning" and "ways is 3" in d.reason for d in explain())
 
 
-def test_it_counts_for_its_device_dtype_format_and_shape_alone(monkeypatch):
+def test_it_counts_for_its_device_dtype_format_and_shape_alone(machine):
     keep(config=OTHER)
     assert found("qmv", 2, *KEY[1:]) is None
     assert found("qmv", *KEY[:3], mx.float16, FMT) is None
@@ -86,8 +76,7 @@ def test_it_counts_for_its_device_dtype_format_and_shape_alone(monkeypatch):
     assert configure("qmv", "metal", *KEY) == heuristic("metal")
     assert configure("qmv", "host", *KEY) == heuristic("host")
     assert found("qmv", *KEY, device="host") is None
-    monkeypatch.setattr(entries, "device_name", lambda: "another_gpu")
-    advance_epoch()
+    machine.nvidia("another_gpu")
     assert found("qmv", *KEY) is None
 
 
@@ -153,8 +142,8 @@ def test_sizes_between_two_that_were_measured_go_by_the_larger(path):
         ("latent_attention", LATENT, ((100, *LATENT[0][1:]), *LATENT[1:]), "metal"),
     ],
 )
-def test_but_never_by_another_kernel_or_template(family, key, other, device, monkeypatch):
-    monkeypatch.setattr(entries, "device_kind", lambda: device)
+def test_but_never_by_another_kernel_or_template(family, key, other, device, machine):
+    machine.gpu(device, {"architecture": "some_gpu"})
     keep(family, key, RECORDS[family](*key).heuristic(device), path="stock")
     assert found(family, *key, device=device).path == "stock"
     assert found(family, *other, device=device) is None

@@ -1,16 +1,13 @@
 """The table of examples: of each operation its calls, and what is expected of them.
 
-Sound calls are those of the package's own table, which doctor and the sanitizer run as well. The
-modules of this package add what needs NumPy: awkward and random calls, held against float64, and
-invalid ones with their messages.
+Sound calls are those of the package's own table, which doctor and the sanitizer run as well, and
+changes to them. The modules of this package add what needs NumPy: awkward and random calls, held
+against float64, and invalid ones with their messages.
 """
-
-from functools import partial
 
 import mlx.core as mx
 
 from mlx_qlayers.commands.example import Example, mapped
-from mlx_qlayers.commands.examples import examples, families
 from tests.examples import (
     adapters,
     elements,
@@ -25,7 +22,7 @@ from tests.examples import (
     rounding,
     sampled,
 )
-from tests.examples.calls import Random
+from tests.examples.calls import SHIPPED, Random
 from tests.examples.invalid import OPERATIONS
 
 MODULES = adapters, elements, experts, factors, fused, heads, integers, losses, products
@@ -36,15 +33,6 @@ RANDOM: dict[str, Random] = {
     for module in MODULES
     for name, each in vars(module).items()
     if isinstance(each, Random)
-}
-
-# Calls of public operations by name, but for those that are large to be fast on a GPU.
-MOST = 1 << 17
-CALLS: dict[str, Example] = {
-    example.name: example
-    for family in families()
-    for example in examples(family)
-    if not isinstance(example.function, partial) and sum(a.size for a in example.arrays) < MOST
 }
 
 
@@ -64,14 +52,14 @@ def _random(array: mx.array) -> mx.array:
 
 
 # Of these no matrix is one of random numbers.
-_FACTORS = "cholesky", "cholesky_inv", "cho_solve", "solve_triangular", "qr", "gptq"
-# Small calls with all arguments of operations.
-SOUND: dict[str, Example] = {
+_FACTORS = "cholesky_inv", "cho_solve", "gptq"
+# Sound calls of public operations, those of the package and further ones.
+CALLS: dict[str, Example] = SHIPPED | {
     f"{name} {i}": Example(
         f"{name} {i}",
         calls.function,
-        calls.sound(i) if name in _FACTORS else mapped(_random, calls.sound(i)),
+        change if name in _FACTORS else calls.arguments[0] | mapped(_random, change),
     )
     for name, calls in OPERATIONS.items()
-    for i in range(len(calls.arguments))
+    for i, change in enumerate(calls.more)
 }

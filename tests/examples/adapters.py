@@ -2,12 +2,11 @@
 
 from types import SimpleNamespace
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_qlayers.ops.add_low_rank import _TAKES, add_low_rank
 from tests.examples.arrays import DTYPES, dtype_of, filled, placed
-from tests.examples.calls import Call, Calls, Numbers, Random, declared
+from tests.examples.calls import Call, Numbers, Random, declared
 from tests.examples.products import ROWS
 from tests.numerics import random
 from tests.oracles import product, sums
@@ -77,17 +76,3 @@ ADD_LOW_RANK = Random(
         {"rows": (0,)},
     ],
 )
-ADAPTERS = [
-    Calls(
-        add_low_rank,
-        [{"y": mx.ones((3, 8)), "x": mx.ones((3, 5)), "a": mx.ones((5, 2)), "b": mx.ones((2, 8))}],
-        [
-            ({"x": mx.ones((2, 5))}, r"x must be \(3, K\), but its shape is \(2, 5\)"),
-            ({"x": mx.ones((3, 5), mx.float16)}, "x must be float32 as y, not .*float16"),
-            ({"a": mx.ones((4, 2))}, r"a must be \(5, R\), but its shape is \(4, 2\)"),
-            ({"b": mx.ones((2, 7))}, r"b must be \(2, 8\), but its shape is \(2, 7\)"),
-            ({"b": mx.ones((2, 8), mx.bfloat16)}, "b must be float32 as a, not .*bfloat16"),
-            ({"scale": float("nan")}, "scale must be a finite number, not nan"),
-        ],
-    )
-]

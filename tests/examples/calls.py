@@ -1,6 +1,7 @@
 """The record of an operation in the table: sound calls, invalid ones, random ones by float64."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from inspect import Parameter, signature
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -9,6 +10,8 @@ import mlx.core as mx
 import numpy as np
 from hypothesis import strategies as st
 
+from mlx_qlayers.commands.example import Example
+from mlx_qlayers.commands.examples import examples, families
 from mlx_qlayers.ops.signature import Signature
 from mlx_qlayers.runtime import trace
 from tests.examples import arrays
@@ -151,22 +154,38 @@ def _is_pair(values: Any) -> bool:
     )
 
 
+# The package's calls of public operations, but for those that are large to be fast on a GPU.
+_MOST = 1 << 17
+SHIPPED: dict[str, Example] = {
+    example.name: example
+    for family in families()
+    for example in examples(family)
+    if not isinstance(example.function, partial) and sum(a.size for a in example.arrays) < _MOST
+}
+
+
 class Calls(NamedTuple):
-    """Sound calls of an operation, invalid ones and random ones.
+    """Calls of an operation beside those of the package's table.
 
     Attributes:
         function: the operation.
-        arguments: of sound calls. All others have their defaults.
-        invalid: changes to the first of these, and a pattern of what is said.
+        invalid: changes to its first sound call, and a pattern of what is said.
+        more: sound calls with further arguments, as changes to the package's first call; without
+            one they are whole.
     """
 
     function: Callable[..., Any]
-    arguments: list[dict[str, Any]]
     invalid: list[tuple[dict[str, Any], str]]
+    more: Sequence[dict[str, Any]] = ()
+
+    @property
+    def arguments(self) -> list[dict[str, Any]]:
+        """Those of all sound calls."""
+        shipped = [e.arguments for e in SHIPPED.values() if e.function is self.function]
+        return shipped + [{**(shipped or [{}])[0], **change} for change in self.more]
 
     def sound(self, number: int = 0) -> dict[str, Any]:
         """All arguments of a sound call."""
         parameters = signature(self.function).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default is not Parameter.empty}
-        given = self.arguments[number % len(self.arguments)]
-        return given | {name: value for name, value in defaults.items() if name not in given}
+        return defaults | self.arguments[number % len(self.arguments)]

@@ -148,6 +148,7 @@ ATTENTION = Random(
         # The first queries see no key.
         *({"queries": n, "keys": 31, "mask": "causal"} for n in (8, 32, 70)),
         {"queries": 70, "keys": 31, "mask": "causal", "window": 5, "width": 128, "v_width": 72},
+        *({"queries": n, "mask": "boolean", "values": "special"} for n in (2, 21)),
         {"batch": 0, "gradient": True},
         {"queries": 0, "gradient": True},
         {"queries": 0, "mask": "causal", "softcap": 2.0},

@@ -171,38 +171,25 @@ LINEAR_CROSS_ENTROPY = Random(
     ],
 )
 
-_X, _T = mx.ones((2, 3, 64)), mx.array([[0, 5, 7], [6, -100, 1]])
+_T = mx.array([[0, 5, 7], [6, -100, 1]])
 _W = dict(zip(("weight", "scales", "biases"), mx.quantize(mx.ones((8, 64))), strict=True))
-_DENSE = {"weight": mx.ones((8, 64)), "scales": None, "biases": None}
+_DENSE = {"weight": mx.ones((41, 64)), "scales": None, "biases": None}
 LOSSES = [
     Calls(
         linear_cross_entropy,
         [
-            {"x": _X, "targets": _T, "bias": mx.ones(8), "mask": mx.ones((2, 3))} | _W,
-            {"x": _X, "targets": _T, "softcap": 4.0, "label_smoothing": 0.1} | _DENSE,
-        ],
-        [
-            ({"x": mx.ones((2, 3, 32))}, r"x must be \(\*R, 64\), but its shape is \(2, 3, 32\)"),
-            ({"x": _T}, "x must be float32, float16 or bfloat16"),
-            ({"targets": _T[0]}, r"targets must be \(2, 3\), but its shape is \(3,\)"),
-            ({"targets": mx.ones((2, 3))}, "targets must be integers"),
             ({"scales": None}, "biases must be None where scales is None"),
             ({"scales": None, "biases": None}, "weight must be float32, float16 or bfloat16, not"),
-            ({"weight": mx.ones((8, 64))}, "weight must be uint32"),
+            ({"weight": mx.ones((41, 64))}, "weight must be uint32"),
             ({"biases": None}, "biases is missing"),
             ({"bits": 8}, "weight of shape"),
             ({"group_size": 48}, "group_size must be 32, 64, 128"),
             ({"mode": "int4"}, "mode must be one of"),
             ({"mode": "mxfp4", "group_size": None}, "scales of shape|biases must be None|mxfp4"),
             (_DENSE | {"weight": mx.ones((0, 64))}, r"weight must be \(V, K\) with V > 0"),
-            ({"bias": mx.ones(7)}, r"bias must be \(8,\), but its shape is \(7,\)"),
-            ({"mask": mx.ones(3)}, r"mask must be \(2, 3\), but its shape is \(3,\)"),
-            ({"mask": _T}, "mask must be bool"),
             ({"label_smoothing": 1.0}, "label_smoothing must be below 1, not 1.0"),
-            ({"label_smoothing": -0.1}, "label_smoothing must be a finite number >= 0"),
-            ({"softcap": 0}, "softcap must be a finite number > 0 or None, not 0"),
-            ({"reduction": "max"}, "reduction must be none, sum or mean, not 'max'"),
         ],
+        [{"bias": mx.ones(41), "label_smoothing": 0.1}],
     ),
-    Calls(log_probabilities, [{"x": _X, "targets": _T} | _W], []),
+    Calls(log_probabilities, [], [{"x": mx.ones((2, 3, 64)), "targets": _T} | _W]),
 ]

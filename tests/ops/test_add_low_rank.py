@@ -29,3 +29,11 @@ def test_a_rank_that_is_not_small():
     with trace() as launches:
         mx.eval(_call(33))
     assert not launches
+
+
+@pytest.mark.parametrize("path", ["reference", "host"])
+def test_a_scale_that_is_a_large_integer(path):
+    """Of more than 64 bits, which MLX's operators do not take."""
+    one = mx.ones((1, 1))
+    with use_backend(path):
+        assert add_low_rank(one, one, one, one, scale=2**70).item() == 2**70

@@ -1,5 +1,7 @@
 """Attention of many queries over packed keys and of wide heads, in bounded memory."""
 
+from unittest.mock import Mock
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -61,7 +63,7 @@ def test_packed_keys_of_a_head_that_would_be_much_memory_stay_packed(
 def test_wide_heads_do_not_keep_all_scores(options, device, on, monkeypatch):
     rng = np.random.default_rng(2)
     q, k, v = (random(rng, (1, h, n, d)) for h, n, d in ((4, 19, 576), (1, 33, 576), (1, 33, 512)))
-    options, given = {"scale": 0.05, **options}, []
+    options, joined = {"scale": 0.05, **options}, Mock(wraps=mx.concatenate)
     if isinstance(options.get("mask"), mx.array):
         options["mask"] = mx.arange(33) % 4 < mx.arange(1, 20)[:, None]
     with use_backend("reference"):
@@ -69,22 +71,22 @@ def test_wide_heads_do_not_keep_all_scores(options, device, on, monkeypatch):
     on(device)
     advance_epoch()
     monkeypatch.setattr(ops, "MOST_SCORES", 4 * 33 * 6)
-    plan = ops._in_turn
-    monkeypatch.setattr(ops, "_in_turn", lambda *a: given.append(a) or plan(*a))
+    monkeypatch.setattr(mx, "concatenate", joined)
     assert_same_sums(attention(q, k, v, **options), expected)
-    assert len(given) == 1
+    assert joined.called  # by parts of the queries
 
 
 @pytest.mark.parametrize(
     "width, dtype, kernel",
     [(576, mx.bfloat16, True), (576, mx.float32, False), (584, mx.bfloat16, False)],
 )
-def test_wide_heads_are_for_the_forward_kernel_on_cuda(width, dtype, kernel, on, monkeypatch):
+def test_wide_heads_are_for_the_forward_kernel_on_cuda(
+    width, dtype, kernel, on, machine, monkeypatch
+):
     """Work that MLX is given before the GPU is done stays in memory, one part after another."""
     on("cuda")
+    machine.threshold("cuda", attention_in_turn_most=4 * 19 * 33)
     monkeypatch.setattr(ops, "MOST_SCORES", 0)
-    stored, turns = ops.threshold, {"attention_in_turn_most": 4 * 19 * 33}
-    monkeypatch.setattr(ops, "threshold", lambda name, **at: turns.get(name) or stored(name, **at))
     monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **_: lambda **_: None)
     shapes = (4, 19, width), (1, 33, width), (1, 33, 512)
     arrays = [Spec((1, *shape), dtype) for shape in shapes]

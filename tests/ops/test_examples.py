@@ -6,7 +6,7 @@ import pytest
 
 from mlx_qlayers import use_backend
 from mlx_qlayers.runtime.host import checks
-from tests.examples import CALLS, RANDOM, SOUND, in_float32, is_float
+from tests.examples import CALLS, RANDOM, in_float32, is_float
 from tests.examples.arrays import LAID_OUT, laid_out
 from tests.examples.invalid import INVALID, OPERATIONS
 from tests.gpus import GPUS, HERE
@@ -80,17 +80,17 @@ def check_views(example, turns):
                 assert mx.array_equal(one, other, equal_nan=True), LAYOUTS[turn]
 
 
-@pytest.mark.parametrize("name", CALLS | SOUND)
+@pytest.mark.parametrize("name", CALLS)
 def test_views_give_the_same_bits(name):
     with use_backend(HERE):
-        check_views((CALLS | SOUND)[name], range(len(LAYOUTS)))
+        check_views(CALLS[name], range(len(LAYOUTS)))
 
 
-@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("name", CALLS)
 def test_views_are_read_where_they_are(name):
-    """On the checked build, small arrays."""
+    """On the checked build."""
     with use_backend("host"), checks():
-        check_views(SOUND[name], range(0, len(LAYOUTS), 3))
+        check_views(CALLS[name], range(0, len(LAYOUTS), 3))
 
 
 # The reference differentiates one of two equal halves; codes are steps; MLX has none of scales.
@@ -104,10 +104,10 @@ STEPS = {"fused_products": 1e-3}
 
 
 @pytest.mark.parametrize("path", ["reference", HERE])
-@pytest.mark.parametrize("name", [n for n in CALLS | SOUND if not n.startswith(WITHOUT)])
+@pytest.mark.parametrize("name", [n for n in CALLS if not n.startswith(WITHOUT)])
 def test_gradients_by_finite_differences(name, path):
     """Of all floating-point arrays at once."""
-    example = (CALLS | SOUND)[name]
+    example = CALLS[name]
     arrays = in_float32(example.arrays)
     places = [i for i, array in enumerate(arrays) if is_float(array)]
     if path == "reference" and name in STOCK_HAS_NONE:

@@ -8,7 +8,6 @@ from mlx_qlayers import explain, use_backend
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops import gather_qmm as operation
 from mlx_qlayers.ops.gather_qmm import gather_qmm
-from mlx_qlayers.reference import cores
 from mlx_qlayers.runtime import BackendError, trace
 from mlx_qlayers.runtime.backend import backend, current, epoch
 from tests.experts import check_gathered, random_experts
@@ -22,8 +21,8 @@ def options(fmt, **others):
     return fmt._asdict() | others
 
 
-def test_reference_large_enough_for_every_core(monkeypatch):
-    monkeypatch.setattr(cores, "_cores", lambda: 3)
+def test_reference_large_enough_for_every_core(machine):
+    machine.cores(3)
     rng = np.random.default_rng(4)
     packed, x = random_experts(rng, (E,), 400, 512, SMALL), random(rng, (5, 1, 512))
     right = mx.array([4, 0, 0, 2, 1])

@@ -4,7 +4,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_qlayers import explain, use_backend
+from mlx_qlayers.measurements.thresholds import threshold
 from mlx_qlayers.ops import latent_attention as latent
+from mlx_qlayers.runtime.spec import Spec
 from tests.examples.recurrent import LATENT_ATTENTION
 from tests.gpus import GPUS
 
@@ -31,10 +33,12 @@ def test_what_the_kernel_does_not_take(rows, widths):
         assert y.shape == four[0].shape and explain()[0].path == "reference"
 
 
-def test_long_caches_go_by_what_was_measured(monkeypatch):
+def test_long_caches_go_by_what_was_measured(on):
     """So many rows for each sequence, on a GPU; on request the kernel takes more."""
-    monkeypatch.setattr(latent, "threshold", lambda name: 8)
-    with use_backend("auto"):
-        for batch, rows, faster in ((1, 8, True), (1, 9, False), (3, 24, True), (3, 25, False)):
-            reason = latent._choose(*arrays(batch=batch, rows=rows)[:3]).reason
-            assert ("rows, more than 8 for each" not in reason) == faster, reason
+    on("cuda")
+    most = threshold("latent_attention_rows", device="cuda")
+    for batch in (1, 3):
+        for rows, faster in ((batch * most, True), (batch * most + 1, False)):
+            shapes = (batch, 8, 1, 128), (batch, 8, 1, 64), (batch, 1, rows, 128)
+            reason = latent._choose(*(Spec(shape, mx.bfloat16) for shape in shapes)).reason
+            assert (f"rows, more than {most} for each" not in reason) == faster, reason

@@ -6,7 +6,6 @@ import pytest
 
 from mlx_qlayers import explain, quantized_matmul, use_backend
 from mlx_qlayers.formats import Format
-from mlx_qlayers.reference import cores
 from mlx_qlayers.runtime import BackendError, trace
 from mlx_qlayers.runtime.backend import backend
 from tests.examples import RANDOM
@@ -33,8 +32,8 @@ def test_against_float64(fmt, dtype, transpose):
 
 
 @pytest.mark.parametrize("rows", [1, 40])
-def test_large_enough_for_every_core(rows, monkeypatch):
-    monkeypatch.setattr(cores, "_cores", lambda: 3)
+def test_large_enough_for_every_core(rows, machine):
+    machine.cores(3)
     rng = np.random.default_rng(rows)
     for transpose in (True, False):
         packed = random_packed(rng, 1000, 1024, AFFINE)

@@ -7,9 +7,9 @@ import mlx.core as mx
 from mlx_qlayers.reference import cores
 
 
-def test_parts_are_even_and_large_enough(monkeypatch):
+def test_parts_are_even_and_large_enough(machine):
     for available, count, work in product((1, 2, 8), (0, 1, 2, 7, 12), (0, 1, 1 << 17, 1 << 30)):
-        monkeypatch.setattr(cores, "_cores", lambda available=available: available)
+        machine.cores(available)
         found = cores.parts(count, work)
         assert [i for part in found for i in range(count)[part]] == list(range(count))
         sizes = [part.stop - part.start for part in found]

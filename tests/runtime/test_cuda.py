@@ -13,7 +13,6 @@ from mlx_qlayers.metal.attention.layout import Layout
 from mlx_qlayers.ops.exp import exp
 from mlx_qlayers.options import AttentionCall, Scores
 from mlx_qlayers.runtime import BackendError, Kernel, use_backend
-from mlx_qlayers.runtime import backend as backend_module
 from mlx_qlayers.runtime.cuda import translate
 from tests.machine import zeros
 from tests.numerics import assert_function, assert_same_sums
@@ -25,7 +24,7 @@ Launches = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 @pytest.fixture
-def launches(monkeypatch):
+def launches(machine, monkeypatch):
     """The cuda backend, forced, with a stand-in for MLX's function that notes its calls."""
     seen: Launches = []
 
@@ -34,7 +33,7 @@ def launches(monkeypatch):
         return zeros(**launch)
 
     monkeypatch.setattr(mx.fast, "cuda_kernel", kernel_that(run))
-    monkeypatch.setitem(backend_module.missing, "cuda", lambda: None)
+    machine("cuda")
     with use_backend("cuda"):
         yield seen
 

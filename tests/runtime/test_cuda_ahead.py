@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from machine import has_gpu, zeros
+from machine import forget, has_gpu, zeros
 
 from mlx_qlayers import explain, quantized_matmul, use_backend
-from mlx_qlayers.runtime import backend, cuda_ahead
+from mlx_qlayers.runtime import cuda_ahead
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.runtime.cuda_ahead import compiled_in_parallel, nothing_compiled, string_hash
 from mlx_qlayers.runtime.nvrtc_worker import compiled
@@ -41,19 +41,21 @@ def machine(tmp_path, monkeypatch):
         given.append(input)
         return SimpleNamespace(stdout=b"mangled\ncode")
 
-    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setattr(mx.fast, "cuda_kernel", nvrtc.kernel_that(run))
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     has_gpu(monkeypatch, "sm_90")
-    monkeypatch.setattr(cuda_ahead, "_folder", lambda: tmp_path)
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "ptx"))
+    cuda_ahead._folder.cache_clear()
     monkeypatch.setattr(cuda_ahead, "_library", lambda: "libnvrtc.so")
-    monkeypatch.setattr(cuda_ahead, "_includes", lambda: ["/include"])
-    monkeypatch.setattr(cuda_ahead, "_jobs", {})
-    monkeypatch.setattr(cuda_ahead, "string_hash", lambda text: abs(hash(text)))
+    cuda_ahead._jobs.clear()
+    monkeypatch.setattr(cuda_ahead, "string_hash", lambda text: abs(hash(text)) | 1)
     monkeypatch.setattr(subprocess, "run", compile_one)
-    monkeypatch.setitem(backend.missing, "cuda", lambda: None)
     advance_epoch()
     explain(reset=True)
-    yield SimpleNamespace(launched=launched, given=given, folder=tmp_path)
+    yield SimpleNamespace(launched=launched, given=given, folder=tmp_path / "ptx")
+    cuda_ahead._folder.cache_clear()
+    monkeypatch.undo()
+    forget()
     advance_epoch()
 
 

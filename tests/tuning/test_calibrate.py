@@ -11,16 +11,15 @@ import mlx.nn as nn
 import pytest
 from architecture_table import ARCHITECTURES
 from architectures import build
-from machine import has_gpu
+from machine import has_gpu, zeros
 from mlx_lm import load as load_stock
+from step_models import on_a_gpu
 
 from mlx_qlayers import convert_model, explain, use_backend
-from mlx_qlayers.decode import engine
 from mlx_qlayers.formats import Format
 from mlx_qlayers.measurements import entries
 from mlx_qlayers.measurements.store import clear, listed
 from mlx_qlayers.metal.quantized_matmul.records import QmvRecord
-from mlx_qlayers.runtime import metal
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.tuning import calibrate as module
 from mlx_qlayers.tuning import measuring
@@ -103,12 +102,11 @@ def test_a_conversion_measures_the_models_shapes_and_uses_and_tells_what_it_foun
         assert not calibrate(model).measured
 
 
-def test_what_was_measured_is_not_measured_again(model, timed, monkeypatch):
+def test_what_was_measured_is_not_measured_again(model, timed):
     first = calibrate(model)
     assert first.measured and first.left == 0 and timed.asked == len(first.measured)
-    monkeypatch.setattr(module, "results", None)
-    again = calibrate(model)
-    assert again.measured == first.measured and not again.seconds
+    asked, again = timed.asked, calibrate(model)
+    assert again.measured == first.measured and not again.seconds and timed.asked == asked
     assert "; measured for" in str(first) and "; measured for" not in str(again)
 
 
@@ -166,19 +164,13 @@ def test_a_kernel_that_hangs_ends_it_and_is_never_tried_again(model, timed):
 
 def test_experts_and_latent_rows_are_measured_too(machine, monkeypatch):
     """On an Apple GPU, for which nothing ships; here one whose kernels give zeros."""
-
-    def zeros(launch):
-        outputs = [*zip(launch.output_shapes, launch.output_dtypes, strict=True)]
-        return lambda arrays: [mx.zeros(*each) for each in outputs]
-
     model = build("deepseek_v3", ARCHITECTURES["deepseek_v3"], mx.bfloat16)
     with use_backend("reference"):
         convert_model(model, verify=False, calibrate=False)
     machine("metal")
-    monkeypatch.setattr(metal, "bind", zeros)
+    monkeypatch.setattr(mx.fast, "metal_kernel", lambda **_: zeros)
     has_gpu(monkeypatch, "applegpu_g16s")
-    monkeypatch.setattr(engine, "where", lambda: "metal")
-    with use_backend("metal"):
+    with on_a_gpu(), use_backend("metal"):
         keys = [record.key for record in module._counted(model)]
     for rows in (1, 2, 4, 8, 16):
         # Rows that share experts often are added up behind the launch.

@@ -15,16 +15,16 @@ from typing import NamedTuple
 import mlx.core as mx
 import pytest
 from mlx_lm.models import qwen2
+from step_models import on_a_gpu
 
 from mlx_qlayers import convert_model, use_backend
-from mlx_qlayers.decode import engine
 from mlx_qlayers.dispatch.measurements import found, lookup
 from mlx_qlayers.measurements import entries
 from mlx_qlayers.metal.attention.records import AttentionDecodeRecord
 from mlx_qlayers.metal.attention.step_record import AttentionStepRecord
 from mlx_qlayers.metal.quantized_matmul.records import QmvRecord
 from mlx_qlayers.runtime import metal, tensor_ops
-from mlx_qlayers.runtime.backend import advance_epoch, epoch
+from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.tuning import calibrate as module
 from mlx_qlayers.tuning import evaluator, measuring
 from mlx_qlayers.tuning.calibrate import calibrate
@@ -90,7 +90,7 @@ class Mac:
 
 
 @pytest.fixture(params=CHIPS, ids=lambda chip: chip.name)
-def mac(request, machine, monkeypatch, tmp_path):
+def mac(request, machine, monkeypatch):
     mac = Mac(request.param)
 
     class Simulated(Evaluator):
@@ -131,7 +131,7 @@ def mac(request, machine, monkeypatch, tmp_path):
             mac.now += took
             return took, queued
 
-    asked_by, facts = module.asked_by, {"architecture": mac.chip.architecture}
+    asked_by = module.asked_by
 
     def traced(*arguments, **options):
         mac.now += TRACE
@@ -140,17 +140,9 @@ def mac(request, machine, monkeypatch, tmp_path):
         mac.uncompiled = 0.0
         return found
 
-    machine("metal")
-    monkeypatch.setattr(entries, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(entries, "device_kind", lambda: "metal")
-    monkeypatch.setattr(entries, "device_name", entries.device_name.__wrapped__)
-    facts["device_name"] = mac.chip.name
-    monkeypatch.setattr(mx, "device_info", lambda *_: facts)
-    if mac.chip.architecture.startswith("applegpu_g17"):
-        monkeypatch.setattr(tensor_ops, "missing", lambda: None)
-        monkeypatch.setattr(tensor_ops, "missing_codes", lambda: None)
+    machine.apple(mac.chip.architecture, name=mac.chip.name)
+    tensor_ops.missing_codes()  # asks a kernel
     monkeypatch.setattr(metal, "bind", mac.bind)
-    monkeypatch.setattr(engine, "where", lambda: ("metal", epoch.number))
     monkeypatch.setattr(module, "asked_by", traced)
     monkeypatch.setattr(measuring, "Evaluator", Simulated)
     timers = []
@@ -159,13 +151,13 @@ def mac(request, machine, monkeypatch, tmp_path):
         timers.extend([] if timers else [Timer()])
         return timers[0]
 
-    monkeypatch.setattr(measuring, "timer_of", timer_of)
     monkeypatch.setattr(evaluator, "timer_of", timer_of)
     monkeypatch.setattr(time, "monotonic", lambda: mac.now)
     monkeypatch.setattr(time, "perf_counter", lambda: mac.now)
     monkeypatch.setenv("MLX_QLAYERS_CALIBRATE", "1")
     advance_epoch()
-    return mac
+    with on_a_gpu():
+        yield mac
 
 
 def converted():

@@ -9,7 +9,7 @@ import pytest
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention.step_record import AttentionStepRecord
 from mlx_qlayers.metal.quantized_matmul.records import QmvRecord
-from mlx_qlayers.tuning import evaluator, queue_timer
+from mlx_qlayers.tuning import evaluator
 from mlx_qlayers.tuning.evaluator import Evaluator
 from mlx_qlayers.tuning.queue_timer import OutOfTime, QueueTimer
 from mlx_qlayers.tuning.timing import Sample
@@ -31,19 +31,33 @@ class Stock(QmvRecord):
 RECORD = Stock(1, 256, 512, mx.float32, Format(64, 4))
 
 
+class Timed(Evaluator):
+    """On a GPU of which a chain starts with other work."""
+
+    timed = None
+
+    def _times(self, every, sets, repeats, *deadline):
+        if self.timed is None:
+            return super()._times(every, sets, repeats, *deadline)
+        return self.timed(repeats)
+
+
 @pytest.fixture
-def measured(monkeypatch):
-    monkeypatch.setattr(evaluator, "backend", lambda: "cuda")
-    monkeypatch.setattr(evaluator, "file_of", lambda device: "some_gpu")
+def timer(monkeypatch):
+    """The clock of a device, which a test has tell what it will."""
+    timer = QueueTimer(busy=False)
+    monkeypatch.setattr(evaluator, "timer_of", lambda device: timer)
+    return timer
+
+
+@pytest.fixture
+def measured(machine, monkeypatch, timer):
+    machine.nvidia("some_gpu")
     monkeypatch.setattr(evaluator, "_COLD", 1 << 19)
-    monkeypatch.setattr(queue_timer, "_SMALLEST", 32)
-    monkeypatch.setattr(queue_timer, "_LARGEST", 32)
-    monkeypatch.setattr(queue_timer, "_MOST", 1e-3)
-    evaluator.timer_of.cache_clear()
-    return Evaluator(RECORD)
+    return Timed(RECORD)
 
 
-def test_the_work_before_and_the_links_are_left_out(measured, monkeypatch):
+def test_the_work_before_and_the_links_are_left_out(measured, timer):
     each = evaluator._CHAIN
     measured._rounds = {len(measured.sets): each / 3, 1: each / 7}
 
@@ -53,8 +67,7 @@ def test_the_work_before_and_the_links_are_left_out(measured, monkeypatch):
         warm.append(True)
         return {name: Sample.of([whole.get(name, 2.0 + 5 * launches)]) for name in chains}
 
-    warm = []
-    monkeypatch.setattr(evaluator.timer_of("cuda"), "seconds", seconds)
+    warm, timer.seconds = [], seconds
     config = RECORD.heuristic("cuda")
     assert measured.rate(config) == pytest.approx(5)
     warm.clear()
@@ -120,16 +133,27 @@ def test_every_output_is_compared(wrong):
     assert "wrong by" in rates._verified("kernel", damaged)
 
 
-def test_what_is_not_done_in_time_is_left(measured, monkeypatch):
+class Slow(QueueTimer):
+    """A clock that other work takes milliseconds of."""
+
+    def _unqueued(self, products):
+        assert super()._unqueued(1) > 0
+        return 1e-3 * products
+
+    def _once(self, run):
+        return 1.0, 0.0
+
+
+def test_what_is_not_done_in_time_is_left(measured):
     times, asked = {"kernel": Sample(1.0, 0.9, 1.1, 5), "stock": Sample.of([1.0] * 5)}, []
 
-    def seconds(self, every, sets, repeats, seconds):
+    def timed(repeats):
         asked.append(repeats)
         if len(asked) > rounds:
             raise OutOfTime
         return times
 
-    monkeypatch.setattr(Evaluator, "_times", seconds)
+    measured.timed = timed
     rounds, config = 1, RECORD.heuristic("cuda")
     # Five repeats of each are a verdict, fewer are none.
     assert measured.beside_stock(config) == times and asked == [5, 9]
@@ -141,11 +165,8 @@ def test_what_is_not_done_in_time_is_left(measured, monkeypatch):
         measured.attempt(config)
     with pytest.raises(OutOfTime):
         Evaluator(RECORD, deadline=time.monotonic())
-    monkeypatch.setattr(QueueTimer, "_unqueued", lambda self, products: 1e-3 * products)
-    timer = QueueTimer()
-    monkeypatch.setattr(timer, "_once", lambda run: (1.0, 0.0))
     with pytest.raises(OutOfTime):
-        timer.seconds({"a": "a"}, deadline=time.monotonic())
+        Slow().seconds({"a": "a"}, deadline=time.monotonic())
 
 
 def test_a_cpu_runs_its_launches_one_by_one_without_other_work():

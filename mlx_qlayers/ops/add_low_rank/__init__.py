@@ -154,16 +154,15 @@ def _operators(dtype: mx.Dtype, s: float) -> Steps:
 def _plan(arrays: Sequence[Spec], scale: float) -> Plan:
     y, x, a, b = arrays
     _TAKES.check(*arrays, scale)
+    scale = float(scale)  # MLX takes no larger integers than int64
     rank, rows = a.shape[1], prod(y.shape[:-1])
     sizes = (rows, x.shape[-1]), (rows, y.shape[-1])
     reason = None if rank <= _LARGEST else f"its rank {rank} is above {_LARGEST}"
     least = min(y.size, x.size, a.size, b.size, rows * rank)
     few = "kernels read shapes, which arrays of fewer than 8 elements come without"
     empty = (few if least else "there is nothing to add") if least < CONSTANT_BELOW else None
-    choice, operators = (
-        choose("add_low_rank", reason=reason, empty=empty),
-        _operators(y.dtype, scale),
-    )
+    choice = choose("add_low_rank", reason=reason, empty=empty)
+    operators = _operators(y.dtype, scale)
     if not least:
         return Plan(choice, lambda y, *_: y)
     if choice.path == "reference":

@@ -303,6 +303,6 @@ def examples() -> Iterator[tuple[str, dict[str, Any], Sequence[str]]]:
     packed = dict(
         zip(("weight", "scales", "biases"), mx.quantize(dense["weight"], 32, 4), strict=True)
     )
-    yield "dense", {"x": x, "targets": targets} | dense, ("x", "weight")
     more = {"group_size": 32, "mask": mx.arange(10).reshape(2, 5) % 3 != 1, "softcap": 5.0}
     yield "4 bits", {"x": x, "targets": targets} | packed | more, ("x", "scales", "biases")
+    yield "dense", {"x": x, "targets": targets} | dense, ("x", "weight")

@@ -17,7 +17,7 @@ from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.spec import Spec
 from tests.gpus import on_gpus
-from tests.machine import has_gpu, measured_from_one
+from tests.machine import has_gpu
 
 # The most that a threadgroup of a Hopper GPU may ask for.
 MOST_MEMORY = 227 * 1024
@@ -76,8 +76,8 @@ def test_all_gradients(taken, shape, dtype, kind, extra, chosen):
     ],
     ids=str,
 )
-def test_on_a_gpu(gpu, width, dtype, kind, extra, monkeypatch):
-    monkeypatch.setattr(hopper, "threshold", measured_from_one)
+def test_on_a_gpu(gpu, width, dtype, kind, extra, machine):
+    machine.threshold(gpu, attention_ahead_least={"forward": 0, "backward": 0})
     for shape in ((1, 4, 2, 150, 520), (2, 1, 1, 300, 515)):
         with use_backend(gpu):
             check(attention, (*shape, width, width), dtype, kind, extra)

@@ -1,7 +1,6 @@
 """The tiled product with a quantized matrix against float64, and what it reads."""
 
-from dataclasses import asdict, replace
-from itertools import product as product_of
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from runtime.host import mlx_kernels as mk
 
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.quantized_matmul.qmm import QmmConfig, qmm_config, threadgroup_memory
+from mlx_qlayers.metal.quantized_matmul.qmm import QmmConfig, qmm_config
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.gpus import GPUS, HERE, on_gpus
@@ -17,7 +16,6 @@ from tests.launchers import qmm
 from tests.numerics import random
 from tests.packed import (
     DTYPES,
-    FORMATS,
     check_product,
     every_format_and_dtype,
     every_width,
@@ -130,15 +128,6 @@ def test_banks(dtype, device, transpose):
     with checks() as report:
         by_kernel(x, packed, AFFINE, transpose, device=device)
     assert max(counters.bank_ways for _, counters in report.launches) <= 2
-
-
-@pytest.mark.parametrize("device", ["metal", "cuda", "host"])
-def test_threadgroup_memory(device):
-    """Apple GPUs have the memory that every configuration takes."""
-    sizes = product_of((17, 33, 65, 129, 2048), (64, 1 << 17), DTYPES, FORMATS, (True, False))
-    for m, n, dtype, fmt, transpose in sizes:
-        config = qmm_config(device, m, n, 3584, dtype, fmt, transpose)
-        assert 0 < threadgroup_memory(dtype, transpose, **asdict(config)) <= 32 * 1024
 
 
 def test_moves_no_more_than_stock():

@@ -15,7 +15,7 @@ from tests.gpus import HERE, on_gpus
 from tests.launchers import qmv, skinny
 from tests.metal.quantized_matmul.test_deferred_norm import gives_squares, takes_squares
 from tests.metal.quantized_matmul.test_qmv import AFFINE, check_fused, packed_matrices
-from tests.numerics import behind_one, random
+from tests.numerics import random
 from tests.packed import FORMATS, check_product, random_packed
 from tests.pairwise import in_turn, pairwise
 
@@ -137,13 +137,6 @@ def test_reads_the_matrix_once():
     of_matrix = sum(a.nbytes for a in packed)
     assert report.total("bytes_read") == of_matrix + 192 // 96 * x.nbytes
     assert report.total("bytes_written") == y.nbytes
-
-
-def test_arrays_may_begin_anywhere():
-    x, packed = sample(AFFINE, mx.bfloat16, 24)
-    with checks():
-        y = by_kernel(behind_one(x), [behind_one(a) for a in packed], AFFINE, WIDE)
-        assert mx.array_equal(y, by_kernel(x, packed, AFFINE, WIDE))
 
 
 def test_a_row_does_not_depend_on_the_others():

@@ -1,5 +1,7 @@
 """A cache of compiled kernels that a test has for itself."""
 
+import tempfile
+
 import pytest
 
 from mlx_qlayers.runtime.host import cache
@@ -9,7 +11,7 @@ from mlx_qlayers.runtime.host import cache
 def folder(tmp_path, monkeypatch):
     """The folder that holds it; temporary files go to ``scratch`` below."""
     monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path / "scratch"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
     cache._made_scratch.cache_clear()
     yield tmp_path

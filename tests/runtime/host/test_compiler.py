@@ -33,22 +33,6 @@ def test_kernels_behind_the_same_headers_share_them(folder):
     assert len(headers(folder)) == 3
 
 
-def test_instances_of_a_kernel_are_preprocessed_once(folder, monkeypatch):
-    texts, run = [], compiler.preprocess
-    monkeypatch.setattr(compiler, "preprocess", lambda *given: texts.append(given) or run(*given))
-    body = KERNEL.replace("VALUE", "T(N)").replace("float* y", "T* y")
-    for kind, value in (("float", 3), ("int", 4)):
-        name = f"f_{kind}_{value}"
-        instance = f"{name}<{kind}, {value}>"
-        text = f"{HEADERS}template <typename T, int N>\n{body.replace(' f(', f' {name}(')}"
-        text += f'template [[host_name("{name}")]] kernel decltype({instance}) {instance};\n'
-        y = bytearray(16)
-        kernel = compile_source(text, name, checked=False)
-        kernel.run({0: y}, (4, 1, 1), (4, 1, 1), writes=[0])
-        assert memoryview(y).cast(kind[0]).tolist() == [value] * 4
-    assert len(texts) == 1
-
-
 def test_a_frame_too_large_for_its_stack_is_compiled_anew(folder, monkeypatch):
     levels, make = [], compiler._object
 

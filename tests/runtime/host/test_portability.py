@@ -30,14 +30,17 @@ kernel void k(const device half* x [[buffer(0)]], device bfloat* y [[buffer(1)]]
     ],
 )
 def test_another_platform(target, clang_cpu, zig_cpu, monkeypatch):
+    def aim(cpu: str) -> None:
+        monkeypatch.setattr(toolchain, "target", lambda: ("-target", target, cpu))
+
     def make(folder: Path) -> None:
-        monkeypatch.setattr(toolchain, "target", lambda: ("-target", target, clang_cpu))
+        aim(clang_cpu)
         text = compiler.preprocess(KERNEL, {}, 320)
         unit, _ = source.translate(text, "k", {})
         for checked, build in ((False, compiler.object_fast), (True, compiler.object_checked)):
             build(compiler.strict(unit, checked=checked, debug=checked), folder)
             (folder / "kernel.o").rename(folder / f"{checked}.o")
-        monkeypatch.setattr(toolchain, "target", lambda: ("-target", target, zig_cpu))
+        aim(zig_cpu)
         runtime_library.objects(folder)
 
     # In the cache as other kernels: compiled anew where the compiler or the runtime has changed.

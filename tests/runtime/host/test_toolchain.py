@@ -1,7 +1,9 @@
 """A toolchain that fails: ``auto`` goes on without kernels, and a forced backend says why."""
 
+import ctypes
 import os
 import re
+import tempfile
 from pathlib import Path
 
 import mlx.core as mx
@@ -24,13 +26,14 @@ def forget() -> None:
     backend.advance_epoch()
     cache._made_scratch.cache_clear()
     bound_launch._compiled.cache_clear()
+    toolchain.zig.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch, machine):
     """A CPU where nothing is compiled yet."""
     monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     machine("host")
     forget()
     explain(reset=True)
@@ -40,10 +43,13 @@ def folder(tmp_path, monkeypatch, machine):
 
 
 def compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, mode: int = 0o755) -> None:
-    path = folder / "zig"
+    path = folder / "ziglang" / "zig"
+    path.parent.mkdir()
+    path.with_name("__init__.py").touch()
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(mode)
-    monkeypatch.setattr(toolchain, "zig", lambda: str(path))
+    monkeypatch.syspath_prepend(folder)
+    toolchain.zig.cache_clear()
 
 
 def killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +66,7 @@ def full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def nowhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", os.devnull + "/cache")
-    monkeypatch.setattr(cache.tempfile, "tempdir", os.devnull)
+    monkeypatch.setattr(tempfile, "tempdir", os.devnull)
 
 
 def not_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +74,7 @@ def not_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"{path}: failed to map segment from shared object")
 
     runtime_library.library()
-    monkeypatch.setattr(runtime_library.ctypes, "CDLL", refuse)
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
 
 
 CAUSES = {
@@ -106,6 +112,7 @@ def test_a_forced_backend_runs_once_the_cause_is_gone(folder, monkeypatch):
     with use_backend("host"), pytest.raises(BackendError, match="SIGKILL"):
         bind(FORWARD, X)([X])
     monkeypatch.undo()
+    toolchain.zig.cache_clear()
     monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(folder / "cache"))
     with use_backend("host"):
         assert bind(FORWARD, X)([X])[0].shape == (1, 512)
