@@ -9,9 +9,11 @@ first token, and stock layers, whose products choose by rows, are refused by nam
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map
 
 from ..decode.twin import is_stepped
 from ..layers.qlinear import Counterpart
@@ -20,28 +22,32 @@ from ..runtime.devices import device_of
 
 _PROMPTS = [1, 2, 3, 4, 5, 6, 7, 8, 9], [3, 1, 4], [2, 7, 1, 8, 2]
 _MORE = 90  # tokens in front of the first prompt on a GPU: several tiles of keys, blocks of rows
+# The order of a window's keys by their identity: layers without a cache may attend to them as well.
+_orders: dict[int, tuple[Any, mx.array | None]] = {}
 
 
 def in_time(cache: Any, keys: Any, values: Any, mask: Any) -> tuple[Any, Any, Any]:
     """Keys, values and mask in the order of tokens, where a window's rows go round."""
-    own = vars(cache) if cache is not None else {}
-    at, rows = own.get("_idx"), _arrays(keys)[0].shape[2]
-    keep = own.get("keep", 0)
-    if "max_size" not in own or at in (rows, None) or not own.get("rotated", True):
+    rows, key = _arrays(keys)[0], id(_arrays(keys)[0])
+    if cache is not None:
+        order = _order(vars(cache), rows.shape[2])
+        _orders[key] = ref(rows, lambda _: _orders.pop(key, None)), order
+    if (order := _orders.get(key, (None, None))[1]) is None:
         return keys, values, mask
+    keys, values = (tree_map(lambda x: mx.take(x, order, 2), each) for each in (keys, values))
+    return keys, values, mx.take(mask, order, -1) if isinstance(mask, mx.array) else mask
+
+
+def _order(own: dict[str, Any], rows: int) -> mx.array | None:
+    """The rows of a full window in the order of tokens; None where they are in it."""
+    at, keep = own.get("_idx"), own.get("keep", 0)
+    if "max_size" not in own or at in (rows, None) or not own.get("rotated", True):
+        return None
     # Rows of another cache, to which a layer may attend as well, do not go round with this one's.
     is_full = own.get("_offset", own.get("offset")) >= own["max_size"]
     if not is_full or own["keys"] is None or _arrays(own["keys"])[0].shape[2] != rows:
-        return keys, values, mask
-
-    def turned(x: mx.array, axis: int) -> mx.array:
-        kept, rest = mx.split(x, [keep], axis) if keep else (x[..., :0], x)
-        rest = mx.roll(rest, keep - at, axis)
-        return mx.concatenate([kept, rest], axis) if keep else rest
-
-    both = [tuple(turned(x, 2) for x in _arrays(each)) for each in (keys, values)]
-    keys, values = (each if len(each) > 1 else each[0] for each in both)
-    return keys, values, turned(mask, -1) if isinstance(mask, mx.array) else mask
+        return None
+    return mx.array([*range(keep), *range(at, rows), *range(keep, at)])
 
 
 def _arrays(x: Any) -> tuple[Any, ...]:

@@ -60,39 +60,33 @@ def value_mixture(
 
     text = shipped_text("test") if text is None else text
     tokens = windows(tokenizer.encode(text), samples, length)
-    losses, sizes, number = dict[str, dict[str, float]](), dict[str, float](), 0
-    scale_bits = 0.0
-    for number, layer in enumerate(cached_layers(model, tokens)):
+    losses, sizes = dict[str, dict[str, float]](), dict[str, float]()
+    scale_bits, empty = 0.0, make_prompt_cache(model)
+    for layer in cached_layers(model, tokens):
         for part in _PARTS if type(layer.cache).__name__ in ("KVCache", "RotatingKVCache") else ():
-            found = losses[f"{number}.{part}"] = {}
+            found = losses[f"{layer.at}.{part}"] = {}
             for bits in _WIDTHS:
                 widths = (bits, 8) if part == "keys" else (8, bits)
-                empty = make_prompt_cache(model)[layer.at]
-                cache = quantized(empty, form.group_size, *widths, form.hadamard)
+                cache = quantized(empty[layer.at], form.group_size, *widths, form.hadamard)
                 wrong, whole = (x.astype(mx.float32) for x in (layer.run(cache), layer.output))
                 shares = mx.square(wrong - whole).sum(-1) / mx.square(whole).sum(-1)
                 found[str(bits)] = float(np.array(shares.mean()))
             rows = getattr(layer.cache, part)
-            sizes[f"{number}.{part}"] = rows.shape[1] * rows.shape[3]
+            sizes[f"{layer.at}.{part}"] = rows.shape[1] * rows.shape[3]
             scale_bits = 2 * 8 * rows.dtype.size / form.group_size
     if not losses:
         raise ValueError("the model has no caches of keys and values")
-    if not _WIDTHS[0] + scale_bits <= bits_per_value:
-        least = _WIDTHS[0] + scale_bits
+    if not (least := _WIDTHS[0] + scale_bits) <= bits_per_value:
         raise ValueError(f"{bits_per_value} bits per value are too few: the least is {least:g}")
-    room = (bits_per_value - scale_bits - _WIDTHS[0]) * sum(sizes.values())
-    chosen = allocated(losses, sizes, room)
-    either = [[chosen.get(f"{i}.{part}", 8) for part in _PARTS] for i in range(number + 1)]
+    chosen = allocated(losses, sizes, (bits_per_value - least) * sum(sizes.values()))
+    either = [[chosen.get(f"{i}.{part}", 8) for part in _PARTS] for i in range(len(empty))]
     return [form._replace(bits=bits, v_bits=v_bits) for bits, v_bits in either]
 
 
 def summary(formats: Sequence[CacheFormat]) -> str:
     """How many layers have how many bits, in a line."""
     found = []
-    for name, widths in (
-        ("keys", [f.bits for f in formats]),
-        ("values", [f.v_bits for f in formats]),
-    ):
+    for name, widths in zip(_PARTS, zip(*(f[1:3] for f in formats), strict=True), strict=True):
         counts = sorted(Counter(widths).items())
         found.append(f"{name} " + ", ".join(f"{bits} bits in {n} layers" for bits, n in counts))
     return "caches: " + "; ".join(found)

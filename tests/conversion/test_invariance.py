@@ -17,6 +17,7 @@ from mlx_qlayers.conversion import invariance
 from mlx_qlayers.decode.quantized_caches import quantized
 
 TEXTS = 64
+MORE = "gemma3_text", "gemma4_text", "qwen3_moe"  # windows, which layers may share; experts
 KINDS = {
     "own": None,
     "windows": lambda: RotatingKVCache(6),
@@ -54,7 +55,7 @@ def by_parts(model: nn.Module, kind: str, tokens: list[int], sizes: list[int]) -
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*(("phi3", kind) for kind in KINDS), ("gemma3_text", "own"), ("qwen3_moe", "own")],
+    [*(("phi3", kind) for kind in KINDS), *((name, "own") for name in MORE)],
 )
 def test_the_same_bits_alone_in_chunks_and_in_a_batch(name, kind):
     """Of 64 texts of several lengths: parts of 1 to 16 tokens, then a batch that others leave."""

@@ -5,7 +5,6 @@ import math
 import pytest
 from mlx_lm.models.cache import RotatingKVCache
 
-from mlx_qlayers import convert_model
 from mlx_qlayers.conversion import kv_mixture
 from mlx_qlayers.conversion.gptq import allocated
 from mlx_qlayers.decode.quantized_caches import CacheFormat, make_prompt_cache
@@ -66,5 +65,4 @@ def test_what_is_refused():
 
 def test_all_bits_where_there_is_room():
     _, model = pair("qwen2")
-    convert_model(model)
     assert {(f.bits, f.v_bits) for f in mixture(model, 16.0)} == {(8, 8)}

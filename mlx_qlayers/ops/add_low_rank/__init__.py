@@ -91,7 +91,8 @@ def _launch(
     width, blocks = 1 if columns % 4 else 4, -(-rank // _BLOCK)
     threads, resident = _OUTER if kernel is OUTER else _THREADS
     across = -(-columns // ((32 if kernel is OUTER else threads) * width))
-    grid, output = (across, -(-rows // _TALL), 1), (rows, columns)
+    grid = across, -(-rows // _TALL), 1
+    output: tuple[int, ...] = rows, columns
     if kernel is DOWN:
         grid, output = (blocks, -(-rows // _ROWS), 1), (rows, rank)
     elif kernel is OUTER:
