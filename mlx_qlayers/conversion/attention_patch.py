@@ -85,12 +85,9 @@ def stock_class(cls: type[nn.Module]) -> type[nn.Module]:
 @cache
 def patched_class(cls: type[nn.Module]) -> type[nn.Module] | None:
     """The class that stands in for ``cls``; None if it uses no function that mlx-lm shares."""
-    bases = reversed(cls.__mro__)
-    methods = {
-        name: function
-        for name, function in {k: v for base in bases for k, v in vars(base).items()}.items()
-        if isinstance(function, FunctionType) and _uses_shared(function)
-    }
+    known = {name: each for base in reversed(cls.__mro__) for name, each in vars(base).items()}
+    functions = {name: each for name, each in known.items() if isinstance(each, FunctionType)}
+    methods = {name: each for name, each in functions.items() if _uses_shared(each)}
     if not methods:
         return None
     namespaces: dict[int, dict[str, Any]] = {}

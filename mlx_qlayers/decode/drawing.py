@@ -112,11 +112,9 @@ def _matrices(names: list[str]) -> Iterator[str]:
 
 def _of_layer(nodes: list[Node], layer: int) -> list[Node]:
     """The nodes from the first one that takes weights of a layer to the next layer's first."""
-    begins = [
-        next((i for i, node in enumerate(nodes) if _takes(node, number)), len(nodes))
-        for number in (layer, layer + 1)
-    ]
-    return nodes[slice(*begins)]
+    takes = ([_takes(node, number) for node in nodes] + [True] for number in (layer, layer + 1))
+    begin, end = (each.index(True) for each in takes)
+    return nodes[begin:end]
 
 
 def _takes(node: Node, layer: int) -> bool:

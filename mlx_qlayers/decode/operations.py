@@ -45,10 +45,6 @@ def _attention_from(node: Node, values: Mapping[str, int]) -> Callable[..., Any]
     return attend
 
 
-def _gathered_product(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
-    return gathered(node, gather_qmm)
-
-
 def _entry(at: mx.array, i: int) -> mx.array:
     """One of the positions, as a view: to gather it would be a launch."""
     return at[i : i + 1].reshape(())
@@ -89,7 +85,7 @@ OPERATIONS: dict[str, Maker] = {
     "Embedding": lambda node, values: Dispatched(QUANTIZED_ROWS, node.arg),
     "Experts": mixtures.experts,
     "GatedDelta": mixtures.delta,
-    "GatheredProduct": _gathered_product,
+    "GatheredProduct": lambda node, values: gathered(node, gather_qmm),
     "Gelu": lambda node, values: nn.gelu,
     "GeluApprox": lambda node, values: nn.gelu_approx,
     "Heads": mixtures.heads,

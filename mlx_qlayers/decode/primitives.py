@@ -211,11 +211,6 @@ def _scatter_axis(node: Node) -> Call:
     return Call(partial(mx.put_along_axis, axis=axis))
 
 
-def _matmul_added(node: Node) -> Call:
-    alpha, beta = node.arg
-    return Call(lambda a, b, c: mx.addmm(c, a, b, alpha, beta))
-
-
 def _first(x: mx.array, *rest: mx.array) -> mx.array:
     return x
 
@@ -232,7 +227,7 @@ _BITS = mx.bitwise_and, mx.bitwise_or, mx.bitwise_xor, mx.left_shift, mx.right_s
 
 CALLS: dict[str, Entry] = {
     **{"".join(map(str.capitalize, n.split("_"))): Call(getattr(mx, n)) for n in _PLAIN},
-    "AddMM": _matmul_added,
+    "AddMM": lambda node: Call(lambda a, b, c: mx.addmm(c, a, b, *node.arg)),
     "Arange": lambda node: Call(partial(mx.arange, dtype=node.dtype), tuple),
     "At": _positions,
     "ArgPartition": Call(mx.argpartition, tuple),

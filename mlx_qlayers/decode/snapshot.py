@@ -47,15 +47,16 @@ class Snapshot:
         self.types = [*map(type, self.parts)]
         # The settings of a quantized layer go with its arrays.
         settings = [(part, vars(part)) for part in self.parts if not isinstance(part, LINEARS)]
-        given: list[tuple[Any, dict[Any, Any]]] = [(part, part) for part in self.parts]
+        given: list[tuple[Any, dict[Any, Any]]] = [(each, each) for each in (*self.parts, *others)]
         given += settings
-        given += [(each, each) for each in others]
-        inside = [*_inside([each for _, each in given], set())]
-        given += [(x, x if isinstance(x, dict) else vars(x)) for x in inside if not _is_list(x)]
+        values, seen = chain.from_iterable(each.values() for _, each in given), set[int]()
+        inside = [x for value in values for x in _containers(value, seen)]
+        owners = (x for x in inside if not isinstance(x, list))
+        given += [(x, x if isinstance(x, dict) else vars(x)) for x in owners]
         self.kinds = [type(owner).__name__ for owner, _ in given]
         self.contents = [each for _, each in given]
         self.before = [dict(each) for each in self.contents]
-        self.lists = [(each, [*each]) for each in inside if _is_list(each)]
+        self.lists = [(each, [*each]) for each in inside if isinstance(each, list)]
         holding = [each for each in self.contents if any(map(_is_owned, each.values()))]
         self.owners = [*(each.values() for each in holding), *(each for each, _ in self.lists)]
         self.owned = [*chain.from_iterable(self.owners)]
@@ -124,22 +125,13 @@ def alike(one: Any, other: Any) -> bool:
     return arrays and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
-def _is_list(x: object) -> bool:
-    return isinstance(x, list)
-
-
 def _is_owned(x: object) -> bool:
     """Whether something may equal another one that is not the same."""
     return isinstance(x, nn.Module) or (isinstance(x, mx.array) and x.size == 1)
 
 
-def _inside(contents: Iterable[dict[Any, Any]], seen: set[int]) -> Iterator[Any]:
-    """The lists, dictionaries and settings in some dictionaries, but for modules."""
-    for each in chain.from_iterable(content.values() for content in contents):
-        yield from _containers(each, seen)
-
-
 def _containers(x: Any, seen: set[int]) -> Iterator[Any]:
+    """The lists, dictionaries and settings in something, but for modules."""
     known = type(x).__module__.partition(".")[0] in OTHERS
     settings = not known and hasattr(x, "__dict__")
     if isinstance(x, nn.Module) or not (settings or isinstance(x, list | tuple | dict)):

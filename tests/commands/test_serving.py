@@ -263,7 +263,7 @@ ROTATED = CacheFormat(32, 8, 4, hadamard=True)
         (["--kv-bits=8,4", "--kv-rotate"], lambda *_: [PackedKVCache(form=ROTATED) for _ in "ab"]),
         (
             ["--kv-bits-per-value=7", "--kv-rotate"],
-            lambda *given: [*map(PackedKVCache, value_mixture(*given, 7.0, form=ROTATED))],
+            lambda *of: [PackedKVCache(form=f) for f in value_mixture(*of, 7.0, form=ROTATED)],
         ),
     ],
 )

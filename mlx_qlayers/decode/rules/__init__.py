@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from ..graph import Graph, rewrite
-from .activations import ACTIVATIONS
 from .attention import ATTENTION
 from .attention_step import TracedCaches, with_append_buffers
-from .canonical import FAST, UNBROADCAST
+from .canonical import ACTIVATIONS, FAST, UNBROADCAST
 from .experts import COMBINED, EXPERTS, LIFTED, RESIDUAL
 from .latent import LATENT
 from .products import products

@@ -107,9 +107,9 @@ def _part(node: Node, caches: TracedCaches) -> tuple[int, Size, int, str, Node, 
     node, counted = first_rows(node)
     while node.op == "Depends":
         node = node.src[0]
-    buffer, new = node.src if node.op == "SliceUpdate" else (node, node)
-    if node.op != "SliceUpdate" or buffer.op != "Input":
+    if node.op != "SliceUpdate" or node.src[0].op != "Input":
         return None
+    buffer, new = node.src
     where, number, name = buffer.arg[0].split(".", 2)
     kind, case, *attributes = caches.keys[int(number)] if where == "cache" else ("", "")
     if kind not in APPENDED or case == "empty":

@@ -1,10 +1,13 @@
 """Rules that let the same computation look the same, wherever it was traced.
 
-On a GPU ``mx.fast`` operations are primitives; on a CPU MLX spells them out. These rules put them
-together again, so that all other rules see one form.
+On a GPU ``mx.fast`` operations are primitives; on a CPU MLX spells them out, and activations
+everywhere. These rules put them together again, so that all other rules see one form.
 """
 
 from __future__ import annotations
+
+from functools import partial
+from math import pi, sqrt
 
 import mlx.core as mx
 
@@ -82,6 +85,10 @@ def _primitive_norm(root: Node) -> Node | None:
     return None if src == [*root.src] else root.like(root.op, *src, arg=root.arg)
 
 
+def _as(op: str, x: Node, root: Node) -> Node:
+    return root.like(op, x)
+
+
 # Pairs that cancel: a cast to a wider type and back, an axis put in and taken out.
 CANCELLED: list[Rule] = [
     (P("(Squeeze | ExpandDims)((Squeeze | ExpandDims)(x))"), as_it_is),
@@ -102,4 +109,11 @@ FAST: list[Rule] = [
     (P("Multiply(norm @ +(RMSNorm | LayerNorm), array)"), _scaled_or_shifted),
     (P("Add(norm @ +LayerNorm, array)"), _scaled_or_shifted),
     (P("RMSNorm | LayerNorm"), _primitive_norm),
+]
+_ERF = f"Erf(Divide(x, {sqrt(2)}))"
+_TANH = f"Tanh(Multiply(Add(x, Multiply(Power(x, 3), 0.044715)), {sqrt(2 / pi)}))"
+ACTIVATIONS: list[Rule] = [
+    (P("Multiply(x, Sigmoid(x))"), partial(_as, "Silu")),
+    (P(f"Divide(Multiply(x, Add({_ERF}, 1)), 2)"), partial(_as, "Gelu")),
+    (P(f"Multiply(Multiply(x, 0.5), Add({_TANH}, 1))"), partial(_as, "GeluApprox")),
 ]

@@ -39,10 +39,6 @@ def _scale(attention: Node) -> float:
     return usual if mx.array(usual, q.dtype).item() == scale else scale
 
 
-def _is_padding(node: Node) -> bool:
-    return node.op == "Input" and str(node.arg[0]).endswith(".left_padding")
-
-
 def invariant(graph: Graph, caches: TracedCaches) -> PaddedGraph:
     """A captured step with positions as an array, whose rows have the bits of those of prompts.
 
@@ -53,7 +49,7 @@ def invariant(graph: Graph, caches: TracedCaches) -> PaddedGraph:
         graph = rewrite(graph, rules)
     made = padded(graph, caches)
     nodes = made.graph.nodes()
-    padding = next(filter(_is_padding, nodes), None)
+    padding = next((n for n in nodes if n.op == "Input" and ".left_padding" in n.arg[0]), None)
     if padding is None and any(kind in BATCHES for kind, *_ in caches.keys):
         raise Unsupported("paddings of a batch are not known")
     places = {
