@@ -1,20 +1,16 @@
 """The golden values of deformable attention, made by ``golden/make_deformable_attention.py``."""
 
-from functools import cache
-from pathlib import Path
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
+import sampling
 from numerics import random, round_to
 
 NAMES = ("values", "locations", "weights")
 
 
-@cache
-def golden(group: str) -> dict[str, np.ndarray]:
-    """The arrays of one group."""
-    with np.load(Path(__file__).parent / "data" / "deformable_attention.npz") as file:
-        return {k.split("/")[1]: file[k] for k in file.files if k.startswith(group + "/")}
+golden = partial(sampling.golden, of="deformable_attention")
 
 
 def inputs(seed, shapes=((5, 7), (3, 2)), rows=(2, 6, 3), width=8, points=2, dtypes=None):

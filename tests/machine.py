@@ -1,6 +1,7 @@
 """Pretends that a machine has other backends than it has."""
 
 import os
+import pwd
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,17 @@ ALL = ("metal", "cuda", "host")
 def has_gpu(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
     """Let MLX tell that its GPU is such a one, as ``applegpu_g16s`` or ``sm_90``."""
     monkeypatch.setattr(mx, "device_info", lambda *_: {"architecture": architecture})
+
+
+def no_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without HOME and without an entry in the password file."""
+    for name in ("MLX_QLAYERS_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
 
 
 def has_device(monkeypatch: pytest.MonkeyPatch, name: str, **other: Any) -> None:

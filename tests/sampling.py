@@ -1,4 +1,4 @@
-"""PyTorch's golden values of grid sampling, made by ``golden/make_grid_sample.py``."""
+"""PyTorch's golden values, made by ``golden``; those of grid sampling, and their checks."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -15,9 +15,9 @@ GROUPS = [f"{ndim}d_{size}" for ndim in (2, 3) for size in ("odd", "even", "thin
 
 
 @cache
-def golden(group: str) -> dict[str, np.ndarray]:
+def golden(group: str, of: str = "grid_sample") -> dict[str, np.ndarray]:
     """The arrays of one group of inputs."""
-    with np.load(Path(__file__).parent / "data" / "grid_sample.npz") as file:
+    with np.load(Path(__file__).parent / "data" / f"{of}.npz") as file:
         return {k.split("/")[1]: file[k] for k in file.files if k.startswith(group + "/")}
 
 

@@ -73,11 +73,15 @@ def check_free(target: Path) -> None:
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file that holds all of what is new or, where the process is killed, what it held."""
     remove_leftovers(path.parent, ".*.tmp")
-    handle, name = tempfile.mkstemp(prefix=f".{path.name[:80]}.", suffix=".tmp", dir=path.parent)
+    prefix, linked = f".{path.name[:80]}.", 0
+    while not linked:  # somebody else may take it for a leftover before it is locked
+        handle, name = tempfile.mkstemp(".tmp", prefix, path.parent)
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if not (linked := os.fstat(handle).st_nlink):
+            os.close(handle)
     try:
         with os.fdopen(handle, "wb") as file:
-            with suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_EX)
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
@@ -90,14 +94,13 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 def remove_leftovers(folder: Path, pattern: str) -> None:
     """Delete what killed processes left: what this user owns and has not locked, or a day old."""
-    for name in glob.glob(pattern, root_dir=folder):
-        path = folder / name
+    oldest, user = time.time() - _DAY, os.geteuid()
+    for path in map(folder.joinpath, glob.glob(pattern, root_dir=folder)):
         with suppress(OSError):
             info = path.lstat()
             lock, is_locked = _locked(path, fcntl.LOCK_NB)
             try:
-                old = is_locked or info.st_mtime < time.time() - _DAY
-                if old and info.st_uid == os.geteuid():
+                if info.st_uid == user and (is_locked or info.st_mtime < oldest):
                     remove(path)
             finally:
                 os.close(lock)
@@ -105,10 +108,7 @@ def remove_leftovers(folder: Path, pattern: str) -> None:
 
 def remove(path: Path) -> None:
     """Delete a file, or a directory with all that is in it."""
-    if path.is_dir():
-        remove_tree(path)
-    else:
-        path.unlink()
+    remove_tree(path) if path.is_dir() else path.unlink()
 
 
 def remove_tree(folder: Path, *, ignore_errors: bool = False) -> None:

@@ -26,8 +26,7 @@ from ..runtime.backend import backend
 from ..runtime.cuda_ahead import finish
 from ..runtime.devices import device_of
 from ..runtime.worker import Worker
-from . import evaluator
-from .evaluator import IN_ORDER, Evaluator
+from .evaluator import IN_ORDER, Evaluator, timer_of
 from .queue_timer import OutOfTime
 from .timing import Sample, verdict
 
@@ -68,7 +67,7 @@ def _measured(records: Sequence[Record], deadline: float, longest: float = inf) 
     pool = None if on.gpu else ThreadPoolExecutor(workers, "calibrate")
     ahead: list[tuple[Record, Evaluator[Any] | Result, Future[None] | None]] = []
     if pool is None and records:
-        evaluator.timer_of(backend()).warm(_WARM)
+        timer_of(backend()).warm(_WARM)
     rest = iter(records)
     try:
         while (left := deadline - time.monotonic()) > 0:
@@ -95,7 +94,7 @@ def _estimated(record: Record) -> float:
     """Seconds that it takes to measure a kernel of a prompt, on a GPU; 0 for all others."""
     if not device_of().gpu or record.stage < 2:
         return 0.0
-    return _SETUP + _PRODUCTS * record.operations() / evaluator.timer_of(backend()).rate
+    return _SETUP + _PRODUCTS * record.operations() / timer_of(backend()).rate
 
 
 def _left_to_tune(record: Record, estimate: float) -> Result:

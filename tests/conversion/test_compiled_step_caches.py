@@ -15,10 +15,30 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     make_prompt_cache,
 )
-from numerics import assert_same_states
+from numerics import assert_same_model, assert_same_states
 from step_models import pair
 
 from mlx_qlayers.decode import engine
+
+# Prompt, largest size of the cache, tokens that it keeps: behind prompts that are longer, as long,
+# and that have fewer tokens than are kept.
+RINGS = [(11, 8, 0), (8, 8, 2), (1, 16, 4), (2, 7, 4)]
+
+
+@pytest.mark.parametrize("ring", RINGS, ids=str)
+def test_rings(ring, graphs):
+    """More than twice around, and with several tokens at once in between."""
+    prompt, size, keep = ring
+    results, tokens = [], mx.random.randint(0, VOCABULARY, (1, 60), key=mx.random.key(1))
+    for model in pair("phi3"):
+        cache = [RotatingKVCache(size, keep) for _ in make_prompt_cache(model)]
+        at, parts = 0, []
+        for length in (prompt, *[1] * 35, 3, 1, 1, 1):
+            parts.append(model(tokens[:, at : at + length], cache=cache))
+            at += length
+        results.append(mx.concatenate(parts, axis=1)[0])
+    assert len(graphs) >= 38
+    assert_same_model(*reversed(results), bits=None, what=f"{ring}")
 
 
 @pytest.mark.parametrize(("name", "keep"), [("gemma3_text", 0), ("phi3", 2)])

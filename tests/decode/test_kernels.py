@@ -36,6 +36,15 @@ def logits(
     return mx.concatenate(rows, axis=1), [each.kernel for each in records]
 
 
+def beside(model: nn.Module, batch: int, tokens: int = 3) -> list[str]:
+    """The kernels of a token by its graph, which gives what the model's code gives."""
+    want, _ = logits(model, batch, graph=False, tokens=tokens)
+    with use_backend("host"):
+        found, kernels = logits(model, batch, graph=True, tokens=tokens)
+    assert mx.abs(found - want).max() <= 1e-5 * mx.abs(want).max()
+    return kernels
+
+
 def families(kernels: list[str]) -> Counter[str]:
     """How many of each: the names without what tells variants apart, attention as one.
 
@@ -63,11 +72,7 @@ def test_experts_of_the_same_rows_are_one_launch():
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_of_a_token(name):
     model = build(name, ARCHITECTURES[name])
-    want, _ = logits(model, 1, graph=False)
-    with use_backend("host"):
-        found, kernels = logits(model, 1, graph=True)
-    assert mx.abs(found - want).max() <= 1e-5 * mx.abs(want).max()
-    now, before = families(kernels), families(recorded()[name])
+    now, before = families(beside(model, 1)), families(recorded()[name])
     assert now <= before, (now, before)
 
 
@@ -77,11 +82,7 @@ def test_kernels_of_a_token(name):
     "name", ["glm_moe_dsa", "cohere", "longcat_flash", "phimoe", "glm4", "gemma4_text"]
 )
 def test_logits(name):
-    model = build(name, ARCHITECTURES[name])
-    want, _ = logits(model, 2, graph=False)
-    with use_backend("host"):
-        found, _ = logits(model, 2, graph=True)
-    assert mx.abs(found - want).max() <= 1e-5 * mx.abs(want).max()
+    beside(build(name, ARCHITECTURES[name]), 2)
 
 
 _GROUPS = {"n_group": 4, "topk_group": 2, "n_routed_experts": 16, "num_experts_per_tok": 4}
@@ -99,12 +100,8 @@ def test_a_router_is_one_launch(name):
     same = ARCHITECTURES[name]
     changed = same._replace(config={**same.config, "first_k_dense_replace": 0, **ROUTERS[name]})
     model = build(name, changed)
-    want, _ = logits(model, 2, graph=False)
-    with use_backend("host"):
-        found, kernels = logits(model, 2, graph=True)
-    assert mx.abs(found - want).max() <= 1e-5 * mx.abs(want).max()
-    layers = len(model.layers)
-    assert sum("experts_chosen" in kernel for kernel in kernels) == layers
+    found = sum("experts_chosen" in kernel for kernel in beside(model, 2))
+    assert found == len(model.layers)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "deepseek_v3"])
@@ -139,12 +136,8 @@ def test_the_gated_delta_rule_is_captured_without_a_kernel_of_metal(monkeypatch)
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 def test_one_capture_of_experts_serves_batches_up_to_sorting(name):
     model = build(name, ARCHITECTURES[name])
-    with use_backend("host"):
-        for batch in (1, 3, 20, 33, 40):  # of two experts each, mlx-lm sorts 64
-            found, kernels = logits(model, batch, graph=True, tokens=2)
-            want, _ = logits(model, batch, graph=False, tokens=2)
-            assert mx.abs(found - want).max() <= 1e-5 * mx.abs(want).max()
-            assert "experts_chosen" in families(kernels)
+    for batch in (1, 3, 20, 33, 40):  # of two experts each, mlx-lm sorts 64
+        assert "experts_chosen" in families(beside(model, batch, tokens=2))
     (steps,) = engine._steps[id(model)].steps.values()
     assert sorted(step.batches for step in steps) == [(1, 31), (33, 128)]
 

@@ -1,12 +1,10 @@
 """Deformable convolution against torchvision's golden values, on every path; and its module."""
 
-from functools import cache
-from pathlib import Path
-
 import mlx.core as mx
 import numpy as np
 import pytest
 from numerics import assert_accurate, assert_same_sums, behind_one, random, to64
+from sampling import golden
 
 from mlx_qlayers import DeformConv2d, deform_conv2d, use_backend
 from tests.gpus import GPUS
@@ -20,12 +18,6 @@ def backend(request):
         yield request.param
 
 
-@cache
-def golden(name):
-    with np.load(Path(__file__).parents[1] / "data" / "deform_conv2d.npz") as file:
-        return {k.split("/")[1]: file[k] for k in file.files if k.startswith(name + "/")}
-
-
 def options_of(given):
     pairs = map(tuple, given["options"].tolist())
     return dict(zip(("stride", "padding", "dilation"), pairs, strict=True))
@@ -33,7 +25,7 @@ def options_of(given):
 
 @pytest.mark.parametrize("name", ["v1", "groups", "pointwise"])
 def test_golden(name):
-    given = golden(name)
+    given = golden(name, "deform_conv2d")
     arrays = {key: mx.array(given[key]) for key in ARRAYS if key in given}
 
     def run(*values):

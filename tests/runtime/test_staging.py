@@ -1,10 +1,11 @@
 """Directories that appear whole or not at all."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mlx_qlayers.runtime.staging import staged_directory
+from mlx_qlayers.runtime.staging import replace_file, staged_directory
 
 
 def test_appears_when_the_block_ends(tmp_path):
@@ -65,3 +66,11 @@ def test_leftovers_go_and_work_in_progress_stays(tmp_path):
             (target / "file").touch()
         (target / "file").unlink()
     assert target.is_dir() and not first.exists() and all(other.exists() for other in others)
+
+
+def test_writers_of_a_folder_leave_the_files_of_each_other_alone(tmp_path):
+    paths = [tmp_path / str(number) for number in range(200)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(replace_file, paths, [b"whole"] * len(paths)))
+    assert sorted(tmp_path.iterdir()) == sorted(paths)
+    assert all(path.read_bytes() == b"whole" for path in paths)

@@ -100,6 +100,15 @@ def test_batch_invariant_models_in_bfloat16(name):
     assert found == plain and speculation.report.accepted
 
 
+def rounds(model, prompts, texts):
+    """Those of a batch whose guesses are its texts."""
+    some = [
+        Text(prompt, Drawer(None, None), [Known([*prompt, *text])])
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    return Rounds(model, batch_caches(model, prompts), some, Depths(model, 7, measured=False))
+
+
 def test_batch_invariant_texts_in_bfloat16():
     """Of experts: greedy and sampled alone, and in a batch."""
     model = build("qwen3_moe", ARCHITECTURES["qwen3_moe"], mx.bfloat16)
@@ -109,12 +118,7 @@ def test_batch_invariant_texts_in_bfloat16():
         assert found == plain and speculation.report.accepted
     prompts = [PROMPT.tolist(), PROMPT.tolist()[:6], PROMPT.tolist()[2:]]
     alone = [[int(t) for t, _ in generate_step(mx.array(p), model, max_tokens=9)] for p in prompts]
-    some = [
-        Text(prompt, Drawer(None, None), [Known([*prompt, *text])])
-        for prompt, text in zip(prompts, alone, strict=True)
-    ]
-    run = Rounds(model, batch_caches(model, prompts), some, Depths(model, 7, measured=False))
-    assert batch(run, set(), 9) == alone
+    assert batch(rounds(model, prompts, alone), set(), 9) == alone
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "qwen3_next", "lfm2", "mamba2"])
@@ -131,10 +135,6 @@ def test_texts_of_a_batch_accept_other_numbers(name):
         text[: text.index(next(iter(ends & {*text}))) + 1] if ends & {*text} else text
         for text in plain
     ]
-    texts = [
-        Text(prompt, Drawer(None, None), [Known([*prompt, *text])])
-        for prompt, text in zip(prompts, plain, strict=True)
-    ]
-    run = Rounds(model, batch_caches(model, prompts), texts, Depths(model, 7, measured=False))
+    run = rounds(model, prompts, plain)
     assert batch(run, ends, LENGTH) == plain
     assert 0 < run.report.accepted < run.report.guesses and run.report.steps < 30

@@ -151,6 +151,7 @@ def mac(request, machine, monkeypatch):
         timers.extend([] if timers else [Timer()])
         return timers[0]
 
+    monkeypatch.setattr(measuring, "timer_of", timer_of)
     monkeypatch.setattr(evaluator, "timer_of", timer_of)
     monkeypatch.setattr(time, "monotonic", lambda: mac.now)
     monkeypatch.setattr(time, "perf_counter", lambda: mac.now)

@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import pwd
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from mlx_qlayers.measurements.entries import Entry
 from mlx_qlayers.measurements.store import clear, listed, save
 from mlx_qlayers.metal.quantized_matmul.records import QmvRecord
 from mlx_qlayers.runtime.backend import advance_epoch
+from tests.machine import no_home
 
 RECORD = RowSumRecord(64, 1024, mx.float16)
 KEY = RECORD.key
@@ -106,15 +106,6 @@ def test_odd_entries_cost_the_others_nothing_and_are_kept(folder):
         [*content["entries"].values()]
     )
     assert set(listed()["gpu"]) == {KEY, "row_sum 1x1 float32"}
-
-
-def no_home(folder, monkeypatch):
-    def unknown(user):
-        raise KeyError(user)
-
-    for name in ("MLX_QLAYERS_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
 
 
 def unreadable(folder, monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 
 from mlx_qlayers.runtime.backend import ToolchainError
 from mlx_qlayers.runtime.host import cache
+from tests.machine import no_home
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -194,18 +195,6 @@ def test_what_is_made_is_not_writable_by_a_group(folder):
         os.umask(before)
     made = [entry.parent.parent, entry.parent, entry, *entry.iterdir()]
     assert [path for path in made if path.stat().st_mode & 0o022] == []
-
-
-def no_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user without HOME and without an entry in the password file."""
-    for name in ("MLX_QLAYERS_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
-        monkeypatch.delenv(name, raising=False)
-    import pwd
-
-    def unknown(uid: int) -> None:
-        raise KeyError(f"getpwuid(): uid not found: {uid}")
-
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
 
 
 def full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
