@@ -51,8 +51,8 @@ _CHAIN, _LAUNCHES = 3e-3, 160
 _LONG = 2e-3
 # Repeats of a comparison, and seconds of its chains; the second where the first leaves a doubt.
 _FIRST_LOOK, _SECOND_LOOK = (5, _CHAIN / 2), (9, _CHAIN)
-# Noise beyond the first is no reason to stop a search sooner, and beyond the second one to repeat.
-_MOST_NOISE, _NOISY = 0.03, 0.1
+# Spread of times beyond which a measurement is repeated.
+_NOISY = 0.1
 # Bytes of inputs above which the checked build of the host takes too long.
 _CHECKED = 4 << 20
 # With these in its environment MLX starts what it is given on an NVIDIA GPU in order, and at once.
@@ -75,7 +75,6 @@ class Evaluator(Generic[C]):
         device: the name of the backend, for heuristics.
         lost: why nothing else can run, after a kernel that hangs or that the device gave up on.
         truth_seconds: what the verified result took stock operators to compute in float32.
-        noise: what the time of one configuration differs by from one time to the next.
 
     Raises:
         ValueError: no backend here runs kernels.
@@ -87,7 +86,7 @@ class Evaluator(Generic[C]):
         name = file_of(self.device)
         if name is None:
             raise ValueError(f"there is nothing to tune: the backend is {self.device}")
-        self.name, self.lost, self.noise = name, "", 0.0
+        self.name, self.lost = name, ""
         self.inputs = record.inputs()
         self._seconds("inputs", self.inputs, patience=_STOCK)
         self.truth = list(map(in_float32, record.reference(self.inputs)))
@@ -186,7 +185,6 @@ class Evaluator(Generic[C]):
             found = self._times({"": self._path(config)}, self.sets, repeats)[""]
             if found.spread < _NOISY:
                 break
-        self.noise = self.noise or min(found.spread / 2, _MOST_NOISE)
         return found.median
 
     def beside_stock(self, config: C) -> dict[str, Sample]:
