@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any, ClassVar
@@ -132,8 +132,7 @@ class AttentionDecodeRecord(Record):
             return f"{config.columns * config.slice} sums a lane"
         if config.min_keys < config.tile and config.min_keys != 16:
             return f"splits of {config.min_keys} keys are those of {config.tile}"
-        sizes: Any = {n: getattr(config, n) for n in ("columns", "simds", "blocks", "run")}
-        return too_much(decode._memory(T=self.dtype, D=self.width, **sizes))
+        return too_much(decode._memory(T=self.dtype, D=self.width, **asdict(config)))
 
     def kernels(self) -> tuple[Kernel, ...]:
         return (

@@ -74,13 +74,17 @@ class AttentionStepRecord(Record):
         "teams": (1, 2, 4),
     }
 
+    @property
+    def _heads(self) -> step.Heads:
+        return step.Heads(self.dtype, self.width, self.v_width, self.bits, self.tokens)
+
     def heuristic(self, device: str) -> step.Split:
         names = ("attention_step_packed_splits",) * (self.bits > 0) + ("attention_step_splits",)
         measured = next(filter(None, (threshold(name, device=device) for name in names)))
-        size, widths, bits = self.keys, (self.width, self.v_width), self.bits
+        size, heads = self.keys, self._heads
         # Several tokens take more threadgroups of the same size, which few keys leave idle.
         share = self.heads // self.kv_heads
-        config = step.unsplit(device, self.dtype, share, *widths, bits, self.tokens)
+        config = step.unsplit(device, share, heads)
         if size <= measured["unsplit_keys"]:
             return config
         # Splits write, and later read, less than a hundredth of a 7B's weights.
@@ -95,10 +99,8 @@ class AttentionStepRecord(Record):
         long = replace(config, blocks=measured["long_blocks"], teams=teams)
         if self.tokens > 1:  # 16 queries at once: many keys are read less often
             long = replace(long, columns=max(config.columns, min(2, -(-share * self.tokens // 8))))
-        words = step._words(long, self.dtype, self.width, bits)
-        is_long = size >= measured["long_keys"] and words <= step._MOST_WORDS
-        fits = is_long and step._fits(device, long, self.dtype, *widths, bits, self.tokens)
-        return long if fits else config
+        is_long = size >= measured["long_keys"] and heads.words(long) <= step._MOST_WORDS
+        return long if is_long and heads.fit(long, device) else config
 
     def admits(self, name: str) -> Sequence[int]:
         return slices(self) if name == "simds" else super().admits(name)
@@ -117,8 +119,7 @@ class AttentionStepRecord(Record):
             return "one threadgroup takes the append buffer with the cache"
         if config.threads > 1024:
             return f"{config.threads} threads"
-        sizes = self.width, self.v_width, self.bits, self.tokens
-        return too_much(step.memory(self.dtype, *sizes, config))
+        return too_much(self._heads.memory(config))
 
     def kernels(self) -> tuple[Kernel, ...]:
         return step._kernel(self.bits > 0, False, False), decode.COMBINE
