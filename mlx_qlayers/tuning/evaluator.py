@@ -248,9 +248,8 @@ class Evaluator(Generic[C]):
             self._rounds[count] = min(self._seconds(name, run(y), count) for _ in range(3))
         times = max(1, min(_LAUNCHES // count, round(seconds / self._rounds[count])))
         chains = {name: self._chain(name, path, sets, times) for name, path in paths.items()}
-        links = (
-            _nothing if self._ordered else self._chain(_LINKS, itemgetter(slice(1)), sets, times)
-        )
+        linked = self._chain(_LINKS, itemgetter(slice(1)), sets, times)
+        links = (lambda y: [y]) if self._ordered else linked
         timer, launches = timer_of(self.device), times * count
         found = timer.seconds({**chains, _LINKS: links}, repeats, self.deadline)
         floor = found.pop(_LINKS)
@@ -263,7 +262,9 @@ class Evaluator(Generic[C]):
         def once(y: mx.array, sets: list[Inputs]) -> tuple[list[mx.array], list[Inputs]]:
             found, behind = [], []
             for first, *others in sets:
-                y, *more = path([first if self._ordered else self._linked(first, y), *others])
+                if not self._ordered:  # not before y is there
+                    first = mx.where(self._true, first, y[(0,) * y.ndim].astype(first.dtype))
+                y, *more = path([first, *others])
                 behind.append(more[: len(replaced)])
                 found.append(mx.depends(y, more) if more else y)
                 y = found[-1]
@@ -285,10 +286,6 @@ class Evaluator(Generic[C]):
 
         return launches
 
-    def _linked(self, x: mx.array, y: mx.array) -> mx.array:
-        """x, but not before y is there."""
-        return mx.where(self._true, x, y[(0,) * y.ndim].astype(x.dtype))
-
 
 def _works() -> bool:
     """Whether the device still takes work: after a kernel that reads outside, some refuse all."""
@@ -297,10 +294,6 @@ def _works() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _nothing(y: mx.array) -> list[mx.array]:
-    return [y]
 
 
 @cache
