@@ -11,7 +11,7 @@ from tests.gpus import GPUS
 
 def arrays(**changes):
     call = LATENT_ATTENTION.call("auto", heads=2, **changes)
-    return [call.arrays[name] for name in ("q", "r", "c", "p")]
+    return [*(call.arrays[name] for name in ("q", "r", "c", "p")), mx.array(3)]
 
 
 @pytest.mark.parametrize("path", ["host", *GPUS])
@@ -24,11 +24,11 @@ def test_launches(rows, launches, path):
     ("rows", "widths"), [(9, (40, 32)), (5, (32, 32)), (9, (544, 32))], ids=str
 )
 def test_what_the_kernel_does_not_take(rows, widths):
-    four = arrays(rows=rows, widths=widths)
+    given = arrays(rows=rows, widths=widths)
     with use_backend("auto"):
         explain(reset=True)
-        y = latent.latent_attention(*four, mx.array(3), scale=0.1)
-        assert y.shape == four[0].shape and explain()[0].path == "reference"
+        y = latent.latent_attention(*given, scale=0.1)
+        assert y.shape == given[0].shape and explain()[0].path == "reference"
 
 
 def test_long_caches_go_by_what_was_measured(monkeypatch):
@@ -36,5 +36,5 @@ def test_long_caches_go_by_what_was_measured(monkeypatch):
     monkeypatch.setattr(latent, "threshold", lambda name: 8)
     with use_backend("auto"):
         for batch, rows, faster in ((1, 8, True), (1, 9, False), (3, 24, True), (3, 25, False)):
-            reason = latent._choose(*arrays(batch=batch, rows=rows)[:3]).reason
-            assert ("rows, more than 8 for each" not in reason) == faster, reason
+            plan = latent.LATENT_ATTENTION.plan([*arrays(batch=batch, rows=rows), None], 0.1)
+            assert ("rows, more than 8 for each" not in plan.choice.reason) == faster

@@ -30,7 +30,6 @@ def search(starts, attempt=bowl, width=4):
 
 def test_finds_the_best_with_fewer_tries_than_there_are_configurations():
     trials = search([Point()], width=2)
-    assert trials[0] == min(map(bowl, EVERYTHING), key=lambda t: t.seconds)
     assert trials[0] == Trial(Point(3, 5), 1.0) and len(trials) < len(EVERYTHING)
 
 

@@ -181,11 +181,6 @@ def key_of(q: Spec, k_cache: Spec, v_width: int, packing: Packing = UNPACKED) ->
     return q.dtype, *shape, packing.group_size, packing.widest, tokens
 
 
-def _least_of_group() -> float:
-    """The number with which mx.quantize begins a group's maximum: 0 on GPUs."""
-    return 0.0 if mx.default_device().type == mx.gpu else -float(mx.finfo(mx.float32).max)
-
-
 def _options(
     sizes: tuple[int, ...], mask: Spec | None, scale: float, rotation: Rotation, epsilon: float
 ) -> mx.array:
@@ -195,7 +190,10 @@ def _options(
         of_head, of_sequence = mask.shape[3], mask.shape[1] * mask.shape[3]
         steps = (of_sequence * (mask.shape[0] > 1), of_head * (mask.shape[1] > 1))
     turning = *two_floats(rotation.scale), 0.0, 0.0, *rates(rotation)
-    floats = scale * log2(e), _least_of_group(), epsilon, *turning
+    # The number with which mx.quantize begins a group's maximum.
+    on_gpu = mx.default_device().type == mx.gpu
+    least = 0.0 if on_gpu else -float(mx.finfo(mx.float32).max)
+    floats = scale * log2(e), least, epsilon, *turning
     words = unpack(f"{len(floats)}i", pack(f"{len(floats)}f", *floats))
     return mx.array([*sizes, words[0], *steps, *words[1:]], mx.int32)
 
@@ -215,12 +213,6 @@ def _values(
     values |= {"split": split, "joined": joined}
     parts = mx.float32 if split and not joined else dtype
     return values | {"P": parts, "RESIDENT": config.resident}
-
-
-def _joins(semaphores: Any, config: Split, splits: int, row_blocks: int) -> bool:
-    """Whether the last threadgroup of each row block adds up the splits, in the same launch."""
-    few = splits <= _MOST_JOINED and config.columns <= _MOST_COLUMNS
-    return semaphores is not None and few and semaphores.size >= row_blocks
 
 
 def attention_step(
@@ -244,7 +236,9 @@ def attention_step(
     append_splits = config.append_splits if split else 1
     splits = config.splits + append_splits
     threads, blocks = config.threads, -(-share * tokens // (8 * config.columns))
-    joined = split and _joins(call.semaphores, config, splits, batch * kv_heads * blocks)
+    few = splits <= _MOST_JOINED and config.columns <= _MOST_COLUMNS
+    semaphores = 0 if call.semaphores is None else call.semaphores.size
+    joined = split and few and semaphores >= batch * kv_heads * blocks
     sizes = size, appended.shape[2], append_splits, splits, share
     options = _options(sizes, call.mask, scale, rotation, epsilon)
     there = [each is not None for each in (call.mask, call.freqs, call.sinks, call.q_norm)]
