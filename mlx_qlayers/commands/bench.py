@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-SCRIPTS = "benchmarks"
+from .demo import shipped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,10 +44,5 @@ def run(args: argparse.Namespace) -> None:
 
 
 def scripts() -> Path:
-    """The folder of the benchmarks, in the repository or inside an installed package."""
-    package = Path(__file__).parents[1]
-    folders = (package / f"_{SCRIPTS}", package.parent / SCRIPTS)
-    for folder in folders:
-        if (folder / "suite.py").is_file():
-            return folder
-    raise FileNotFoundError(f"{folders[0]}: the benchmarks are not part of this installation")
+    """The folder of the benchmarks."""
+    return shipped("benchmarks", "suite.py").parent

@@ -55,12 +55,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def run_main(args: argparse.Namespace, command_line: Sequence[str], **replaced: Any) -> None:
-    """Run mlx-lm's command ``args.command`` with other functions in the place of some of its own.
+    """Run mlx-lm's command ``args.command`` with its arguments.
 
-    Args:
-        args: what :func:`add_arguments` has added; ``command`` is the name.
-        command_line: the arguments of mlx-lm's command.
-        replaced: names of its module, and what they mean meanwhile.
+    ``replaced`` are names of its module, and what they mean meanwhile.
     """
     module = import_module(f"mlx_lm.{args.command}")
 

@@ -71,13 +71,16 @@ def run(args: argparse.Namespace) -> None:
     print(*aligned([("layers", "prompt", "text"), *rows[::-1]], numbers=True), sep="\n")
 
 
-def shipped_model() -> Path:
-    """The directory of the model in ``models/``, or of its copy inside an installed package."""
+def shipped(folder: str, *parts: str) -> Path:
+    """What is in a folder of the repository, or in its copy inside an installed package."""
     package = Path(__file__).parents[1]
-    folders = (package / "_models" / MODEL, package.parent / "models" / MODEL)
-    for folder in folders:
-        if folder.is_dir():
-            return folder
-    raise FileNotFoundError(
-        f"{folders[0]}: the model is not part of this installation; use --model"
-    )
+    places = [top.joinpath(*parts) for top in (package / f"_{folder}", package.parent / folder)]
+    for place in places:
+        if place.exists():
+            return place
+    raise FileNotFoundError(f"{places[0]}: {folder} are not part of this installation")
+
+
+def shipped_model() -> Path:
+    """The directory of the model that ships with the package."""
+    return shipped("models", MODEL)

@@ -17,23 +17,14 @@ from ..runtime.transformed import uncompiled
 
 
 class Example(NamedTuple):
-    """A call that kernels compute and stock operators as well.
+    """A call that kernels compute and stock operators as well."""
 
-    Attributes:
-        name: which of the operation's kernels; for the page, behind the family's.
-        function: the operation.
-        arguments: what it takes, by name; arrays may stand in lists and tuples.
-        gradients: the arguments whose gradients are computed as well.
-        terms: how many a sum in it has.
-        steps: how many roundings follow each other.
-    """
-
-    name: str
-    function: Callable[..., Any]
-    arguments: dict[str, Any]
-    gradients: Sequence[str] = ()
-    terms: int = 1
-    steps: int = 2
+    name: str  # which of the operation's kernels; for the page, behind the family's
+    function: Callable[..., Any]  # the operation
+    arguments: dict[str, Any]  # what it takes, by name; arrays may stand in lists and tuples
+    gradients: Sequence[str] = ()  # the arguments whose gradients are computed as well
+    terms: int = 1  # how many a sum in it has
+    steps: int = 2  # how many roundings follow each other
 
     @property
     def arrays(self) -> list[mx.array]:

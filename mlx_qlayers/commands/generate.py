@@ -37,11 +37,7 @@ def run(args: argparse.Namespace) -> None:
 def _generate(
     model: Any, tokenizer: Any, prompt: Any, *, verbose: bool, stream_generate: Any, **options: Any
 ) -> str:
-    """``mlx_lm.generate`` with nothing but the text on standard output.
-
-    Args:
-        stream_generate: that of mlx-lm, or with guesses.
-    """
+    """``mlx_lm.generate`` with nothing but the text on standard output, maybe with guesses."""
     from .text import stream
 
     if not prompt:

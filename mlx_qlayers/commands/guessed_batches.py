@@ -31,11 +31,7 @@ class GuessedBatch(GenerationBatch):
     """mlx-lm's batch of sequences that are written, in rounds of guesses.
 
     ``next`` gives each sequence's tokens of a round, of which there may be several or none.
-
-    Args:
-        model: writes them.
-        speculation: where guesses come from.
-        most: guesses in a round.
+    ``most`` are guesses in a round.
     """
 
     def __init__(self, model: Any, speculation: Speculation, most: int | None) -> None:
@@ -115,11 +111,7 @@ class GuessedBatch(GenerationBatch):
             self._read(goes_on=False)
 
     def _read(self, goes_on: bool) -> None:
-        """Read a step, and say its tokens.
-
-        Args:
-            goes_on: whether the next one may be launched before.
-        """
+        """Read a step, and say its tokens; if it ``goes_on`` the next one is launched before."""
         began = perf_counter()
         flight, ahead = self.flight or self.rounds.next(), None
         if goes_on and flight.checkpoint is None:

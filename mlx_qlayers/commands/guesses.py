@@ -91,12 +91,7 @@ class Loads:
 
 
 class Guessed:
-    """``mlx_lm.stream_generate`` with guesses, for all texts of a command.
-
-    Args:
-        args: what :func:`add_arguments` has added.
-        load: loads a model and its tokenizer.
-    """
+    """``mlx_lm.stream_generate`` with guesses, for all texts of a command."""
 
     def __init__(self, args: argparse.Namespace, load: Loads) -> None:
         self.lookup, self.load, self.path = args.prompt_lookup, load, args.heads

@@ -93,9 +93,7 @@ def formats_of(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
 def quantizing(args: argparse.Namespace, holding: Any) -> Iterator[None]:
     """mlx-lm's code makes and quantizes caches as the options say, windows as well.
 
-    Args:
-        args: what :func:`add_arguments` has added, and ``command``.
-        holding: lets a module hold other values, see :mod:`.borrowed`.
+    ``holding`` lets a module hold other values, see :mod:`.borrowed`.
     """
     if not are_wanted(args):
         yield

@@ -28,12 +28,7 @@ def read_yaml(file: Any, loader: Any) -> dict[str, Any]:
 
 
 def check_lora(module: Any, args: Any) -> None:
-    """Check the arguments of ``mlx_lm.lora``, which is ``module``, complete with its defaults.
-
-    Raises:
-        ValueError: one cannot be worked with; the message names it.
-        OSError: something that one names is not there.
-    """
+    """Check the arguments of ``mlx_lm.lora``, which is ``module``, complete with its defaults."""
     for name, default in module.CONFIG_DEFAULTS.items():
         kind = dict if name == "lr_schedule" else str if default is None else type(default)
         value = getattr(args, name)

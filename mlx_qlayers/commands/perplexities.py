@@ -14,37 +14,24 @@ Model = Callable[..., mx.array]
 
 
 class Perplexity(NamedTuple):
-    """Of a model on a text.
+    """Of a model on a text."""
 
-    Attributes:
-        value: exp of the mean loss of a token.
-        error: its standard error, to first order.
-        tokens: that were predicted.
-        divergence: KL(reference || model) in nats a token; None without a reference.
-        rise: of the mean loss of a token over the reference's; None without one.
-        rise_error: its standard error, of the differences token by token.
-    """
-
-    value: float
-    error: float
-    tokens: int
+    value: float  # exp of the mean loss of a token
+    error: float  # its standard error, to first order
+    tokens: int  # that were predicted
+    # KL(reference || model) in nats a token; None without a reference.
     divergence: float | None = None
-    rise: float | None = None
-    rise_error: float | None = None
+    rise: float | None = None  # of the mean loss of a token over the reference's; None without one
+    rise_error: float | None = None  # its standard error, of the differences token by token
 
 
 def perplexities(
     models: Sequence[Model], tokens: mx.array, reference: Model | None = None
 ) -> list[Perplexity]:
-    """The perplexity of each model, on the same sequences one after the other.
+    """The perplexity of each model, on the same sequences (count, length) one after the other.
 
-    Args:
-        models: of one vocabulary; functions from tokens (1, length) to logits.
-        tokens: (count, length); all but the first of each sequence are predicted.
-        reference: the model that the others were made from.
-
-    Raises:
-        ValueError: the sequences have less than two tokens.
+    ``reference`` is the model that the others were made from. A ValueError if there is no token to
+    predict.
 
     Example:
         >>> model, tokenizer = load("models/tales-qwen2")

@@ -28,11 +28,8 @@ class BatchGenerator(server.BatchGenerator):
     """mlx-lm's, with ``prefill_step_size`` as the most tokens that a part may have of a prompt.
 
     How many it has follows from what the parts before it took. In how many parts a prompt was read,
-    and what the longest took, is logged.
-
-    Args:
-        model, options: as mlx-lm's.
-        guesses: gives where guesses come from, and how many there are in a step at most.
+    and what the longest took, is logged. ``guesses`` gives where guesses come from, and how many
+    there are in a step at most.
     """
 
     def __init__(self, model: Any, *, guesses: Any = None, **options: Any) -> None:
@@ -57,20 +54,16 @@ class BatchGenerator(server.BatchGenerator):
             widest = max(widest, each.progress[0] - one.tokens)
             one.tokens, one.parts = each.progress[0], one.parts + 1
             one.longest = max(one.longest, seconds)
-        if reading:
-            self._adapt(widest * len(reading), seconds)
+        tokens = widest * len(reading)  # of this part, padding and all
+        if reading and seconds > _PART:
+            self._tokens = max(_FEWEST, int(tokens * _PART / seconds))
+        elif reading and seconds < _PART / 2 and 2 * tokens > self._tokens:
+            self._tokens = min(2 * self._tokens, self._most * self.prefill_batch_size)
         for each in responses:
             if each.end_of_prompt and (done := self._readings.pop(each.uid, None)):
                 text = "Prompt of %d tokens: %d parts, the longest took %.2f s"
                 logging.info(text, each.progress[1], done.parts, done.longest)
         return responses, texts
-
-    def _adapt(self, tokens: int, seconds: float) -> None:
-        """Choose the next part's size after one of so many tokens, padding and all."""
-        if seconds > _PART:
-            self._tokens = max(_FEWEST, int(tokens * _PART / seconds))
-        elif seconds < _PART / 2 and 2 * tokens > self._tokens:
-            self._tokens = min(2 * self._tokens, self._most * self.prefill_batch_size)
 
     def remove(self, uids: list[int], return_prompt_caches: bool = False) -> Any:
         for uid in uids:

@@ -52,7 +52,14 @@ def check_body(body: Any) -> None:
         _check(f"logit_bias of {token}", bias, _BIAS)
     if body.get("prompt") == "":
         raise ValueError("prompt is empty")
-    _check_stops(body.get("stop"))
+    stop = body.get("stop")
+    words = stop if isinstance(stop, list) else [stop or "none"]
+    if not all(isinstance(word, str) and word for word in words):
+        raise ValueError("stop must be a string or a list of strings that are not empty")
+    if len(words) > _MOST_STOPS or any(len(word) > _LONGEST_STOP for word in words):
+        raise ValueError(
+            f"stop must have at most {_MOST_STOPS} strings of at most {_LONGEST_STOP} letters"
+        )
     if (options := body.get("stream_options")) is not None and "include_usage" not in options:
         raise ValueError("stream_options must have include_usage")
     if given := sorted(_own_arguments() & (body.get("chat_template_kwargs") or {}).keys()):
@@ -79,16 +86,6 @@ def _check(name: str, value: Any, allowed: Range) -> None:
         check_number(name, value, allowed)
     except ValueError as error:
         raise ValueError(f"{name} {error}") from None
-
-
-def _check_stops(stop: Any) -> None:
-    words = stop if isinstance(stop, list) else [stop or "none"]
-    if not all(isinstance(word, str) and word for word in words):
-        raise ValueError("stop must be a string or a list of strings that are not empty")
-    if len(words) > _MOST_STOPS or any(len(word) > _LONGEST_STOP for word in words):
-        raise ValueError(
-            f"stop must have at most {_MOST_STOPS} strings of at most {_LONGEST_STOP} letters"
-        )
 
 
 def _check_message(message: Any) -> None:

@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_prompt(prompt: str) -> None:
-    """Refuse a prompt that has no tokens in any vocabulary.
-
-    Raises:
-        ValueError: it is empty, or made of bytes that were not UTF-8.
-    """
+    """Raise a ValueError for a prompt that is empty, or made of bytes that were not UTF-8."""
     if not prompt:
         raise ValueError("the prompt '' has no tokens")
     try:
@@ -36,14 +32,8 @@ def stream(
     progress: Callable[[], object] | None = None,
     **options: Any,
 ) -> GenerationResponse:
-    """Write tokens to ``echo`` as they come; the last of them, with their speed.
-
-    Args:
-        model, tokenizer, prompt: as in ``mlx_lm.generate``; at least one token.
-        stream_generate: in the place of mlx-lm's.
-        echo: where the text goes.
-        progress: called after each token.
-        options: those of ``mlx_lm.stream_generate``.
+    """Write tokens to ``echo`` as they come, of which there is one at least; the last of them, with
+    their speed. ``progress`` is called after each.
     """
     from mlx_lm import stream_generate as theirs
 

@@ -8,9 +8,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..ops.attention import ATTENTION
+from ..ops.attention import ATTENTION, ATTENTION_ROWS
 from ..ops.attention_invariant import attention_from
-from ..ops.attention_rows import ATTENTION_ROWS
 from ..ops.attention_step import ATTENTION_STEP
 from ..ops.embedding import QUANTIZED_ROWS
 from ..ops.experts import EXPERTS_CHOSEN

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from types import EllipsisType
 from typing import Any, NamedTuple
 
-from ..measurements.thresholds import Measured
+from ..measurements.thresholds import Measured, threshold
 from ..runtime.backend import BackendError, backend, current, requested, unavailable, within
 from ..runtime.devices import device_of
 from .measurements import Measurement, decided, found
@@ -57,8 +57,8 @@ def choose(
         empty: why nothing is computed, whichever backend with a kernel is asked for.
         reason: why ``auto`` should leave the kernel for the reference, or why there is no kernel;
             :class:`Measured` where a threshold decides, for the kernel too.
-        host_gain: the measured speedup over the reference on a CPU. ``auto`` takes the kernel there
-            only if it is above 1.
+        host_gain: the measured speedup over the reference on a CPU, by default the number that is
+            stored as ``op_gain``. ``auto`` takes the kernel there only if it is above 1.
         by: which of the operation's kernels runs, for the reason.
         best: from :func:`.measurements.found`, which counts before all that; left out for a kernel
             without a record.
@@ -88,7 +88,9 @@ def choose(
     if reason and refusal is None and counts:
         return Choice(op, "reference", reason, evidence)
     if name not in kernels:
-        return Choice(op, "reference", _no_kernel(name, kernels))
+        if name == "reference" and "host" in kernels and (lacks := unavailable("host")):
+            return Choice(op, "reference", f"no GPU, and no host backend: {lacks}")
+        return Choice(op, "reference", f"no {name} kernel for these arguments")
     if not counts:
         return Choice(op, name, "batch-invariant" + suffix)
     if name != "host":
@@ -97,7 +99,8 @@ def choose(
         return Choice(op, "host", "batch-invariant" + suffix)
     if current.get().integers and op != "attention":
         return Choice(op, "host", "activations in 8 bits" + suffix)
-    if host_gain is None:
+    stored = threshold(f"{op}_gain", device="host") if host_gain is None else host_gain
+    if not isinstance(host_gain := stored, (int, float)):
         return Choice(op, "reference", "the kernel was not measured on a CPU")
     if host_gain <= 1:
         reason = f"on a CPU the kernel has {host_gain:.2g} times the speed of MLX's operators"
@@ -113,9 +116,3 @@ def choose_measured(
     best = found(family, *key) if kernels else None
     rule["reason"] = unmeasured() or rule.get("reason")
     return choose(op, kernels, best=best, **rule)
-
-
-def _no_kernel(name: str, kernels: Sequence[str]) -> str:
-    if name == "reference" and "host" in kernels and (why := unavailable("host")):
-        return f"no GPU, and no host backend: {why}"
-    return f"no {name} kernel for these arguments"

@@ -12,7 +12,8 @@ from typing import Any
 
 from ..runtime.backend import backend
 from ..runtime.backend import epoch as current
-from .entries import devices, look_up
+from ..runtime.explain import note
+from .entries import Evidence, devices, look_up
 
 
 class Measured(str):
@@ -24,8 +25,15 @@ def threshold(name: str, *key: Hashable, device: str | None = None) -> Any:
 
     ``key`` selects one of several values; ``device`` is by default the current backend.
     """
-    values = _values(current.number, name, device or backend())
+    values, _ = _values(current.number, name, device or backend())
     return values.get(" ".join(map(str, key))) if key and isinstance(values, Mapping) else values
+
+
+def tabled(name: str, *key: Hashable, device: str | None = None) -> Any:
+    """The same for a launcher, whose choice of kernel or tiles :func:`explain` names by it."""
+    if (found := _values(current.number, name, device or backend())[1]) is not None:
+        note("tuning", "table", f"{name}: {found}", "measured")
+    return threshold(name, *key, device=device)
 
 
 def gain(name: str, size: int, *key: Hashable) -> float | None:
@@ -43,9 +51,9 @@ def row_of(table: Sequence[tuple[float, Any]], size: float) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _values(epoch: int, name: str, device: str) -> Any:
-    found = look_up(name, *devices(device))
-    return found and _frozen(found[0].values)
+def _values(epoch: int, name: str, device: str) -> tuple[Any, Evidence | None]:
+    entry, evidence = look_up(name, *devices(device)) or (None, None)
+    return entry and _frozen(entry.values), evidence
 
 
 def _frozen(value: Any) -> Any:

@@ -44,30 +44,19 @@ exactly: ContextVar[bool] = ContextVar("exactly", default=False)
 
 
 class Record(ABC):
-    """A kernel family, and as an instance a key of it: its fields are what operations ask.
+    """A kernel family, and as an instance a key of it: its fields are what operations ask."""
 
-    Attributes:
-        family: the name of the kernel family.
-        configs: the classes of its configurations, which differ in their fields.
-        values: those that fields of candidates may have; a field that is not here, or has another
-            value, has that of one of :meth:`starts`.
-        dtype: of the floating-point inputs.
-        sized: the field that counts its rows, tokens or keys, if a device is calibrated of it.
-        sizes_measured: so many of them.
-        matrix: N and K of a product with one matrix, of which a model has a number.
-        stock_waits: whether MLX may compile the stock operator first, for half a minute.
-        of_backend: whether what ships for a backend's first device holds on its others.
-    """
-
-    family: ClassVar[str]
-    sized: ClassVar[str] = ""
-    sizes_measured: ClassVar[tuple[int, ...]] = ()
-    stock_waits: ClassVar[Any] = True
-    of_backend: ClassVar[bool] = False
-    matrix: ClassVar[Any] = None
-    configs: ClassVar[tuple[type[Any], ...]]
+    family: ClassVar[str]  # the name of the kernel family
+    sized: ClassVar[str] = ""  # the field that counts its rows, tokens or keys, if it is calibrated
+    sizes_measured: ClassVar[tuple[int, ...]] = ()  # so many of them
+    stock_waits: ClassVar[Any] = True  # whether MLX may compile stock first, for half a minute
+    of_backend: ClassVar[bool] = False  # what ships for a backend's first device holds on others
+    matrix: ClassVar[Any] = None  # N and K of a product with one matrix, which a model has often
+    configs: ClassVar[tuple[type[Any], ...]]  # of its configurations, which differ in their fields
+    # Those that fields of candidates may have; a field that is not here, or has another value, has
+    # that of one of `starts`.
     values: ClassVar[dict[str, tuple[int, ...]]]
-    dtype: mx.Dtype
+    dtype: mx.Dtype  # of the floating-point inputs
 
     # Where results are stored.
 
@@ -116,10 +105,6 @@ class Record(ABC):
     def variant(self, config: Any) -> Any:
         """The facts that tell a configuration's text and template from those of other sizes."""
         return config
-
-    def is_fixed(self, config: Any) -> bool:
-        """Whether there is no candidate but this configuration."""
-        return self.values.keys().isdisjoint(self.fields(config))
 
     def fields(self, config: Any) -> set[str]:
         """The names of the fields that count in a configuration."""

@@ -3,7 +3,7 @@
 from .attention.records import AttentionDecodeRecord, AttentionForwardRecord, LatentRecord
 from .attention.step_record import AttentionStepRecord
 from .gather_qmm.records import ExpertsRecord, GatherRecord, RouterRecord
-from .grid_sample.record import GridSampleRecord
+from .grid_sample.launch import GridSampleRecord
 from .quantized_matmul.records import QmmRecord, QmvRecord
 from .quantized_matmul.skinny_record import SkinnyRecord
 from .record import Record

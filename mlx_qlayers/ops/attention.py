@@ -137,7 +137,8 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
         takes_stock = call.scores.window is None or requested() == "auto"
         run = (takes_stock and reference.stock(call)) or composed
         if not decoding and gradients_by_kernels(call):
-            return Plan(choice, _unless_differentiated(run, _by_kernels(call)))
+            again = _by_kernels(call)  # which is faster with its gradient
+            return Plan(choice, lambda *given: (again if is_differentiated() else run)(*given))
         if device_of().measured or decoding or why_no_kernel(call) or not fills_memory(call):
             return Plan(choice, run)
         # The kernels' gradient computes the forward pass again.
@@ -145,7 +146,10 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
     if decoding:
         config = configure("attention_decode", choice.path, *decode.key_of(call))
         launch = decode.attention_decode(call, config)
-        return Plan(choice, launch, autodiff(_decode_composed(call), arrays), composed)
+        # The gradient is that of kernels of many queries if kernels were asked for.
+        by_stock = requested() == "auto" or why_no_kernel(call)
+        again = composed if by_stock else _by_kernels(call)
+        return Plan(choice, launch, autodiff(again, arrays), composed)
     if call.packing[1]:
         return _plan_packed(call, static)
     return _by_forward(choice, call)._replace(reference=composed)
@@ -156,26 +160,20 @@ def _plan_packed(call: AttentionCall, static: tuple[Any, ...]) -> Plan:
     batch, heads, keys, _ = call.k[0].shape
     size = batch * heads * keys * (call.q.shape[3] + call.v_width) * call.q.dtype.size
     large, many = size > _MOST_DENSE, max(batch, heads) > 1
+    bits, groups = {*call.packing[1:]}, min(parts[1].size for parts in (call.k, call.v))
+    covered = bits <= {*decode.BITS} and groups >= CONSTANT_BELOW and why_no_kernel(call) is None
     reason, best = None, None
-    if (lacking := _lacks_packed(call)) is None and requested() == "auto":
+    if covered and requested() == "auto":
         # Each tile of queries unpacks keys anew: on an H200 that took 2.3 times as long.
         why = "dense keys of a layer are faster" if many or not large else None
         best = found("attention_forward", *Launcher(call).key())
         reason = decided(best, why)
-    if lacking or reason:
+    if not covered or reason:
         if large and many:
             return Plan(None, _in_halves(call, int(heads > 1), ATTENTION, static))
         return Plan(None, _unpacked(call, ATTENTION, ((0, 0), *static[1:])))
     choice = choose("attention", by="many queries of packed keys", best=best)
     return _by_forward(choice, call)
-
-
-def _lacks_packed(call: AttentionCall) -> str | None:
-    """Why the kernel of many queries does not take these packed keys, if it does not."""
-    bits, groups = call.packing[1:], min(parts[1].size for parts in (call.k, call.v))
-    if not {*bits} <= {*decode.BITS} or groups < CONSTANT_BELOW:
-        return f"{bits} bits, {groups} groups"
-    return why_no_kernel(call)
 
 
 def _unpacked(call: AttentionCall, operation: Operation, static: tuple[Hashable, ...]) -> Run:
@@ -251,13 +249,6 @@ def choose_decode(call: AttentionCall) -> Choice:
     )
 
 
-def _decode_composed(call: AttentionCall) -> Run:
-    """The same on the path that has a gradient: by kernels if those were asked for."""
-    if requested() == "auto" or why_no_kernel(call):
-        return reference.attention(call)
-    return _by_kernels(call)
-
-
 def _by_kernels(call: AttentionCall) -> Run:
     """The kernels of many queries, which have a gradient, without a choice."""
     if call.packing[1]:
@@ -282,15 +273,6 @@ def _choose_forward(call: AttentionCall) -> Choice:
     )
 
 
-def _unless_differentiated(run: Run, with_gradients: Run) -> Run:
-    """``run``, or what computes the same faster with its gradient."""
-
-    def either(*arrays: mx.array) -> list[mx.array]:
-        return with_gradients(*arrays) if is_differentiated() else run(*arrays)
-
-    return either
-
-
 def _plan_forward(arrays: Sequence[Any], *scores: Any) -> Plan:
     q, *caches, mask, sinks = arrays
     k, v = caches[: len(caches) // 2], caches[len(caches) // 2 :]
@@ -306,7 +288,11 @@ def _by_forward(choice: Choice | None, call: AttentionCall) -> Plan:
 
     The gradient of an additive mask, the only one as large as the scores, is one of its own.
     """
-    if _operations(call) > device_of().most_operations:
+    q, keys, (_, causal, window, *_) = call.q, call.k[0].shape[2], call.scores
+    seen = min(keys, window or keys) / (2 if causal and window is None else 1)
+    # The longest launch is that of the gradients of keys and values: four products.
+    operations = 4.0 * prod(q.shape[:3]) * seen * (q.shape[3] + call.v_width)
+    if operations > device_of().most_operations:
         axis = 1 if call.k[0].shape[1] > 1 else 0
         if call.k[0].shape[axis] > 1:
             return Plan(choice, _in_halves(call, axis, _FORWARD, call.scores))
@@ -336,13 +322,6 @@ def _by_kernel(kernel: str, choice: Choice | None, call: AttentionCall) -> Plan:
         return Plan(choice, forward_ahead(at, best_cut), gradients)
     chosen = configure("attention_forward", at.device, *at.key())
     return Plan(choice, attention_forward(at, chosen), gradients)
-
-
-def _operations(call: AttentionCall) -> float:
-    """Of the longest launch, that of the gradients of keys and values: four products."""
-    q, keys, (_, causal, window, *_) = call.q, call.k[0].shape[2], call.scores
-    seen = min(keys, window or keys) / (2 if causal and window is None else 1)
-    return 4.0 * prod(q.shape[:3]) * seen * (q.shape[3] + call.v_width)
 
 
 def _in_halves(
@@ -381,6 +360,30 @@ def _norms(
     return [mx.where(here, found, 0)], [mx.where(here, expected, 0)]
 
 
+def _plan_rows(arrays: Sequence[Any], scale: float, causal: bool) -> Plan:
+    """Of q, k and v with R rows, None, sinks and held (1,) int32: how many of the R rows count.
+
+    A slice of these rows would be another call with another plan for each count.
+    """
+    *most, held = arrays
+    if held.shape != (1,) or held.dtype != mx.int32:
+        raise ValueError(f"held must be int32 (1,), not {held.dtype} {held.shape}")
+    rule = "causal" if causal else None
+    call = checked(most, (0, 0), scale, rule, None, None)
+
+    def composed(q: Any, k: Any, v: Any, mask: None, sinks: Any, held: mx.array) -> list[mx.array]:
+        k, v = (each[:, :, : held.item()] for each in (k, v))
+        return [attention(q, k, v, scale=scale, mask=rule, sinks=sinks)]
+
+    choice = choose_decode(call) if len({*call.dtypes}) == 1 and takes_decode(call) else None
+    if choice is None or choice.path != "host":  # whose kernel takes a count
+        return Plan(None, composed)
+    config = configure("attention_decode", choice.path, *decode.key_of(call))
+    return Plan(choice, decode.attention_decode(call, config, counted=True), reference=composed)
+
+
 ATTENTION = Operation("attention", _plan, besides=_norms)
+# Of few tokens to the rows of a buffer that count, by one plan for all counts.
+ATTENTION_ROWS = Operation("attention", _plan_rows)
 # Many queries by kernels, without a choice: where their gradient is that of another kernel.
 _FORWARD = Operation("attention", _plan_forward)

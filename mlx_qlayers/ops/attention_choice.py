@@ -137,16 +137,20 @@ def gradients_by_kernels(call: AttentionCall) -> bool:
     There stock's own gradient keeps all scores unless the queries fill its tiles, is that of q, k
     and v only, and was measured slower where a causal mask hides much.
     """
-    if not _differs_in_gradients(call) or why_no_kernel(call):
+    least, mode = threshold("attention_gradient_min_scores"), current.get().mode
+    if least is None or requested() != "auto" or not mode.differentiable or call.packing[1]:
         return False
-    (*heads, queries, _), mask = call.q.shape, call.mask
+    (*heads, queries, width), mask = call.q.shape, call.mask
+    wide = max(width, call.v_width) > threshold("attention_forward_widest")
+    few = queries <= FEW_QUERIES
+    if wide or few or call.q.dtype == mx.float32 or why_no_kernel(call):
+        return False
     additive = mask is not None and mask.dtype != mx.bool_
     if queries % _STOCK_TILE or call.sinks is not None or additive or call.scores.deterministic:
         return True
     if mask is not None or not call.scores.causal:
         return False
-    scores = prod(heads) * queries * call.k[0].shape[2]
-    return scores >= threshold("attention_gradient_min_scores")
+    return prod(heads) * queries * call.k[0].shape[2] >= least
 
 
 def fills_memory(call: AttentionCall) -> bool:
@@ -160,16 +164,3 @@ def fills_memory(call: AttentionCall) -> bool:
     scores = prod(call.q.shape[:3]) * call.k[0].shape[2]
     memory = int(mx.device_info(mx.gpu).get("memory_size") or _MEMORY)
     return _KEPT_SCORES * scores * call.q.dtype.size > memory / _SHARE
-
-
-def _differs_in_gradients(call: AttentionCall) -> bool:
-    """Whether kernels may take a call that ``auto`` leaves to cuDNN, if it is differentiated."""
-    q = call.q
-    if (
-        threshold("attention_gradient_min_scores") is None
-        or requested() != "auto"
-        or not current.get().mode.differentiable
-    ):
-        return False
-    fits = max(q.shape[3], call.v_width) <= threshold("attention_forward_widest")
-    return fits and q.dtype != mx.float32 and not call.packing[1] and q.shape[2] > FEW_QUERIES

@@ -181,29 +181,31 @@ class _Asked(NamedTuple):
     share: int
     k_shape: tuple[int, ...]
     v_width: int
-    packing: Packing
-    tokens: int
+    packing: Packing = UNPACKED
+    tokens: int = 1
+
+    @property
+    def covered(self) -> bool:
+        """Whether there is a kernel."""
+        width, v_width, bits = self.k_shape[3], self.v_width, {*self.packing[1:]}
+        whole = width % 8 == v_width % 8 == 0 and bits <= {0, *BITS}
+        if not whole or max(width, v_width) > _MAX_WIDTH or not min(*self.k_shape, v_width):
+            return False
+        heads = kernels.Heads(self.dtype, width, v_width, self.packing.widest, self.tokens)
+        return kernels.covers(self.share, heads, device_of().few_registers)
 
 
-def why_not(
-    dtype: mx.Dtype,
-    share: int,
-    k_shape: tuple[int, ...],
-    v_width: int,
-    packing: Packing = UNPACKED,
-    tokens: int = 1,
-) -> str | None:
-    """Why the kernel should not be used for a cache (B, Hkv, S, D) of ``dtype`` here, if so."""
-    asked = _Asked(dtype, share, k_shape, v_width, packing, tokens)
-    if not _covers(asked):
+def why_not(*asked: Any) -> str | None:
+    """Why the kernel should not be used here, if so: for what the fields of a choice's key are."""
+    if not _Asked(*asked).covered:
         return "no kernel for these shapes"
-    choice = _choose(asked)
+    choice = _choose(_Asked(*asked))
     return choice.reason if choice.path == "reference" else None
 
 
 def _choose(asked: _Asked) -> Choice:
     """The kernel, unless the stock operators were measured to be faster."""
-    if not _covers(asked):
+    if not asked.covered:
         return choose("attention_step", ())
     dtype, share, k_shape, v_width, packing, _ = asked
     failed = proof.failed("attention_step") if device_of().needs_proof else None
@@ -214,17 +216,6 @@ def _choose(asked: _Asked) -> Choice:
         best = None
     by = f"attention_step_packed, {packing.bits} bits" if packing.bits else ""
     return choose("attention_step", reason=failed or unmeasured(), by=by, best=best)
-
-
-def _covers(asked: _Asked) -> bool:
-    dtype, share, k_shape, v_width, packing, tokens = asked
-    width, bits = k_shape[3], packing.widest
-    if not {*packing[1:]} <= {0, *BITS}:
-        return False
-    if width % 8 or v_width % 8 or max(width, v_width) > _MAX_WIDTH or not min(*k_shape, v_width):
-        return False
-    few_registers = device_of().few_registers
-    return kernels.covers(dtype, share, width, v_width, bits, tokens, few_registers)
 
 
 def _takes(cache: str, k: str, v: str, k_append: str, v_append: str) -> Signature:

@@ -10,7 +10,6 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Arrays, Gradient, Operation, Plan, choose, dispatch
-from ..measurements.thresholds import threshold
 from ..metal.deformable import launch as kernels
 from ..options import Deformable
 from ..reference import deformable_attention as reference
@@ -81,12 +80,8 @@ def _plan(arrays: Sequence[Any], padding_mode: str, pixels: bool, *extents: Any)
     values, locations, weights = arrays
     _check(values, locations, weights, options)
     empty = "there is nothing to add up" if 0 in (values.size, locations.size) else None
-    choice = choose(
-        "deformable_attention",
-        KERNELS if kernels.covers(values, locations) else (),
-        empty=empty,
-        host_gain=threshold("deformable_attention_gain", device="host"),
-    )
+    takes = KERNELS if kernels.covers(values, locations) else ()
+    choice = choose("deformable_attention", takes, empty=empty)
     if empty:
         shape = *locations.shape[:2], values.shape[2] * values.shape[3]
         return Plan(choice, lambda *_: mx.zeros(shape, values.dtype))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import mlx.core as mx
 
 from ..dispatch import Operation, Plan, choose, dispatch, gradient_of
 from ..formats import Format
-from ..measurements.thresholds import threshold
 from ..metal.quantized_matmul.dequantize import dequantize_rows
 from ..options import PackedMatrix
 from ..runtime.devices import device_of
@@ -64,7 +63,13 @@ def _plan(arrays: Sequence[Any], group_size: int | None, bits: int | None, mode:
     if problem := fmt.mismatch(w, scales, biases):
         raise ValueError(problem)
     _TAKES.check(numbers)
-    composed, dtype = _composed(fmt), mx.bfloat16 if biases is None else scales.dtype
+    dtype = mx.bfloat16 if biases is None else scales.dtype
+
+    def composed(numbers: Any, w: Any, scales: Any, biases: Any) -> list[mx.array]:
+        at = numbers if numbers.ndim else numbers[None]  # MLX unpacks matrices alone
+        rows = fmt.dequantize(w[at], scales[at], None if biases is None else biases[at])
+        return [rows if numbers.ndim else rows[0]]
+
     if not numbers.size:  # of which MLX unpacks nothing
         shape = *numbers.shape, fmt.dims(w)
         return Plan(None, lambda *_: [mx.zeros(shape, dtype)])
@@ -74,7 +79,7 @@ def _plan(arrays: Sequence[Any], group_size: int | None, bits: int | None, mode:
     device = device_of()
     if not ((device.stock_compiles or device.backend == "host") and covered):
         return Plan(None, composed)  # elsewhere MLX's gathers are there at once
-    choice = choose("quantized_rows", host_gain=threshold("quantized_rows_gain", device="host"))
+    choice = choose("quantized_rows")
     if choice.path == "reference":
         return Plan(choice, composed)
     launch = dequantize_rows(numbers, PackedMatrix(w, scales, biases, None), fmt, dtype)
@@ -83,12 +88,3 @@ def _plan(arrays: Sequence[Any], group_size: int | None, bits: int | None, mode:
 
 _TAKES = Signature("numbers: integer")
 QUANTIZED_ROWS = Operation("quantized_rows", _plan)
-
-
-def _composed(fmt: Format) -> Callable[..., list[mx.array]]:
-    def run(numbers: Any, w: Any, scales: Any, biases: Any) -> list[mx.array]:
-        at = numbers if numbers.ndim else numbers[None]  # MLX unpacks matrices alone
-        rows = fmt.dequantize(w[at], scales[at], None if biases is None else biases[at])
-        return [rows if numbers.ndim else rows[0]]
-
-    return run

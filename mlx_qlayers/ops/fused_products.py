@@ -11,12 +11,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..dispatch import Choice, Operation, Plan, choose, dispatch, gradient_of
+from ..dispatch import KERNELS, Choice, Operation, Plan, choose, dispatch, gradient_of
 from ..dispatch.measurements import configure, found
 from ..formats import Format
 from ..measurements.thresholds import threshold
-from ..metal.quantized_matmul.dequantize import dequantize
-from ..metal.quantized_matmul.gated import RUN, gated_rows
+from ..metal.quantized_matmul.dequantize import RUN, dequantize, gated_rows
 from ..metal.quantized_matmul.qmm_tensor import tensor_product
 from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate, QmvArrays, qmv, takes_deferred_norm
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
@@ -140,31 +139,31 @@ def _plan(
         run = _composed(multiply, epsilon, None)
         return Plan(choice, run, gradient_of(composed, arrays), composed)
     kind = _kind(matrices, epsilon is not None and partial_squares is None, gate, residual)
-    best = None
-    if rows <= MAX_QMV_ROWS and not lacking:
-        best = found("qmv", rows, n, k, x.dtype, fmt, kind)
-    skinny = best is None and is_skinny(x, matrices)
     # More rows are one dense product.
-    dense = rows > MAX_QMV_ROWS and not skinny
-    by = DENSE if dense else SKINNY if skinny else QMV
-    if lacking:
-        choice = choose("fused_products", (), reason=lacking)
-    elif dense:
-        choice = choose("fused_products", reason=dense_is_worse(rows, n, x, fmt), by=by)
-    else:
-        choice = choose(
-            "fused_products",
-            reason=stock_is_better(x.dtype, fmt, skinny),
-            host_gain=None if skinny else host_gain(rows, fmt),
-            by=by,
-            best=best,
-        )
+    kernel, best = QMV if rows <= MAX_QMV_ROWS else DENSE, None
+    if kernel == QMV and not lacking:
+        best = found("qmv", rows, n, k, x.dtype, fmt, kind)
+    if best is None and is_skinny(x, matrices):
+        kernel = SKINNY
+    reason = lacking or (
+        dense_is_worse(rows, n, x, fmt)
+        if kernel == DENSE
+        else stock_is_better(x.dtype, fmt, kernel == SKINNY)
+    )
+    choice = choose(
+        "fused_products",
+        () if lacking else KERNELS,
+        reason=reason,
+        host_gain=host_gain(rows, fmt) if kernel == QMV else None,
+        by=kernel,
+        best=... if kernel == DENSE else best,
+    )
     if choice.path == "reference":
         return Plan(choice, composed)
-    if dense:
+    if kernel == DENSE:
         run = _composed(_dense(x, matrices, fmt, gate), epsilon, None)
     else:
-        if skinny:
+        if kernel == SKINNY:
             config = skinny_spread(choice.path, rows, n, k, fmt, len(matrices) == 1)
         else:
             config = configure("qmv", choice.path, rows, n, k, x.dtype, fmt, kind)

@@ -9,7 +9,6 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
-from ..measurements.thresholds import threshold
 from ..metal.gated_delta import launch as kernels
 from ..reference import gated_delta as reference
 from ..runtime.backend import backend, requested
@@ -70,13 +69,8 @@ def _plan(arrays: Sequence[Any], norms: tuple[float, float, float] | None) -> Pl
     if norms is not None and not (len(numbers) == 3 and all(map(is_finite, numbers))):
         raise ValueError(f"norms must be an epsilon and two factors, finite numbers, not {norms!r}")
     q, _, v, *_ = arrays
-    takes = v.size and kernels.takes(q.shape[-1])
-    choice = choose(
-        "gated_delta",
-        KERNELS if takes else (),
-        reason=_NOT_ON_METAL.get(backend()),
-        host_gain=threshold("gated_delta_gain", device="host"),
-    )
+    takes = KERNELS if v.size and kernels.takes(q.shape[-1]) else ()
+    choice = choose("gated_delta", takes, reason=_NOT_ON_METAL.get(backend()))
     composed = partial(reference.gated_delta, norms=numbers)
     if choice.path == "reference":
         return Plan(choice, _stock(arrays, norms) or composed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,6 @@ import mlx.core as mx
 
 from ..dispatch import Operation, Plan, choose, dispatch
 from ..formats import Format
-from ..measurements.thresholds import threshold
 from ..metal.gptq import launch
 from ..metal.gptq.launch import BLOCK
 from ..reference import gptq as reference
@@ -209,19 +208,15 @@ def pack(codes: mx.array, bits: int) -> mx.array:
     return mx.stack(words, axis=-1).reshape(*codes.shape[:-1], -1)
 
 
-def _plan_block(arrays: Sequence[Spec], group_size: int, bits: int, dtype: mx.Dtype) -> Plan:
-    run = partial(reference.gptq_block, group_size=group_size, bits=bits, dtype=dtype)
-    return _plan(run, lambda: launch.gptq_block(arrays[0], group_size, bits, dtype))
+def _plan(composed: Any, bind: Any, arrays: Sequence[Spec], *options: Any) -> Plan:
+    choice = choose("gptq")
 
+    def run(*given: mx.array) -> list[mx.array]:
+        found: list[mx.array] = composed(*given, *options)
+        return found
 
-def _plan_fixed(arrays: Sequence[Spec], bits: int) -> Plan:
-    run = partial(reference.gptq_fixed_block, bits=bits)
-    return _plan(run, lambda: launch.gptq_fixed_block(arrays[0], bits))
-
-
-def _plan(run: Any, bind: Callable[[], Any]) -> Plan:
-    choice = choose("gptq", host_gain=threshold("gptq_gain", device="host"))
-    return Plan(choice, run) if choice.path == "reference" else Plan(choice, bind(), (), run)
+    launch = run if choice.path == "reference" else bind(arrays[0], *options)
+    return Plan(choice, launch, (), run)
 
 
 def _sample(arrays: list[mx.array], *static: Any) -> list[mx.array]:
@@ -237,5 +232,7 @@ _TAKES = Signature("""
     act_order: flag
     damping: number >= 0
 """)
-_BLOCK = Operation("gptq_block", _plan_block, sample=_sample)
-_FIXED = Operation("gptq_fixed_block", _plan_fixed, sample=_sample)
+_OF_BLOCK = partial(_plan, reference.gptq_block, launch.gptq_block)
+_OF_FIXED = partial(_plan, reference.gptq_fixed_block, launch.gptq_fixed_block)
+_BLOCK = Operation("gptq_block", _OF_BLOCK, sample=_sample)
+_FIXED = Operation("gptq_fixed_block", _OF_FIXED, sample=_sample)

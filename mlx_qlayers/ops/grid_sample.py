@@ -80,11 +80,13 @@ def _plan(
     _check(x, grid, options)
     composed = reference.sampler(options)
     empty = "there is nothing to sample" if 0 in (x.size, grid.size) else None
+    work = grid.size // grid.shape[-1] * (x.shape[-1] + 8)
+    is_little = mode == "nearest" and work < threshold("grid_sample_small", device="host")
     choice = choose(
         "grid_sample",
         KERNELS if kernels.covers(grid, options) else (),
         empty=empty,
-        host_gain=_host_gain(mode, grid.size // grid.shape[-1], x.shape[-1]),
+        host_gain=threshold("grid_sample_gain", "small " * is_little + mode, device="host"),
     )
     if empty:
         shape = *grid.shape[:-1], x.shape[-1]
@@ -108,14 +110,6 @@ def _plan(
 _TAKES = Signature("x: float (N, H, W, C) or (N, D, H, W, C); 0 not in shape[1:-1]")
 _THETA = Signature("theta: float (N, A, A + 1)")
 _GRID_SAMPLE = Operation("grid_sample", _plan, compiled=True)
-
-
-def _host_gain(mode: str, points: int, channels: int) -> float:
-    """How many times as fast as plain operators the kernel is on a CPU, by measurement."""
-    small = threshold("grid_sample_small", device="host")
-    if mode == "nearest" and points * (channels + 8) < small:
-        mode = "small nearest"  # it is little work, and faster in plain operators
-    return float(threshold("grid_sample_gain", mode, device="host"))
 
 
 def _check(x: Any, grid: Any, options: Sampling) -> None:

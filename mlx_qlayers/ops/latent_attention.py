@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..dispatch import KERNELS, Choice, Operation, Plan, dispatch, gradient_of
+from ..dispatch import KERNELS, Operation, Plan, dispatch, gradient_of
 from ..dispatch.choice import choose_measured
 from ..measurements.thresholds import Measured, threshold
 from ..metal.attention import latent as kernels
@@ -53,7 +53,9 @@ def latent_attention(
     return dispatch(LATENT_ATTENTION, (q, r, c, p, last, mask), (scale,))[0]
 
 
-def _choose(q: Any, r: Any, c: Any) -> Choice:
+def _plan(arrays: Sequence[Any], scale: float) -> Plan:
+    _TAKES.check(*arrays, scale)
+    scale, (q, r, c, _, _, mask) = float(scale), arrays
     (batch, heads, _, width), rows = q.shape, c.shape[2]
     takes = kernels.takes(q, r, rows) and c.shape[1] == 1
     key = (rows, batch, heads, width, r.shape[3]), q.dtype, ()
@@ -61,14 +63,8 @@ def _choose(q: Any, r: Any, c: Any) -> Choice:
     if most is not None:
         many = f"{rows} rows, more than {most} for each of {batch} sequences"
         reason = Measured(many if rows > most * batch else "")
-    name, kernels_of = "latent_attention", KERNELS if takes else ()  # the family's name too
-    return choose_measured(name, kernels_of, name, *key, reason=reason)
-
-
-def _plan(arrays: Sequence[Any], scale: float) -> Plan:
-    _TAKES.check(*arrays, scale)
-    scale, (q, r, c, _, _, mask) = float(scale), arrays
-    choice = _choose(q, r, c)
+    name = "latent_attention"  # of the family, too
+    choice = choose_measured(name, KERNELS if takes else (), name, *key, reason=reason)
     composed = reference.latent_attention(scale)
     if choice.path == "reference":
         return Plan(choice, composed)

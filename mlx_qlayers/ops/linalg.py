@@ -187,7 +187,7 @@ def _plan_cholesky(arrays: Sequence[Spec], upper: bool) -> Plan:
     flat, choice = _flat(a), _choose("cholesky", a)
     compute: Callable[..., Any] = reference.cholesky
     if choice.path != "reference":
-        compute = launch.cholesky(flat, _block())
+        compute = launch.cholesky(flat, threshold("linalg_block", "rows"))
 
     def forward(function: Callable[..., Any], a: mx.array) -> list[mx.array]:
         w = a.reshape(flat.shape)
@@ -218,7 +218,7 @@ def _plan_solve(arrays: Sequence[Spec], upper: bool, transpose: bool) -> Plan:
     choice = _choose("solve_triangular", a, b)
     compute: Callable[..., mx.array] = reference.solve_lower
     if choice.path != "reference":
-        compute = launch.solve_lower(flat_a, flat_b, _block())
+        compute = launch.solve_lower(flat_a, flat_b, threshold("linalg_block", "rows"))
 
     def forward(function: Callable[..., mx.array], a: mx.array, b: mx.array) -> mx.array:
         a, b = _expand(a, lead, flat_a), _expand(b, lead, flat_b)
@@ -342,10 +342,6 @@ def _choose(op: str, *arrays: Spec) -> Any:
     faster = gain("linalg_gain", arrays[0].shape[-1], op)
     empty = next((f"{a.shape} is empty" for a in arrays if not a.size), None)
     return choose(op, empty=empty, host_gain=faster)
-
-
-def _block() -> int:
-    return int(threshold("linalg_block", "rows"))
 
 
 def _flat(a: Spec) -> Spec:

@@ -50,7 +50,14 @@ def _plan(arrays: Sequence[Spec], allow_tf32: bool) -> Plan:
     (*lead, m, k), (*others, depth, n) = a.shape, b.shape
     if a.dtype != b.dtype or lead != others or k != depth:
         raise ValueError(f"a {a.shape} {a.dtype} and b {b.shape} {b.dtype} do not fit")
-    choice = _choose(arrays, allow_tf32)
+    if allow_tf32:
+        choice = Choice("matmul", "reference", "TF32 is allowed")
+    elif a.dtype != mx.float32 or not (a.size and b.size):
+        why = "the kernel is for float32 matrices that are not empty"
+        choice = Choice("matmul", "reference", why)
+    else:
+        faster = gain("linalg_gain", m, "subtract_product")
+        choice = choose("matmul", reason=_why_exact(), host_gain=faster)
     suits = allow_tf32 or a.dtype != mx.float32 or _why_exact() is not None
 
     def stock(a: mx.array, b: mx.array) -> mx.array:
@@ -76,18 +83,6 @@ def _plan(arrays: Sequence[Spec], allow_tf32: bool) -> Plan:
 
 
 _MATMUL = Operation("matmul", _plan)
-
-
-def _choose(arrays: Sequence[Spec], allow_tf32: bool) -> Choice:
-    a, b = arrays
-    if allow_tf32:
-        return Choice("matmul", "reference", "TF32 is allowed")
-    if a.dtype != mx.float32 or not (a.size and b.size):
-        return Choice(
-            "matmul", "reference", "the kernel is for float32 matrices that are not empty"
-        )
-    faster = gain("linalg_gain", a.shape[-2], "subtract_product")
-    return choose("matmul", reason=_why_exact(), host_gain=faster)
 
 
 def _why_exact() -> str | None:

@@ -177,13 +177,18 @@ def _plan_scales_and_biases(arrays: Sequence[Any], transpose: bool, fmt: Format)
     """
     x, dy, w, scales, biases = arrays
     rows = prod(x.shape[:-1])
-    lacking = None
-    if w.ndim > 2 or 0 in (*w.shape, rows):
-        lacking = "the kernel takes one product, not empty"
+    whole = w.ndim == 2 and 0 not in (*w.shape, rows)
+    lacking = None if whole else "the kernel takes one product, not empty"
+    reason = lacking or unmeasured()
+    # In float32 the stock operators multiply in TF32, which is not exact enough.
+    most = None if x.dtype == mx.float32 else threshold("scales_gradient_max_rows")
+    if reason is None and most is not None:
+        why = "the stock operators, which hold the dense gradient, are faster with so many rows"
+        reason = Measured(why if rows > most else "")
     choice = choose(
         "quantized_matmul, gradient of scales and biases",
         () if lacking else KERNELS,
-        reason=lacking or _left_to_stock(rows, x.dtype),
+        reason=reason,
         host_gain=threshold("scales_gradient_gain", device="host"),
     )
     reference = by_reference(transpose, fmt)
@@ -199,18 +204,6 @@ def _plan_scales_and_biases(arrays: Sequence[Any], transpose: bool, fmt: Format)
     call = MatmulCall(x, PackedMatrix(w, scales, biases), transpose, fmt)
     launch = scales_and_biases_gradient(call, dy, choice.path)
     return Plan(choice, lambda *given: launch(*given[:3]), (), composed)
-
-
-def _left_to_stock(rows: int, dtype: mx.Dtype) -> str | None:
-    """Why ``auto`` leaves the kernel of these gradients for the stock operators on a GPU."""
-    if why := unmeasured():
-        return why
-    # In float32 the stock operators multiply in TF32, which is not exact enough.
-    most = threshold("scales_gradient_max_rows")
-    if most is None or dtype == mx.float32:
-        return None
-    why = "the stock operators, which hold the dense gradient, are faster with so many rows"
-    return Measured(why if rows > most else "")
 
 
 _TAKES = Signature("""

@@ -15,12 +15,11 @@ from ..dispatch.measurements import Measurement, configure, decided, found
 from ..formats import Format
 from ..measurements.thresholds import Measured, gain, threshold
 from ..metal.quantized_matmul.dequantize import dense_product
-from ..metal.quantized_matmul.qmm import qmm
+from ..metal.quantized_matmul.qmm import qmm, qvm
 from ..metal.quantized_matmul.qmm_skinny import MAX_SKINNY_ROWS, skinny_config
 from ..metal.quantized_matmul.qmm_tensor import tensor_product
 from ..metal.quantized_matmul.qmv import single_qmv
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS, invariant_config, qmv_config
-from ..metal.quantized_matmul.qvm import qvm
 from ..metal.quantized_matmul.tile import Tile
 from ..options import MatmulCall, PackedMatrix
 from ..reference import quantized_matmul as reference
@@ -45,16 +44,11 @@ Product = Callable[..., mx.array]
 
 
 class Route(NamedTuple):
-    """How one product is computed.
+    """How one product is computed."""
 
-    Attributes:
-        choice: the backend of the kernels or ``"reference"``, and why.
-        kernel: which of them.
-        others: those that were no slower than the stock operator, where it fails its proof.
-    """
-
-    choice: Choice
-    kernel: str = ""
+    choice: Choice  # the backend of the kernels or `"reference"`, and why
+    kernel: str = ""  # which of them
+    # Those that were no slower than the stock operator, where it fails its proof.
     others: Sequence[str] = ()
 
 
@@ -93,7 +87,7 @@ def is_dense(x: Spec | mx.array) -> bool:
     """Whether an input has so many rows that several matrices are dequantized for it at once."""
     if x.dtype == mx.float32 or not device_of().tensor_cores:
         return False
-    return x.ndim > 1 and x.size > _max_rows("whole") * x.shape[-1] > 0
+    return x.ndim > 1 and x.size > threshold("qmm_max_rows", "whole") * x.shape[-1] > 0
 
 
 def route(op: str, call: MatmulCall, single: bool = False) -> Route:
@@ -124,9 +118,12 @@ def route(op: str, call: MatmulCall, single: bool = False) -> Route:
     lacks_tensors = wins == "kernel" and kernel == QMM and not at.measured
     by = kernel + (f"; {without_tensors(best)}" if lacks_tensors else "")
     few = transpose and rows <= MAX_QMV_ROWS
-    is_taken = single and few and not decided(best, reason, wins)
-    if is_taken and (too_long := _call_is_too_long(call)):
-        return Route(choose(op, reason=too_long, by=by), kernel, others)
+    most = None if fmt.bits < at.stock_least_bits else threshold("qmv_call")
+    short = single and few and most is not None and rows < STOCK_COMPILES
+    short = short and threshold("qmv_stock")[rows - 1] * n * k <= most
+    if short and not decided(best, reason, wins):
+        why = Measured("the stock operator takes less time than Python to call the kernel")
+        return Route(choose(op, reason=why, by=by), kernel, others)
     gain = host_gain(rows, fmt, transpose)
     choice = choose(op, reason=reason, host_gain=gain, by=by, best=best, wins=wins)
     return Route(choice, kernel, others)
@@ -170,15 +167,6 @@ def stock_is_better(dtype: mx.Dtype, fmt: Format, skinny: bool = False) -> str |
     return unmeasured() or (Measured("") if skinny else None)
 
 
-def _call_is_too_long(call: MatmulCall) -> str | None:
-    """Why ``auto`` leaves a single product to the stock operator: where that was measured."""
-    rows, n, k = call.shape
-    most = None if call.fmt.bits < device_of().stock_least_bits else threshold("qmv_call")
-    if most is None or rows >= STOCK_COMPILES or threshold("qmv_stock")[rows - 1] * n * k > most:
-        return None
-    return Measured("the stock operator takes less time than Python to call the kernel")
-
-
 def host_gain(rows: int, fmt: Format, transpose: bool = True) -> float | None:
     """How many times as fast as the reference qmv and qvm are on a CPU."""
     if not transpose:
@@ -195,13 +183,8 @@ def _many_rows(call: MatmulCall) -> tuple[str, str | None]:
         return SKINNY, Measured("")
     cut = configure("qmm", backend(), rows, n, k, x.dtype, fmt, transpose)
     # Where tiles share the depth and another launch adds them up, a dense product wins sooner.
-    until = _max_rows("whole" if cut.fills(rows, n) else "split")
+    until = threshold("qmm_max_rows", "whole" if cut.fills(rows, n) else "split")
     return QMM if rows <= until else DENSE, Measured("")
-
-
-def _max_rows(tiles: str) -> int:
-    """Rows up to which qmm is faster than to unpack the matrix for a dense product."""
-    return threshold("qmm_max_rows", tiles)
 
 
 def dense_is_worse(rows: int, n: int, x: Spec, fmt: Format) -> str | None:
@@ -211,7 +194,8 @@ def dense_is_worse(rows: int, n: int, x: Spec, fmt: Format) -> str | None:
         return Measured("" if best.path == "dequantized" else best.evidence)
     if not device_of().tensor_cores:
         return "a dense product of many rows was measured on NVIDIA GPUs only"
-    return Measured("qmm is faster for so few rows" if rows <= _max_rows("whole") else "")
+    few = rows <= threshold("qmm_max_rows", "whole")
+    return Measured("qmm is faster for so few rows" if few else "")
 
 
 def product(to: Route, call: MatmulCall) -> Product:

@@ -58,16 +58,13 @@ class Arena:
 
 
 class _Layout(NamedTuple):
-    """Where arrays of a launch lie in larger ones, ``wholes`` of inputs and ``made`` of outputs.
+    """Where arrays of a launch lie in larger ones, ``wholes`` of inputs and ``made`` of outputs."""
 
-    Attributes:
-        inputs: the number of the larger array, the byte, and the shape if the kernel asks for it;
-            None for an array of its own.
-        outputs: the number of the output, that of the larger array, the byte.
-    """
-
+    # The number of the larger array, the byte, and the shape if the kernel asks for it; None for an
+    # array of its own.
     inputs: tuple[tuple[int, int, tuple[int, ...]] | None, ...]
     wholes: tuple[Spec, ...]
+    # The number of the output, that of the larger array, the byte.
     outputs: tuple[tuple[int, int, int], ...]
     made: tuple[Spec, ...]
 

@@ -77,8 +77,11 @@ def generate(
         (TYPES[x.dtype], x.ndim == 0 and not pad, x.size < CONSTANT_BELOW and not pad)
         for x, pad in zip(inputs, padded, strict=True)
     )
-    declared = ", ".join(_template_parameter(*item) for item in template)
-    values = ", ".join(_template_value(value) for _, value in template)
+    of = {bool: "bool", int: "int"}
+    declared = ", ".join(f"{of.get(type(value), 'typename')} {name}" for name, value in template)
+    values = ", ".join(
+        TYPES[value] if isinstance(value, mx.Dtype) else str(int(value)) for _, value in template
+    )
     return _generated(program, kinds, declared, values, tuple(TYPES[d] for d in output_dtypes))
 
 
@@ -108,15 +111,6 @@ def _generated(
         instance = f"{name}<{values}>"
         text += f'\ntemplate [[host_name("{name}")]] [[kernel]] decltype({instance}) {instance};\n'
     return name, text
-
-
-def _template_value(value: bool | int | mx.Dtype) -> str:
-    return TYPES[value] if isinstance(value, mx.Dtype) else str(int(value))
-
-
-def _template_parameter(name: str, value: bool | int | mx.Dtype) -> str:
-    kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "typename"
-    return f"{kind} {name}"
 
 
 def _parameters(program: Program, inputs: Sequence[_Input], outputs: Sequence[str]) -> str:

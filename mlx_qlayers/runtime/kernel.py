@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from itertools import chain
 from typing import Any, Unpack
@@ -135,10 +135,9 @@ class Kernel(Declaration):
         bind: Callable[[Launch], Bound] = import_module(f".{name}", __package__).bind
         shares = current.get().mode is Mode.INFERENCE and device.launches_views
         run = sharing(launch, bind) if shares else bind(launch)
-        if tell is not None:
-            run = _told(tell, run)
-        if "trace" in epoch.debug:
-            run = _recorded(name, launch, run)
+        traced = partial(record, name, launch) if "trace" in epoch.debug else None
+        if tell is not None or traced is not None:
+            run = _watched(run, tell, traced)
         if launch.program is self.program:
             return run
         return lambda arrays: check_report(self.name, self.errors, launch.grid, run(arrays))
@@ -191,18 +190,15 @@ def _guarded(run: Bound) -> Bound:
     return guarded
 
 
-def _told(tell: Callable[[], None], run: Bound) -> Bound:
-    def told(arrays: list[mx.array]) -> list[mx.array]:
-        tell()
-        return run(arrays)
-
-    return told
-
-
-def _recorded(name: str, launch: Launch, run: Bound) -> Bound:
-    def recorded(arrays: list[mx.array]) -> list[mx.array]:
+def _watched(
+    run: Bound, before: Callable[[], None] | None, after: Callable[[], None] | None
+) -> Bound:
+    def watched(arrays: list[mx.array]) -> list[mx.array]:
+        if before is not None:
+            before()
         outputs = run(arrays)
-        record(name, launch)
+        if after is not None:
+            after()
         return outputs
 
-    return recorded
+    return watched

@@ -71,7 +71,11 @@ def parse(
     opening = source.position(tokens, "{")
     body = tokens[opening + 1 : -1]
     parameters = _parameters(tokens[:opening], function, where)
-    added = [_null(p) for p in parameters if p.name in omitted]
+    added = [
+        f"{'' if p.writable else 'const '}{p.space} {p.type}* {p.name}=nullptr;"
+        for p in parameters
+        if p.name in omitted
+    ]
     parameters = [p for p in parameters if p.name not in omitted]
     inputs, outputs, attributes, atomic = _sort(parameters, source.words(body), where)
     added += [alias for p in attributes if (alias := _alias(p, where))]
@@ -227,12 +231,6 @@ def _check_words(
         raise SourceError(f"{where} uses no thread attribute, so that all its threads do the same")
     if found - declared:
         raise SourceError(f"{where}: {', '.join(sorted(found - declared))} is not in the signature")
-
-
-def _null(parameter: Parameter) -> str:
-    """The statement that stands for a pointer which is not passed."""
-    const = "" if parameter.writable else "const "
-    return f"{const}{parameter.space} {parameter.type}* {parameter.name}=nullptr;"
 
 
 def _alias(parameter: Parameter, where: str) -> str:

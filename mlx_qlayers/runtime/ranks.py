@@ -18,19 +18,15 @@ class RanksError(ValueError):
 
 def gathered(group: Group, text: str) -> list[str]:
     """Gather a text from each rank, in their order. All ranks make this call."""
-    _finish_generation()
+    # The step that mlx-lm computes ahead has messages that would mix with this stream's.
+    if generate := sys.modules.get("mlx_lm.generate"):
+        mx.synchronize(generate.generation_stream)
     data = text.encode()
     sizes: Any = mx.distributed.all_gather(mx.array([len(data)]), group=group).tolist()
     width = max(*sizes, 1)
     padded = mx.array([*data, *bytes(width - len(data))], mx.uint8)
     rows: Any = mx.distributed.all_gather(padded, group=group).reshape(-1, width).tolist()
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
-
-
-def _finish_generation() -> None:
-    """Wait for the step that mlx-lm computes ahead: its messages would mix with this stream's."""
-    if generate := sys.modules.get("mlx_lm.generate"):
-        mx.synchronize(generate.generation_stream)
 
 
 @contextmanager

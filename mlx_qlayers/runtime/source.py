@@ -206,7 +206,8 @@ def _split(tokens: Iterable[Token], path: Path) -> Iterator[list[Token]]:
         item.append(token)
         if token.text in _OPEN:
             if depth == 0 and token.text == "{":
-                body = _opens_body(item)
+                text = head(item)
+                body = "(" in text.replace("alignas (", "") or text.startswith("namespace")
             depth += 1
         elif token.text in _CLOSE:
             depth -= 1
@@ -215,11 +216,6 @@ def _split(tokens: Iterable[Token], path: Path) -> Iterator[list[Token]]:
             item, body = [], False
     if item:
         raise SourceError(f"{path.name}:{item[0].line}: this declaration does not end")
-
-
-def _opens_body(tokens: list[Token]) -> bool:
-    text = head(tokens)
-    return "(" in text.replace("alignas (", "") or text.startswith("namespace")
 
 
 def head(tokens: Iterable[Token]) -> str:

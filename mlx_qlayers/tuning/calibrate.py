@@ -126,7 +126,10 @@ def calibrate(
         counts = _counted(model)
         longest = _SHARE * budget_s
         missing = _missing(counts, name, longest)
-        missing = [] if _is_shipped(counts, name) or (group and group.rank()) else missing
+        # Where all products of a token were tuned on such a device for the package.
+        products = [lookup(r, name) for r in counts if r.family == "qmv" and r.size == 1]
+        shipped = products and all(b and b.evidence.source == "shipped result" for b in products)
+        missing = [] if shipped or (group and group.rank()) else missing
         left = 0
         if missing:
             with exclusive(name, budget_s) as alone:
@@ -203,12 +206,6 @@ def _measure(
         if done:
             save(name, done)
     return count
-
-
-def _is_shipped(records: Iterable[Record], name: str) -> bool:
-    """Whether this model was tuned on such a device for the package: all products of a token."""
-    found = [lookup(each, name) for each in records if each.family == "qmv" and each.size == 1]
-    return bool(found) and all(b and b.evidence.source == "shipped result" for b in found)
 
 
 def _counted(model: nn.Module) -> dict[Record, int]:

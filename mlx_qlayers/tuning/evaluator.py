@@ -51,8 +51,8 @@ _CHAIN, _LAUNCHES = 3e-3, 160
 _LONG = 2e-3
 # Repeats of a comparison, and seconds of its chains; the second where the first leaves a doubt.
 _FIRST_LOOK, _SECOND_LOOK = (5, _CHAIN / 2), (9, _CHAIN)
-# Noise beyond the first is no reason to stop a search sooner, and beyond the second one to repeat.
-_MOST_NOISE, _NOISY = 0.03, 0.1
+# Spread of times beyond which a measurement is repeated.
+_NOISY = 0.1
 # Bytes of inputs above which the checked build of the host takes too long.
 _CHECKED = 4 << 20
 # With these in its environment MLX starts what it is given on an NVIDIA GPU in order, and at once.
@@ -75,7 +75,6 @@ class Evaluator(Generic[C]):
         device: the name of the backend, for heuristics.
         lost: why nothing else can run, after a kernel that hangs or that the device gave up on.
         truth_seconds: what the verified result took stock operators to compute in float32.
-        noise: what the time of one configuration differs by from one time to the next.
 
     Raises:
         ValueError: no backend here runs kernels.
@@ -87,7 +86,7 @@ class Evaluator(Generic[C]):
         name = file_of(self.device)
         if name is None:
             raise ValueError(f"there is nothing to tune: the backend is {self.device}")
-        self.name, self.lost, self.noise = name, "", 0.0
+        self.name, self.lost = name, ""
         self.inputs = record.inputs()
         self._seconds("inputs", self.inputs, patience=_STOCK)
         self.truth = list(map(in_float32, record.reference(self.inputs)))
@@ -186,7 +185,6 @@ class Evaluator(Generic[C]):
             found = self._times({"": self._path(config)}, self.sets, repeats)[""]
             if found.spread < _NOISY:
                 break
-        self.noise = self.noise or min(found.spread / 2, _MOST_NOISE)
         return found.median
 
     def beside_stock(self, config: C) -> dict[str, Sample]:
@@ -250,9 +248,8 @@ class Evaluator(Generic[C]):
             self._rounds[count] = min(self._seconds(name, run(y), count) for _ in range(3))
         times = max(1, min(_LAUNCHES // count, round(seconds / self._rounds[count])))
         chains = {name: self._chain(name, path, sets, times) for name, path in paths.items()}
-        links = (
-            _nothing if self._ordered else self._chain(_LINKS, itemgetter(slice(1)), sets, times)
-        )
+        linked = self._chain(_LINKS, itemgetter(slice(1)), sets, times)
+        links = (lambda y: [y]) if self._ordered else linked
         timer, launches = timer_of(self.device), times * count
         found = timer.seconds({**chains, _LINKS: links}, repeats, self.deadline)
         floor = found.pop(_LINKS)
@@ -265,7 +262,9 @@ class Evaluator(Generic[C]):
         def once(y: mx.array, sets: list[Inputs]) -> tuple[list[mx.array], list[Inputs]]:
             found, behind = [], []
             for first, *others in sets:
-                y, *more = path([first if self._ordered else self._linked(first, y), *others])
+                if not self._ordered:  # not before y is there
+                    first = mx.where(self._true, first, y[(0,) * y.ndim].astype(first.dtype))
+                y, *more = path([first, *others])
                 behind.append(more[: len(replaced)])
                 found.append(mx.depends(y, more) if more else y)
                 y = found[-1]
@@ -287,10 +286,6 @@ class Evaluator(Generic[C]):
 
         return launches
 
-    def _linked(self, x: mx.array, y: mx.array) -> mx.array:
-        """x, but not before y is there."""
-        return mx.where(self._true, x, y[(0,) * y.ndim].astype(x.dtype))
-
 
 def _works() -> bool:
     """Whether the device still takes work: after a kernel that reads outside, some refuse all."""
@@ -299,10 +294,6 @@ def _works() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _nothing(y: mx.array) -> list[mx.array]:
-    return [y]
 
 
 @cache

@@ -72,8 +72,16 @@ def _measured(records: Sequence[Record], deadline: float, longest: float = inf) 
     try:
         while (left := deadline - time.monotonic()) > 0:
             while len(ahead) <= workers and (record := next(rest, None)) is not None:
-                if (estimate := _estimated(record)) > longest:
-                    yield _left_to_tune(record, estimate)
+                estimate, is_long = 0.0, on.gpu and record.stage == 2
+                if is_long:
+                    products = _PRODUCTS * record.operations()
+                    estimate = _SETUP + products / timer_of(backend()).rate
+                if estimate > longest:  # than a whole calibration; it is not tried again
+                    config, paths = record.heuristic(backend()), {COMPUTED: estimate}
+                    why = f"{record.key}: takes {estimate:.1f} s"
+                    why += "; mlx-qlayers tune --prompt-tokens measures it"
+                    entry = entry_of(record, config, COMPUTED, paths, tried=0)
+                    yield Result(record.key, entry, ("left to tune", why))
                 elif estimate <= deadline - time.monotonic():
                     ahead.append((record, *_begun(record, pool, deadline)))
             if not ahead:
@@ -88,21 +96,6 @@ def _measured(records: Sequence[Record], deadline: float, longest: float = inf) 
     finally:
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _estimated(record: Record) -> float:
-    """Seconds that it takes to measure a kernel of a prompt, on a GPU; 0 for all others."""
-    if not device_of().gpu or record.stage < 2:
-        return 0.0
-    return _SETUP + _PRODUCTS * record.operations() / timer_of(backend()).rate
-
-
-def _left_to_tune(record: Record, estimate: float) -> Result:
-    """The result of a kernel that takes longer than a whole calibration and is not tried again."""
-    config, paths = record.heuristic(backend()), {COMPUTED: estimate}
-    why = f"{record.key}: takes {estimate:.1f} s; mlx-qlayers tune --prompt-tokens measures it"
-    entry = entry_of(record, config, COMPUTED, paths, tried=0)
-    return Result(record.key, entry, ("left to tune", why))
 
 
 def _begun(

@@ -110,6 +110,8 @@ def records_of(asked: Iterable[Record], searched: bool = True) -> list[Record]:
     found: dict[str, Record] = {}
     for record in asked:
         config = record.heuristic(backend())
-        if isinstance(config, record.configs) and not (searched and record.is_fixed(config)):
+        if not isinstance(config, record.configs):
+            continue
+        if not searched or record.values.keys() & record.fields(config):
             found.setdefault(record.key, record)
     return list(found.values())

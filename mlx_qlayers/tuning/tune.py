@@ -22,7 +22,7 @@ C = TypeVar("C")
 _FINALISTS = 3
 # A kernel that takes so many times as long as another path is not searched.
 _HOPELESS = 2.0
-# Differences below this are noise, and a search that gains no more stops.
+# Differences below this are noise.
 NOISE = 0.01
 
 
@@ -147,7 +147,6 @@ def _search(
         record.near,
         attempt,
         width=beam,
-        noise=max(NOISE, rates.noise),
         prepare=rates.prepare,
     )
 

@@ -90,8 +90,9 @@ def test_rules_go_by_values_that_are_stored_and_no_others_are():
     text = "".join(path.read_text() for path in entries.SHIPPED.parents[1].rglob("*.py"))
     named, asked = (
         {*re.findall(pattern, text)}
-        for pattern in (r'"([a-z]\w+_\w+)"', r'(?:threshold|gain)\(\s*"(\w+)"')
+        for pattern in (r'"([a-z]\w+_\w+)"', r'(?:threshold|tabled|gain)\(\s*"(\w+)"')
     )
+    named |= {f"{name}_gain" for name in re.findall(r'choose\(\s*"(\w+)"', text)}
     found = (entries.read(path.parent, path.stem) for path in FILES)
     stored = {key for each in found for key, entry in each.items() if entry.values is not None}
     assert asked <= stored <= named

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from mlx_qlayers.metal.attention.decode import BITS
-from mlx_qlayers.metal.attention.step import covers
+from mlx_qlayers.metal.attention.step import Heads, covers
 from mlx_qlayers.ops.attention import attention
 from mlx_qlayers.ops.attention_step import Rotation, attention_step, packed_rows
 from tests import oracles
@@ -215,8 +215,8 @@ def _step(case: SimpleNamespace, rng: np.random.Generator) -> Call:
         return _stepped(n, places, options, freqs=given["freqs"], dtype=dtype, moved=moved)
 
     covered = case.backend in BACKENDS and width % 8 == v_width % 8 == 0
-    sizes = heads // kv_heads, width, v_width, max(bits, v_bits), tokens
-    covered = covered and covers(dtype, *sizes, few_registers=False)
+    kind = Heads(dtype, width, v_width, max(bits, v_bits), tokens)
+    covered = covered and covers(heads // kv_heads, kind, few_registers=False)
     dtypes = [dtype, mx.uint32 if bits else dtype]
     shape = batch, tokens, heads * v_width
     return Call(attention_step, given, options, shape, expected, (), covered, dtypes)

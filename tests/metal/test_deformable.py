@@ -7,7 +7,7 @@ from deformable import inputs
 from numerics import assert_accurate, behind_one, to64
 from pairwise import pairwise
 
-from mlx_qlayers.metal.common import lanes
+from mlx_qlayers.metal.common import kernels as common
 from mlx_qlayers.metal.deformable import launch as kernels
 from mlx_qlayers.metal.deformable.launch import DeformableConfig, heuristic
 from mlx_qlayers.options import Deformable
@@ -87,7 +87,7 @@ def test_pixels_as_locations(backend):
 
 
 def test_more_threads_than_a_row_and_one_launch_each_way(backend, monkeypatch):
-    monkeypatch.setattr(lanes, "_ROW", 128)
+    monkeypatch.setattr(common, "_ROW", 128)
     arrays, options = inputs(4, rows=(2, 33, 3)), Deformable(SHAPES)
     with trace() as launches:
         found = run(arrays, options, CONFIGS[0])

@@ -9,7 +9,7 @@ import pytest
 from numerics import assert_accurate, random, round_to, to64
 from pairwise import in_turn, pairwise
 
-from mlx_qlayers.metal.common import lanes
+from mlx_qlayers.metal.common import kernels as common
 from mlx_qlayers.metal.grid_sample import launch as kernels
 from mlx_qlayers.metal.grid_sample.launch import GridSampleConfig, heuristic
 from mlx_qlayers.options import Sampling
@@ -199,7 +199,7 @@ def test_nothing_outside_x_is_read(mode, gpu):
 
 
 def test_threads_in_several_rows(backend, monkeypatch):
-    monkeypatch.setattr(lanes, "_ROW", 128)
+    monkeypatch.setattr(common, "_ROW", 128)
     arrays = inputs(5, (2, 5, 7, 12), (9, 11))
     check(run(*arrays, Sampling(), CONFIGS[0]), *arrays, Sampling())
     check(run(*arrays, Sampling(), CONFIGS[1]), *arrays, Sampling())

@@ -212,7 +212,7 @@ def test_attention_step(device):
         for (share, tokens), mask in zip(
             ((1, 1), (7, 1), (9, 1), (64, 1), (7, 5), (2, 16)), masks * 3, strict=True
         ):
-            if not step.covers(dtype, share, d, dv, 0, tokens, device == "metal"):
+            if not step.covers(share, step.Heads(dtype, d, dv, 0, tokens), device == "metal"):
                 most = 128 if dtype.size == 2 else 64
                 assert max(d, dv) > most and (device == "metal" or tokens > 1)
                 continue

@@ -5,7 +5,7 @@ import pytest
 
 from mlx_qlayers import attention, use_backend
 from mlx_qlayers.dispatch import dispatch
-from mlx_qlayers.ops.attention_rows import ATTENTION_ROWS
+from mlx_qlayers.ops.attention import ATTENTION_ROWS
 from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.tracing import trace
 

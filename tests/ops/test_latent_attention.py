@@ -13,7 +13,7 @@ from tests.gpus import GPUS
 
 def arrays(**changes):
     call = LATENT_ATTENTION.call("auto", heads=2, **changes)
-    return [call.arrays[name] for name in ("q", "r", "c", "p")]
+    return [*(call.arrays[name] for name in ("q", "r", "c", "p")), mx.array(3)]
 
 
 @pytest.mark.parametrize("path", ["host", *GPUS])
@@ -26,11 +26,11 @@ def test_launches(rows, launches, path):
     ("rows", "widths"), [(9, (40, 32)), (5, (32, 32)), (9, (544, 32))], ids=str
 )
 def test_what_the_kernel_does_not_take(rows, widths):
-    four = arrays(rows=rows, widths=widths)
+    given = arrays(rows=rows, widths=widths)
     with use_backend("auto"):
         explain(reset=True)
-        y = latent.latent_attention(*four, mx.array(3), scale=0.1)
-        assert y.shape == four[0].shape and explain()[0].path == "reference"
+        y = latent.latent_attention(*given, scale=0.1)
+        assert y.shape == given[0].shape and explain()[0].path == "reference"
 
 
 def test_long_caches_go_by_what_was_measured(on):

@@ -26,6 +26,11 @@ def search(starts, attempt=bowl, width=4):
     return beam_search([], starts, near, attempt, width=width)
 
 
+def test_finds_the_best_with_fewer_tries_than_there_are_configurations():
+    trials = search([Point()], width=2)
+    assert trials[0] == Trial(Point(3, 5), 1.0) and len(trials) < len(EVERYTHING)
+
+
 def test_tries_nothing_twice():
     tried = []
 

@@ -188,8 +188,7 @@ def fits_few_registers(call: AttentionCall) -> bool:
 
 def _fits(config: Decode, dtype: mx.Dtype, width: int, bits: int) -> bool:
     """Whether they have them for a configuration, with a mask."""
-    spread = {name: getattr(config, name) for name in _LAYOUT}
-    held = _registers(T=dtype, D=width, bits=bits, seen=_ADDITIVE, **spread)
+    held = _registers(T=dtype, D=width, bits=bits, seen=_ADDITIVE, **asdict(config))
     return 32 * config.simds <= most_threads(held)
 
 

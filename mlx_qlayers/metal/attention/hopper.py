@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...measurements.thresholds import row_of, threshold
+from ...measurements.thresholds import row_of, tabled
 from ...runtime.backend import use_backend
 from ...runtime.devices import device_of
 from ...runtime.launch import Bound, Size, TemplateValue
@@ -41,22 +41,15 @@ _ROWS = without(_ROWS_OF_GROUPS, _OF_KEYS, "attention_backward_rows")
 
 @dataclass(frozen=True)
 class Cut:
-    """How a kernel spreads its work.
+    """How a kernel spreads its work."""
 
-    Attributes:
-        simds: SIMD groups of a threadgroup, each with 16 queries forward and 16 keys backward.
-        tile: keys forward, queries backward that it looks at together.
-        slices: SIMD groups that share keys backward, each with its part of a tile's scores and of
-            the columns.
-        kept: whether SIMD groups keep their keys and values in registers backward.
-        resident: threadgroups that a multiprocessor should have registers for.
-    """
-
+    # SIMD groups of a threadgroup, each with 16 queries forward and 16 keys backward.
     simds: int = 8
-    tile: int = 64
+    tile: int = 64  # keys forward, queries backward that it looks at together
+    # SIMD groups that share keys backward, each with its part of a tile's scores and columns.
     slices: int = 1
-    kept: bool = False
-    resident: int = 1
+    kept: bool = False  # whether SIMD groups keep their keys and values in registers backward
+    resident: int = 1  # threadgroups that a multiprocessor should have registers for
 
     def template(self, kernel: str, at: Launcher) -> dict[str, TemplateValue]:
         """The values of the template's last parameters."""
@@ -75,9 +68,9 @@ def cut(kernel: str, at: Launcher) -> Cut | None:
         return None
     scores = at.batch * at.heads * at.queries * at.keys
     size, excluded = (at.keys, False) if kernel == "forward" else (scores, at.deterministic)
-    if excluded or size < threshold("attention_ahead_least", kernel, device="cuda"):
+    if excluded or size < tabled("attention_ahead_least", kernel, device="cuda"):
         return None
-    table = threshold("attention_ahead", kernel, device="cuda")
+    table = tabled("attention_ahead", kernel, device="cuda")
     if (best := row_of(table, max(at.width, at.v_width))) is None:
         return None
     # Rows without a query would be computed too.
@@ -161,15 +154,12 @@ def _around(
 
 def _sizes(at: Launcher, chosen: Cut, rows: int) -> tuple[Size, Size]:
     """The grid of as many threadgroups as own so many rows of all query heads, and theirs."""
-    threads, beside = 32 * chosen.simds, _heads_beside(at)
+    # Heads that run at the same time, those with the longest loops first, fit into L2.
+    fits = max(1, (30 << 20) // (at.queries * (4 * at.width + 2 * (at.width + at.v_width))))
+    beside = max(n for n in range(1, min(fits, at.heads) + 1) if at.heads % n == 0)
+    threads = 32 * chosen.simds
     grid = threads * beside, -(-rows // (16 * chosen.simds)), at.heads // beside * at.batch
     return grid, (threads, 1, 1)
-
-
-def _heads_beside(at: Launcher) -> int:
-    """Heads that run at the same time, those with the longest loops first, which fit into L2."""
-    fits = max(1, (30 << 20) // (at.queries * (4 * at.width + 2 * (at.width + at.v_width))))
-    return max(n for n in range(1, min(fits, at.heads) + 1) if at.heads % n == 0)
 
 
 def _declared(kernel: str, values: Mapping[str, Any]) -> int:

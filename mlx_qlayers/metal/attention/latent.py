@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...measurements.thresholds import threshold
+from ...measurements.thresholds import tabled
 from ...runtime.devices import device_of
 from ...runtime.devices.record import most_threads
 from ...runtime.program import CONSTANT_BELOW
@@ -32,7 +32,7 @@ def takes(q: Spec, r: Spec, rows: int) -> bool:
 
 def splits_of(rows: int) -> int:
     """Into how many splits so many rows are cut."""
-    of = threshold("latent_attention_splits", device=None if device_of().gpu else "host")
+    of = tabled("latent_attention_splits", device=None if device_of().gpu else "host")
     return max(1, min(rows // of["rows"], of["most"]))
 
 
@@ -85,7 +85,6 @@ def latent_step(
         grid=(32 * each * splits, -(-heads // each), batch),
         threadgroup=(32 * each, 1, 1),
         output_shapes=[q.shape if splits == 1 else parts],
-        output_dtypes=[q.dtype if splits == 1 else mx.float32],
     )
     combine = attention_combine(parts, q.dtype, None, q.shape, _COMBINE) if splits > 1 else None
 

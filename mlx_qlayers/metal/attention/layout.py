@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...measurements.thresholds import row_of, threshold
+from ...measurements.thresholds import row_of, tabled
 from ...runtime.backend import backend
 from ...runtime.devices import device_of
 from ...runtime.launch import TemplateValue
@@ -19,29 +19,21 @@ WIDEST, WIDEST_FORWARD = 256, 576
 
 @dataclass(frozen=True)
 class Layout:
-    """How one kernel spreads its work; the heads of the sources say what the words mean.
+    """How one kernel spreads its work; the heads of the sources say what the words mean."""
 
-    Attributes:
-        blocks: blocks of 16 rows that a SIMD group owns.
-        simds: SIMD groups of a threadgroup, a multiple of ``slices * roles``.
-        slices: SIMD groups that share their rows, each with its part of the columns.
-        roles: SIMD groups that share keys in the gradient of keys and values: one for both, or 2.
-        alternate: whether both tiles share one place, one after the other.
-        tile: rows of a tile in threadgroup memory, a multiple of 16.
-        ahead: whether the next tile is read from device memory while the last one is used. Where
-            GPUs copy beside registers the forward kernel always does, and those of the gradients
-            have a second place for each tile.
-        resident: threadgroups that a core should hold at once. NVIDIA's compiler then keeps to as
-            many registers; elsewhere it means nothing.
-    """
-
-    blocks: int = 1
-    simds: int = 4
-    slices: int = 1
+    blocks: int = 1  # blocks of 16 rows that a SIMD group owns
+    simds: int = 4  # SIMD groups of a threadgroup, a multiple of `slices * roles`
+    slices: int = 1  # SIMD groups that share their rows, each with its part of the columns
+    # SIMD groups that share keys in the gradient of keys and values: one for both, or 2.
     roles: int = 1
-    alternate: bool = False
-    tile: int = 32
+    alternate: bool = False  # whether both tiles share one place, one after the other
+    tile: int = 32  # rows of a tile in threadgroup memory, a multiple of 16
+    # Whether the next tile is read from device memory while the last one is used. Where GPUs copy
+    # beside registers the forward kernel always does, and those of the gradients have a second
+    # place for each tile.
     ahead: bool = False
+    # Threadgroups that a core should hold at once. NVIDIA's compiler then keeps to as many
+    # registers; elsewhere it means nothing.
     resident: int = 1
 
     def __post_init__(self) -> None:
@@ -72,7 +64,7 @@ def layout(kernel: str, device: str, dtype: mx.Dtype, width: int) -> Layout:
     """
     name, size = "attention_layout", dtype.size
     at = "cuda" if device_of(device).tensor_cores else "metal"
-    table = threshold(name, kernel, size, device=at) or threshold(name, "forward", size, device=at)
+    table = tabled(name, kernel, size, device=at) or tabled(name, "forward", size, device=at)
     return Layout(**row_of(table, width))
 
 

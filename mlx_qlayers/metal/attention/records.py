@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from ...measurements.thresholds import row_of, threshold
+from ...measurements.thresholds import row_of, tabled
 from ...options import AttentionCall, Scores
 from ...reference import attention as reference
 from ...reference.latent_attention import latent_attention
@@ -46,53 +47,56 @@ GROUP = 64
 _WHOLE_KEYS = 256
 # Batches of decoding of which a device is calibrated, and of all sequences the most keys.
 BATCHES, _MOST_KEYS = (1, 8, 32), 1 << 17
-# Kernels for GPUs and for CPUs, plain and packed keys.
-_DECODE = ((False, False), (False, True), (True, False), (True, True))
 
 
-def slices(record: Any) -> list[int]:
-    """Into how many slices the values may be cut: a SIMD group takes each."""
-    return [-(-record.v_width // width) for width in record.values["slice"]]
+class CacheRecord(Record):
+    """Attention of decoding to the keys of caches."""
 
+    batch: int
+    keys: int
+    v_width: int
+    sized, stock_waits = "keys", False
 
-def in_batches(record: Any, batches: Sequence[int], sizes: Sequence[int]) -> list[Any]:
-    """A record in each of some batches with each number of keys; none that is too large."""
-    pairs = product(batches, sizes)
-    every = (replace(record, batch=b, keys=n) for b, n in pairs if b * n <= _MOST_KEYS)
-    return [each for each in every if each.bytes() <= LARGEST]
+    def admits(self, name: str) -> Sequence[int]:
+        if name == "simds":  # a SIMD group takes each slice of the values
+            return [-(-self.v_width // width) for width in self.values["slice"]]
+        return super().admits(name)
 
+    def in_batches(self, batches: Sequence[int], sizes: Sequence[int]) -> list[Any]:
+        """In each of some batches with each number of keys; none that is too large."""
+        this: Any = self
+        pairs = product(batches, sizes)
+        every = (replace(this, batch=b, keys=n) for b, n in pairs if b * n <= _MOST_KEYS)
+        return [each for each in every if each.bytes() <= LARGEST]
 
-def next_larger(record: Any, measured: Sequence[Any]) -> list[Any]:
-    """Records of the next larger batch and number of keys, within what can be measured."""
-    every = [each for each in measured if each != record]
-    batch = min(record.batch, max((each.batch for each in every), default=0))
-    above = [each for each in every if each.batch >= batch and each.keys >= record.keys]
-    below = [each for each in every if each.batch <= batch and each.keys <= record.keys]
-    return above or sorted(below, key=lambda each: -each.batch * each.keys)
+    @abstractmethod
+    def measured(self) -> list[Any]:
+        """In all batches and sizes of which a device is calibrated."""
+
+    def larger(self) -> Iterator[Record]:
+        """Those of the next larger batch and number of keys, within what can be measured."""
+        every = [each for each in self.measured() if each != self]
+        batch = min(self.batch, max((each.batch for each in every), default=0))
+        above = [each for each in every if each.batch >= batch and each.keys >= self.keys]
+        below = [each for each in every if each.batch <= batch and each.keys <= self.keys]
+        yield from above or sorted(below, key=lambda each: -each.batch * each.keys)
 
 
 @dataclass(frozen=True)
-class AttentionDecodeRecord(Record):
-    """One query for each of so many rows over the keys of each head and sequence.
-
-    Attributes:
-        rows: queries of one key head.
-        width, v_width: of keys and of values.
-        bits: of packed keys and values; 0 for plain ones.
-        kv_heads, keys, batch: key heads, keys of each, and sequences.
-    """
+class AttentionDecodeRecord(CacheRecord):
+    """One query for each of so many rows over the keys of each head and sequence."""
 
     dtype: mx.Dtype
-    rows: int
+    rows: int  # queries of one key head
+    # Of keys and of values.
     width: int
     v_width: int
-    bits: int
+    bits: int  # of packed keys and values; 0 for plain ones
+    # Key heads, keys of each, and sequences.
     kv_heads: int
     keys: int
     batch: int = 1
-    family, sized = "attention_decode", "keys"
-    sizes_measured = _WHOLE_KEYS, *CALIBRATED_KEYS
-    stock_waits = False
+    family, sizes_measured = "attention_decode", (_WHOLE_KEYS, *CALIBRATED_KEYS)
     configs = (decode.Decode, decode.Serial)
     values: ClassVar = {
         "min_keys": (16, 32, 64, 128, 256, 512),
@@ -111,12 +115,9 @@ class AttentionDecodeRecord(Record):
             rows = 1 << (self.rows - 1).bit_length()
             return decode.Serial(min(rows, 16))
         kind = "packed" if self.bits else "plain"
-        most = row_of(threshold("attention_decode_splits", kind, device=device), self.keys)
+        most = row_of(tabled("attention_decode_splits", kind, device=device), self.keys)
         unsplit = decode.unsplit(device, self.dtype, self.rows, *widths, self.bits)
         return replace(unsplit, max_splits=most)
-
-    def admits(self, name: str) -> Sequence[int]:
-        return slices(self) if name == "simds" else super().admits(name)
 
     def completed(self, config: decode.Decode | decode.Serial) -> decode.Decode | decode.Serial:
         if isinstance(config, decode.Serial):
@@ -132,26 +133,23 @@ class AttentionDecodeRecord(Record):
             return f"{config.columns * config.slice} sums a lane"
         if config.min_keys < config.tile and config.min_keys != 16:
             return f"splits of {config.min_keys} keys are those of {config.tile}"
-        sizes: Any = {n: getattr(config, n) for n in ("columns", "simds", "blocks", "run")}
-        return too_much(decode._memory(T=self.dtype, D=self.width, **sizes))
+        return too_much(decode._memory(T=self.dtype, D=self.width, **asdict(config)))
 
     def kernels(self) -> tuple[Kernel, ...]:
-        return (
-            *(decode._kernel(serial, packed, False, False) for serial, packed in _DECODE),
-            decode.COMBINE,
-        )
+        kinds = product((False, True), repeat=2)  # for GPUs and CPUs, of plain and packed keys
+        return *(decode._kernel(*kind, False, False) for kind in kinds), decode.COMBINE
 
     @property
     def stage(self) -> int:
         return int(self.batch > 1)
 
-    def calibrated(self) -> Iterator[Record]:
+    def measured(self) -> list[Any]:
         """In a batch, too, where nothing was measured; larger ones go by that."""
         batches = (self.batch,) if device_of().measured else BATCHES[:2]
-        yield from in_batches(self, batches, self.sizes_measured)
+        return self.in_batches(batches, self.sizes_measured)
 
-    def larger(self) -> Iterator[Record]:
-        yield from next_larger(self, [*self.calibrated()])
+    def calibrated(self) -> Iterator[Record]:
+        yield from self.measured()
 
     def bucket(self) -> tuple[tuple[int, ...], str]:
         caches = self.batch * self.kv_heads

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from math import e, log2
 from struct import pack, unpack
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -128,65 +128,50 @@ class Split:
         return 32 * self.simds * self.teams
 
 
-def unsplit(
-    device: str,
-    dtype: mx.Dtype,
-    share: int,
-    width: int,
-    v_width: int,
-    bits: int,
-    tokens: int = 1,
-) -> Split:
+class Heads(NamedTuple):
+    """The heads of a cache, by the names of the kernel's template."""
+
+    T: mx.Dtype
+    D: int
+    Dv: int
+    bits: int = 0  # the most of packed keys and values
+    tokens: int = 1  # of each sequence
+
+    def memory(self, config: Split) -> int:
+        """Bytes of threadgroup memory that a configuration takes."""
+        return _memory(**self._asdict(), joined=True, **asdict(config))
+
+    def words(self, config: Split) -> int:
+        """Words of the arrays of a thread, with a mask."""
+        return _registers(**self._asdict(), masked=True, **asdict(config))
+
+    def have_registers(self, config: Split) -> bool:
+        """Whether M1 and M2 have registers for a configuration."""
+        return config.threads <= most_threads(self.words(config))
+
+    def fit(self, config: Split, device: str) -> bool:
+        """Whether sums stay in registers, and rows in threadgroup memory."""
+        if config.columns * config.slice > 128 or self.memory(config) > MAX_THREADGROUP_MEMORY:
+            return False
+        return device_of(device).spills or self.have_registers(config)
+
+
+def unsplit(device: str, share: int, heads: Heads) -> Split:
     """The configuration where a threadgroup takes all keys of a head, for ``share`` heads of q."""
-    slice = 16 if v_width < 96 or (v_width <= 128 and not device_of(device).spills) else 32
-    slice = decode._PACKED_SLICE if bits else slice
+    wide = heads.Dv > 128 or (heads.Dv >= 96 and device_of(device).spills)
+    slice = decode._PACKED_SLICE if heads.bits else 32 if wide else 16
     most = max(1, min(-(-share // 8), 8))
-    spread = [Split(columns, -(-v_width // slice), 1, slice) for columns in range(most, 0, -1)]
-    fitting = (c for c in spread if _fits(device, c, dtype, width, v_width, bits, tokens))
-    return next(fitting, spread[-1])
-
-
-def _fits(
-    device: str,
-    config: Split,
-    dtype: mx.Dtype,
-    width: int,
-    v_width: int,
-    bits: int,
-    tokens: int = 1,
-) -> bool:
-    """Whether sums stay in registers, and rows in threadgroup memory."""
-    taken = memory(dtype, width, v_width, bits, tokens, config)
-    if config.columns * config.slice > 128 or taken > MAX_THREADGROUP_MEMORY:
-        return False
-    return device_of(device).spills or _has_registers(config, dtype, width, bits)
+    spread = [Split(columns, -(-heads.Dv // slice), 1, slice) for columns in range(most, 0, -1)]
+    return next((config for config in spread if heads.fit(config, device)), spread[-1])
 
 
 @cache  # asked for every token
-def covers(
-    dtype: mx.Dtype,
-    share: int,
-    width: int,
-    v_width: int,
-    bits: int,
-    tokens: int,
-    few_registers: bool,
-) -> bool:
+def covers(share: int, heads: Heads, few_registers: bool) -> bool:
     """Whether there is threadgroup memory for such heads, and registers on M1 and M2."""
-    config = unsplit("metal", dtype, share, width, v_width, bits, tokens)
-    if memory(dtype, width, v_width, bits, tokens, config) > MAX_THREADGROUP_MEMORY:
+    config = unsplit("metal", share, heads)
+    if heads.memory(config) > MAX_THREADGROUP_MEMORY:
         return False
-    return not few_registers or _has_registers(config, dtype, width, bits)
-
-
-def _has_registers(config: Split, dtype: mx.Dtype, width: int, bits: int) -> bool:
-    """Whether they have them for a configuration, with a mask."""
-    return config.threads <= most_threads(_words(config, dtype, width, bits))
-
-
-def _words(config: Split, dtype: mx.Dtype, width: int, bits: int) -> int:
-    """Words of the arrays of a thread, with a mask."""
-    return _registers(T=dtype, D=width, bits=bits, masked=True, **asdict(config))
+    return not few_registers or heads.have_registers(config)
 
 
 def key_of(q: Spec, k_cache: Spec, v_width: int, packing: Packing = UNPACKED) -> tuple[Any, ...]:
@@ -194,17 +179,6 @@ def key_of(q: Spec, k_cache: Spec, v_width: int, packing: Packing = UNPACKED) ->
     (batch, kv_heads, size, width), (_, tokens, of_heads) = k_cache.shape, q.shape
     shape = batch, of_heads // width, kv_heads, rounded(size), width, v_width
     return q.dtype, *shape, packing.group_size, packing.widest, tokens
-
-
-def memory(dtype: mx.Dtype, width: int, v_width: int, bits: int, tokens: int, config: Split) -> int:
-    """Bytes of threadgroup memory that a configuration takes."""
-    sizes: dict[str, Any] = {"T": dtype, "D": width, "Dv": v_width, "tokens": tokens}
-    return _memory(**sizes, bits=bits, joined=True, **asdict(config))
-
-
-def _least_of_group() -> float:
-    """The number with which mx.quantize begins a group's maximum: 0 on GPUs."""
-    return 0.0 if mx.default_device().type == mx.gpu else -float(mx.finfo(mx.float32).max)
 
 
 def _options(
@@ -216,7 +190,10 @@ def _options(
         of_head, of_sequence = mask.shape[3], mask.shape[1] * mask.shape[3]
         steps = (of_sequence * (mask.shape[0] > 1), of_head * (mask.shape[1] > 1))
     turning = *two_floats(rotation.scale), 0.0, 0.0, *rates(rotation)
-    floats = scale * log2(e), _least_of_group(), epsilon, *turning
+    # The number with which mx.quantize begins a group's maximum.
+    on_gpu = mx.default_device().type == mx.gpu
+    least = 0.0 if on_gpu else -float(mx.finfo(mx.float32).max)
+    floats = scale * log2(e), least, epsilon, *turning
     words = unpack(f"{len(floats)}i", pack(f"{len(floats)}f", *floats))
     return mx.array([*sizes, words[0], *steps, *words[1:]], mx.int32)
 
@@ -236,12 +213,6 @@ def _values(
     values |= {"split": split, "joined": joined}
     parts = mx.float32 if split and not joined else dtype
     return values | {"P": parts, "RESIDENT": config.resident}
-
-
-def _joins(semaphores: Any, config: Split, splits: int, row_blocks: int) -> bool:
-    """Whether the last threadgroup of each row block adds up the splits, in the same launch."""
-    few = splits <= _MOST_JOINED and config.columns <= _MOST_COLUMNS
-    return semaphores is not None and few and semaphores.size >= row_blocks
 
 
 def attention_step(
@@ -265,7 +236,9 @@ def attention_step(
     append_splits = config.append_splits if split else 1
     splits = config.splits + append_splits
     threads, blocks = config.threads, -(-share * tokens // (8 * config.columns))
-    joined = split and _joins(call.semaphores, config, splits, batch * kv_heads * blocks)
+    few = splits <= _MOST_JOINED and config.columns <= _MOST_COLUMNS
+    semaphores = 0 if call.semaphores is None else call.semaphores.size
+    joined = split and few and semaphores >= batch * kv_heads * blocks
     sizes = size, appended.shape[2], append_splits, splits, share
     options = _options(sizes, call.mask, scale, rotation, epsilon)
     there = [each is not None for each in (call.mask, call.freqs, call.sinks, call.q_norm)]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from ...measurements.thresholds import threshold
+from ...measurements.thresholds import tabled
 from ...options import Rotation, Scores, StepCall
 from ...reference.attention_step import packed_rows, parts_of_rows
 from ...runtime.devices import device_of
@@ -28,7 +28,7 @@ from ..record import (
     too_much,
 )
 from . import decode, step
-from .records import BATCHES, GROUP, AttentionDecodeRecord, in_batches, next_larger, slices, stock
+from .records import BATCHES, GROUP, AttentionDecodeRecord, CacheRecord, stock
 
 # How packed caches of which a device is calibrated are packed.
 _BITS = 8, 4
@@ -39,31 +39,26 @@ _THREADGROUPS = 512
 
 
 @dataclass(frozen=True)
-class AttentionStepRecord(Record):
+class AttentionStepRecord(CacheRecord):
     """Tokens of each sequence, which attend to a cache's rows and half an append buffer.
 
     Where it is measured the cache has room for the rows of the append buffer and holds them: MLX,
     which has no append buffer, writes the tokens behind them and attends to the cache.
-
-    Attributes:
-        batch, heads, kv_heads, width, v_width: the shape.
-        keys: rows of the cache.
-        group_size, bits: of packed keys and values; 0 for plain ones.
-        tokens: of each sequence.
     """
 
     dtype: mx.Dtype
+    # The shape.
     batch: int
     heads: int
     kv_heads: int
-    keys: int
+    keys: int  # rows of the cache
     width: int
     v_width: int
+    # Of packed keys and values; 0 for plain ones.
     group_size: int = 0
     bits: int = 0
-    tokens: int = 1
-    family, sized, sizes_measured = "attention_step", "keys", CALIBRATED_KEYS
-    stock_waits = False
+    tokens: int = 1  # of each sequence
+    family, sizes_measured = "attention_step", CALIBRATED_KEYS
     configs = (step.Split,)
     values: ClassVar = {
         "splits": (0, 4, 8, 16, 24, 32, 64),
@@ -74,13 +69,17 @@ class AttentionStepRecord(Record):
         "teams": (1, 2, 4),
     }
 
+    @property
+    def _heads(self) -> step.Heads:
+        return step.Heads(self.dtype, self.width, self.v_width, self.bits, self.tokens)
+
     def heuristic(self, device: str) -> step.Split:
         names = ("attention_step_packed_splits",) * (self.bits > 0) + ("attention_step_splits",)
-        measured = next(filter(None, (threshold(name, device=device) for name in names)))
-        size, widths, bits = self.keys, (self.width, self.v_width), self.bits
+        measured = next(filter(None, (tabled(name, device=device) for name in names)))
+        size, heads = self.keys, self._heads
         # Several tokens take more threadgroups of the same size, which few keys leave idle.
         share = self.heads // self.kv_heads
-        config = step.unsplit(device, self.dtype, share, *widths, bits, self.tokens)
+        config = step.unsplit(device, share, heads)
         if size <= measured["unsplit_keys"]:
             return config
         # Splits write, and later read, less than a hundredth of a 7B's weights.
@@ -95,13 +94,8 @@ class AttentionStepRecord(Record):
         long = replace(config, blocks=measured["long_blocks"], teams=teams)
         if self.tokens > 1:  # 16 queries at once: many keys are read less often
             long = replace(long, columns=max(config.columns, min(2, -(-share * self.tokens // 8))))
-        words = step._words(long, self.dtype, self.width, bits)
-        is_long = size >= measured["long_keys"] and words <= step._MOST_WORDS
-        fits = is_long and step._fits(device, long, self.dtype, *widths, bits, self.tokens)
-        return long if fits else config
-
-    def admits(self, name: str) -> Sequence[int]:
-        return slices(self) if name == "simds" else super().admits(name)
+        is_long = size >= measured["long_keys"] and heads.words(long) <= step._MOST_WORDS
+        return long if is_long and heads.fit(long, device) else config
 
     def completed(self, config: step.Split) -> step.Split:
         return replace(config, simds=-(-self.v_width // config.slice))
@@ -117,8 +111,7 @@ class AttentionStepRecord(Record):
             return "one threadgroup takes the append buffer with the cache"
         if config.threads > 1024:
             return f"{config.threads} threads"
-        sizes = self.width, self.v_width, self.bits, self.tokens
-        return too_much(step.memory(self.dtype, *sizes, config))
+        return too_much(self._heads.memory(config))
 
     def kernels(self) -> tuple[Kernel, ...]:
         return step._kernel(self.bits > 0, False, False), decode.COMBINE
@@ -145,20 +138,17 @@ class AttentionStepRecord(Record):
         whole = self.width % GROUP == self.v_width % GROUP == 0
         kinds = [(0, 0), *((GROUP, bits) for bits in _BITS if whole)]
         for group, bits in kinds:
-            yield from replace(self, group_size=group, bits=bits)._measured()
+            yield from replace(self, group_size=group, bits=bits).measured()
         if not device_of().measured:
             of_head = self.heads // self.kv_heads, self.width, self.v_width, self.bits
             alone = AttentionDecodeRecord(self.dtype, *of_head, self.kv_heads, self.keys)
             yield from alone.calibrated()
 
-    def _measured(self) -> list[AttentionStepRecord]:
-        """In all batches; of packed caches fewer, which go by others of the same kernel."""
+    def measured(self) -> list[Any]:
+        """Of packed caches fewer, which go by others of the same kernel."""
         packed = self.bits > 0
         sizes = self.sizes_measured[: -1 if packed else None]
-        return in_batches(self, BATCHES[:: 1 + packed], sizes)
-
-    def larger(self) -> Iterator[Record]:
-        yield from next_larger(self, self._measured())
+        return self.in_batches(BATCHES[:: 1 + packed], sizes)
 
     def bytes(self) -> float:
         bits = self.bits + 32 / self.group_size if self.bits else 8 * self.dtype.size

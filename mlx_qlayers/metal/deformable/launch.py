@@ -15,8 +15,7 @@ from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
 from ...runtime.spec import Spec
-from ..common.kernels import large_kernel
-from ..common.lanes import bind_groups, lanes_for
+from ..common.kernels import bind_groups, lanes_for, large_kernel
 
 _FILE = "deformable/deformable.metal"
 _FORWARD = large_kernel(

@@ -56,6 +56,5 @@ def gated_delta(arrays: Sequence[Any], *norms: float) -> Callable[..., list[mx.a
         grid=(-(-rows * lanes // _THREADS) * _THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[v.shape, state.shape],
-        output_dtypes=[q.dtype, mx.float32],
     )
     return Launching(launch, [i for i, a in enumerate(arrays) if a is not None], [sizes])

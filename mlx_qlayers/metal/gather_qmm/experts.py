@@ -10,14 +10,14 @@ from typing import Any
 import mlx.core as mx
 
 from ...formats import Format
-from ...measurements.thresholds import threshold
+from ...measurements.thresholds import tabled
 from ...options import SCORES, Clipped, PackedMatrix, Router
 from ...runtime.devices import device_of
 from ...runtime.devices.record import most_threads
 from ...runtime.spec import Spec
 from ..common.kernels import constants, large_kernel, without
 from ..quantized_matmul.qmv import GATES
-from ..quantized_matmul.tile import packed_template
+from ..quantized_matmul.tile import packed_template, whole_words
 
 # Rows of both matrices, or of one, that a SIMD group takes.
 _OUTPUTS = 4
@@ -54,13 +54,13 @@ CHOSEN = large_kernel(
 
 def share_experts(right: Sequence[int], experts: int) -> bool:
     """Whether products of rows that chose experts, (..., J), share matrices often enough."""
-    least = threshold("experts_shared", device=None if device_of().gpu else "host")
+    least = tabled("experts_shared", device=None if device_of().gpu else "host")
     return prod(right) > right[-1] and prod(right) >= least * experts
 
 
 def _taken(shared: bool, fmt: Format) -> tuple[int, int]:
     """Products of an expert that a SIMD group takes at once, and how many rows of its matrices."""
-    few, run = device_of().few_registers, _run(fmt)
+    few, run = device_of().few_registers, whole_words(fmt)
     return next(
         (rows, outputs)
         for rows, outputs in _TAKEN[0 if shared else 2 :]
@@ -103,7 +103,7 @@ def experts_products(
             "rows": rows,
             "outputs": outputs,
             "height": height,
-            "run": _run(fmt),
+            "run": whole_words(fmt),
         },
         grid=(-(-n // height * 32 // _THREADS) * _THREADS, products, 1),
         threadgroup=(_THREADS, 1, 1),
@@ -127,7 +127,7 @@ def experts_combined(
     launch = without(COMBINED, tuple(name for name in names if name not in given)).bind(
         [*given.values(), sizes],
         template=packed_template(fmt, x.dtype, matrix.scales.dtype)
-        | {"W": scores.dtype, "outputs": _OUTPUTS, "run": _run(fmt), "simds": simds},
+        | {"W": scores.dtype, "outputs": _OUTPUTS, "run": whole_words(fmt), "simds": simds},
         grid=(-(-n // _OUTPUTS) * 32 * simds, rows, 1),
         threadgroup=(32 * simds, 1, 1),
         output_shapes=[(*leading, n)],
@@ -165,11 +165,5 @@ def experts_chosen(logits: Any, bias: Any, factors: Any, router: Router) -> Laun
         grid=(32, prod(leading), 1),
         threadgroup=(32, 1, 1),
         output_shapes=[(*leading, router.top_k)] * 2,
-        output_dtypes=[mx.uint32, router.dtype],
     )
     return lambda arrays: launch([*arrays, numbers])
-
-
-def _run(fmt: Format) -> int:
-    """Elements of a row that a lane takes at once: whole words."""
-    return 32 if fmt.bits % 2 else 16

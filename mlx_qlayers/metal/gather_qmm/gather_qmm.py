@@ -17,7 +17,7 @@ from ..common.kernels import constants, large_kernel
 from ..quantized_matmul import qmm_tensor
 from ..quantized_matmul.qmm import TILING, QmmConfig, registers, threadgroup_memory
 from ..quantized_matmul.qmm_tensor import TENSOR_TILING, TensorConfig
-from ..quantized_matmul.tile import packed_template
+from ..quantized_matmul.tile import packed_template, whole_words
 from .gather_qmv import Pairs, Products
 
 _LIST = Kernel(
@@ -39,7 +39,7 @@ _TENSORS = large_kernel(
 
 def gather_qmm_config(rows: int, matrices: int, dtype: mx.Dtype, fmt: Format) -> QmmConfig:
     """The configuration of any GPU for so many rows, those of all products, and matrices."""
-    run = 32 if fmt.bits % 2 else 16
+    run = whole_words(fmt)
     # Two tiles of float32 must fit into the threadgroup memory.
     wide = dtype == mx.float32
     if rows <= 8 * matrices:

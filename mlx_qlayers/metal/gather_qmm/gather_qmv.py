@@ -17,7 +17,7 @@ from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
 from ...runtime.spec import Spec
 from ..common.kernels import large_kernel
-from ..quantized_matmul.tile import Tile, packed_template, registers
+from ..quantized_matmul.tile import Tile, packed_template, registers, whole_words
 
 _kernel: Callable[..., Kernel] = partial(large_kernel, file="gather_qmm/gather_qmv.metal")
 _ROWS = _kernel(
@@ -57,22 +57,13 @@ Products = Callable[..., mx.array]
 
 @dataclass(frozen=True)
 class Columns:
-    """How products with matrices as they are, not transposed, are spread over threads.
+    """How products with matrices as they are, not transposed, are spread over threads."""
 
-    Attributes:
-        rows: neighbouring results in a tile.
-        run: neighbouring columns of a thread, as in :class:`Tile`.
-        chunk: rows of a matrix that a thread unpacks at a time; 1 where ``lanes`` is 32.
-        wide: threads that take neighbouring runs; the others of their SIMD group take other
-            parts of the sums.
-        lanes, threads: as in :class:`Tile`.
-    """
-
-    rows: int
-    run: int
-    chunk: int
-    wide: int
-    lanes: int
+    rows: int  # neighbouring results in a tile
+    run: int  # neighbouring columns of a thread, as in `Tile`
+    chunk: int  # rows of a matrix that a thread unpacks at a time; 1 where `lanes` is 32
+    wide: int  # threads with neighbouring runs; others of a SIMD group take other parts of sums
+    lanes: int  # as in `Tile`
     threads: int
 
     def template(self) -> dict[str, TemplateValue]:
@@ -92,7 +83,7 @@ def configuration(
             return Tile("qmv", run, rows, outputs=4, lanes=1, ways=16, local=8)
         return Columns(rows, run=run, chunk=1 if single else 32, wide=1, lanes=1, threads=8)
     # The sums and unpacked weights must stay in registers, of which Apple GPUs have fewer.
-    run = 32 if fmt.bits % 2 else 16
+    run = whole_words(fmt)
     if transpose:
         rows = 1 if single else 4 if run == 16 else 2
         wide = run == 32 and not device_of(device).spills

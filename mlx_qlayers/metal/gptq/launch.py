@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 
-from ...runtime.launch import Size
 from ...runtime.spec import Spec
 from ..common.kernels import large_kernel
 
@@ -27,9 +27,7 @@ def gptq_block(
         [w, Spec((batch, BLOCK, BLOCK), mx.float32), rows],
         template={"T": dtype, "BITS": bits, "GROUP": group_size, "SEARCH": SEARCH},
         output_shapes=[w.shape, w.shape, groups, groups],
-        output_dtypes=[mx.uint8, mx.float32, dtype, dtype],
-        grid=_grid(w),
-        threadgroup=_threadgroup(w),
+        **_threads(w),
     )
     return lambda w, u: launch([w, u, rows])
 
@@ -42,16 +40,12 @@ def gptq_fixed_block(w: Spec, bits: int) -> Callable[..., list[mx.array]]:
         [w, Spec((batch, BLOCK, BLOCK), mx.float32), w, w, rows],
         template={"BITS": bits},
         output_shapes=[w.shape, w.shape],
-        output_dtypes=[mx.uint8, mx.float32],
-        grid=_grid(w),
-        threadgroup=_threadgroup(w),
+        **_threads(w),
     )
     return lambda w, u, scales, biases: launch([w, u, scales, biases, rows])
 
 
-def _grid(w: Spec) -> Size:
-    return 32 * w.shape[0] * w.shape[1], 1, 1
-
-
-def _threadgroup(w: Spec) -> Size:
-    return 32 if w.shape[0] * w.shape[1] % 4 else 128, 1, 1
+def _threads(w: Spec) -> Any:
+    """A SIMD group for each row."""
+    rows = w.shape[0] * w.shape[1]
+    return {"grid": (32 * rows, 1, 1), "threadgroup": (32 if rows % 4 else 128, 1, 1)}

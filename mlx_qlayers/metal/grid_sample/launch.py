@@ -1,4 +1,4 @@
-"""Launches the kernels of ``grid_sample.metal`` and ``sorted_gradient.metal``."""
+"""Launches the kernels of ``grid_sample.metal`` and ``sorted_gradient.metal``; their record."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from ...measurements.thresholds import threshold
+from ...measurements.thresholds import tabled
 from ...options import Sampling
+from ...reference import grid_sample as reference
 from ...runtime.devices import device_of
 from ...runtime.devices.record import most_threads
 from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
-from ..common.kernels import large_kernel, strided_kernel
-from ..common.lanes import bind_groups, lanes_for
+from ..common.kernels import bind_groups, lanes_for, large_kernel, strided_kernel
+from ..record import Inputs, Path, Record, normal
 
 _TAPS = {"nearest": 1, "bilinear": 2, "bicubic": 4}
 _PADDING = {"zeros": 0, "border": 1, "reflection": 2}
@@ -98,7 +99,7 @@ def heuristic(
     align = dtype.size * (pack & -pack)
     scatter = "sorted" if deterministic else "atomics"
     lanes, scatter_lanes = lanes_for(channels // pack), lanes_for(channels)
-    measured = threshold("grid_sample_near", device=backend)
+    measured = tabled("grid_sample_near", device=backend)
     few = measured is not None and channels in measured["channels"]
     near = few and (channels == 3 or dtype.size == 4)
     threads = measured["threads"] if few else 256
@@ -258,3 +259,57 @@ def _by_rows(job: _Job) -> Sampled:
         return spread(row, weight, cotangent, sums)[0].reshape(x.shape)
 
     return run
+
+
+# The images of a measurement, and the pixels of each.
+_IMAGES, _PIXELS = 4, 1 << 16
+
+
+@dataclass(frozen=True)
+class GridSampleRecord(Record):
+    """Samples of images of so many channels and dimensions at points without order."""
+
+    channels: int
+    dtype: mx.Dtype
+    deterministic: bool
+    dims: int
+    family, configs = "grid_sample", (GridSampleConfig,)
+    values: ClassVar = {
+        "lanes": (1, 2, 4, 8, 16, 32),
+        "pack": (1, 2, 4, 8),
+        "run": (1, 2, 4),
+        "threads": (64, 128, 256, 512),
+    }
+
+    def bucket(self) -> tuple[tuple[int, ...], str]:
+        return (self.channels, self.dims), "deterministic" if self.deterministic else "any"
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return _FORWARD, _GRADIENT_GRID
+
+    def heuristic(self, device: str) -> GridSampleConfig:
+        return heuristic(self.channels, self.dtype, device, self.deterministic)
+
+    def completed(self, config: GridSampleConfig) -> GridSampleConfig:
+        if config.threads == 1:  # where threads run one by one
+            return config
+        return replace(config, align=self.dtype.size * (config.pack & -config.pack))
+
+    def why_not(self, config: GridSampleConfig) -> str | None:
+        if self.channels % config.pack or config.align > 16:
+            return f"packs of {config.pack} of {self.channels} channels"
+        packs = self.channels // config.pack
+        return f"{config.lanes} threads for {packs} packs" if config.lanes > max(1, packs) else None
+
+    def inputs(self) -> Inputs:
+        side = round(_PIXELS ** (1 / self.dims))
+        shape = (_IMAGES, *[side] * self.dims)
+        images = normal(self.dtype, (*shape, self.channels))
+        return [*images, mx.random.uniform(-1, 1, (*shape, self.dims))]
+
+    def bind(self, inputs: Inputs, config: GridSampleConfig) -> Path:
+        launch = grid_sample(Spec.of(inputs[0]), Spec.of(inputs[1]), Sampling(), config)
+        return lambda inputs: [launch(*inputs)]
+
+    def stock(self, inputs: Inputs) -> Inputs:
+        return [reference.grid_sample(inputs[0], inputs[1], Sampling())]

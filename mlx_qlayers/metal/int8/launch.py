@@ -57,7 +57,6 @@ def int8_rows(x: Spec, block: int = 0) -> Callable[[mx.array], list[mx.array]]:
         grid=(m * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(m, k), (m,)],
-        output_dtypes=[mx.int8, mx.float32],
     )
     return lambda x: launch([x, x, shape])
 
@@ -84,7 +83,6 @@ def int8_product(x: Spec, n: int, biased: bool, block: int = 0) -> Callable[...,
         grid=(-(-m // tile_m) * _THREADS, -(-n // tile_n), 1),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[(*leading, n)],
-        output_dtypes=[x.dtype],
     )
 
     def run(x: mx.array, w: mx.array, scales: mx.array, bias: mx.array | None) -> mx.array:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from ...measurements.thresholds import threshold
+from ...measurements.thresholds import tabled
 from ...runtime.devices import device_of
 from ...runtime.launch import Bound, Launching
 from ...runtime.spec import Spec
@@ -137,7 +137,7 @@ def product(batch: int, n: int, k: int, m: int) -> Callable[[mx.array, mx.array]
     shapes = ((batch, n, m), (batch, n, k), (batch, k, m))
     b, a, x = (Spec(shape, mx.float32) for shape in shapes)
     groups = batch * -(-n // _TILE) * -(-m // _COLUMNS)
-    of = threshold("linalg_block")
+    of = tabled("linalg_block")
     parts = 1 if not device_of().gpu else max(1, min(of["groups"] // groups, k // of["depth"]))
     launch = subtract_product(b, a, x, parts=None if parts == 1 else parts)
     zeros = mx.broadcast_to(mx.zeros((1, 1, 1)), b.shape)  # of which one is read
@@ -160,7 +160,6 @@ def _factor(w: Spec, first: int) -> Launching:
         grid=(threads * batch, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[w.shape, (batch,)],
-        output_dtypes=[mx.float32, mx.int32],
     )
     return Launching(launch, (0, 1), [offset])
 

@@ -95,7 +95,6 @@ def _panel(a: Spec) -> Bound:
         grid=(32 * simds * batch, 1, 1),
         threadgroup=(32 * simds, 1, 1),
         output_shapes=[a.shape, (batch, count), (batch, rows, count), (batch, count, count)],
-        output_dtypes=[mx.float32] * 4,
     )
 
 

@@ -1,4 +1,4 @@
-"""Launches dequantize: quantized matrices to one dense matrix, or some rows of one."""
+"""Launches dequantize, of whole matrices or rows of one, and what follows a dense product."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from math import prod
 import mlx.core as mx
 
 from ...formats import Format
-from ...measurements.thresholds import threshold
+from ...measurements.thresholds import tabled
 from ...options import MatmulCall, PackedMatrix
 from ...runtime.devices import device_of
 from ...runtime.launch import Launching
 from ...runtime.spec import Spec
 from ..common.kernels import constants, large_kernel, without
-from .qmv import MAX_MATRICES
+from .qmv import GATES, MAX_MATRICES, Gate
 from .tile import packed_template
 
 # Rows of a thread: enough to have several words on their way from memory.
@@ -124,5 +124,29 @@ def _run(bits: int) -> int:
 
 def _threads(across: int) -> int:
     """Threads for so many runs side by side: whole SIMD groups, and few without a run."""
-    sizes = range(threshold("dequantize_threads"), 257, 32)
+    sizes = range(tabled("dequantize_threads"), 257, 32)
     return min(sizes, key=lambda size: -(-across // size) * size)
+
+
+# Neighbours of a thread.
+RUN = 8
+
+_GATED = large_kernel("gated_rows", "quantized_matmul/gated.metal", registers=3 * RUN)
+
+
+def gated_rows(x: Spec, gate: Gate) -> Callable[[mx.array], mx.array]:
+    """Binds x (M, 2 N) to ``activation(first) * second``, N a multiple of :data:`RUN`.
+
+    MLX compiles a kernel for that, on NVIDIA GPUs for seconds, which takes twice as long as this.
+    """
+    rows, columns = x.shape[0], x.shape[1] // 2
+    count = rows * columns // RUN
+    shape = constants([columns // RUN, count])
+    launch = _GATED.bind(
+        [x, shape],
+        template={"T": x.dtype, "gate": GATES.index(gate)},
+        grid=(count, 1, 1),
+        threadgroup=(256, 1, 1),
+        output_shapes=[(rows, columns)],
+    )
+    return lambda x: launch([x, shape])[0]

@@ -22,11 +22,6 @@ _ROWS, _COLUMNS, _THREADS = 64, 128, 128
 _SUMS = 256
 
 
-def _tile_memory(T: mx.Dtype, **_: object) -> int:
-    pad = 16 // T.size
-    return 64 * (_ROWS + _COLUMNS + 2 * pad)
-
-
 def _registers(T: mx.Dtype, group: int, **_: object) -> int:
     """Words of the arrays of a thread: sums of 16 x 128 in a SIMD group, and operands."""
     return 64 + (4 if group <= 64 else 2) * T.size + T.size
@@ -36,7 +31,7 @@ _kernel: Callable[..., Kernel] = partial(large_kernel, file="quantized_matmul/gr
 _TILES = _kernel(
     "quantized_gradients_tiles",
     max_threads=_THREADS,
-    threadgroup_memory=_tile_memory,
+    threadgroup_memory=lambda T, **_: 64 * (_ROWS + _COLUMNS + 32 // T.size),
     registers=_registers,
 )
 _GROUPS = _kernel("quantized_gradients_groups")

@@ -1,4 +1,7 @@
-"""Launches the tiled product of many rows with a quantized matrix."""
+"""Launches the tiled product of many rows with a quantized matrix; and qvm.
+
+Qvm is up to 16 rows times a matrix that is not transposed, on a CPU: GPUs have qmm for such.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,15 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from ...formats import Format
-from ...measurements.thresholds import row_of, threshold
+from ...measurements.thresholds import row_of, tabled
 from ...options import MatmulCall
 from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Size, TemplateValue
 from ...runtime.spec import Spec
 from ..common.kernels import large_kernel
-from .tile import packed_template
+from .qmv_config import MAX_QMV_ROWS
+from .tile import packed_template, whole_words
 
 TILING = ("tile_m", "tile_n", "tile_k", "simds_m", "simds_n", "run", "stages", "ahead")
 PADDING = 8
@@ -60,30 +64,20 @@ QMM_SUM = large_kernel("qmm_sum", "quantized_matmul/qmm.metal")
 
 @dataclass(frozen=True)
 class QmmConfig:
-    """How a product of many rows is cut into tiles.
+    """How a product of many rows is cut into tiles."""
 
-    Attributes:
-        tile_m: rows of the result that a threadgroup computes; a multiple of 16 * ``simds_m``.
-        tile_n: columns of the result that it computes; a multiple of 8 * ``simds_n``.
-        tile_k: depth of its tiles in threadgroup memory; a multiple of 16.
-        simds_m: SIMD groups along the rows.
-        simds_n: SIMD groups along the columns.
-        run: neighbouring elements of the matrix that a thread unpacks at once; 16, or 32 where
-            ``bits`` is odd or half of a word; divides the group size.
-        stages: pairs of tiles, 1 or 2. With 2 one is filled while the other is multiplied.
-        ahead: whether the memory is told that the rows of the matrix are read to their end.
-        parts: threadgroups that share the depth; above 1 a second launch adds their sums.
-    """
-
-    tile_m: int
-    tile_n: int
-    tile_k: int
-    simds_m: int
-    simds_n: int
+    tile_m: int  # rows of the result that a threadgroup computes; a multiple of 16 * `simds_m`
+    tile_n: int  # columns of the result that it computes; a multiple of 8 * `simds_n`
+    tile_k: int  # depth of its tiles in threadgroup memory; a multiple of 16
+    simds_m: int  # SIMD groups along the rows
+    simds_n: int  # SIMD groups along the columns
+    # Neighbouring elements of the matrix that a thread unpacks at once; 16, or 32 where `bits` is
+    # odd or half of a word; divides the group size.
     run: int
-    stages: int = 1
+    stages: int = 1  # pairs of tiles, 1 or 2. With 2 one is filled while the other is multiplied
+    # Whether the memory is told that the rows of the matrix are read to their end.
     ahead: bool = True
-    parts: int = 1
+    parts: int = 1  # threadgroups that share the depth; above 1 a second launch adds their sums
 
     def count(self, m: int, n: int) -> int:
         """The tiles of a result of m rows and n columns."""
@@ -109,31 +103,25 @@ def qmm_config(
     device: str, m: int, n: int, k: int, dtype: mx.Dtype, fmt: Format, transpose: bool
 ) -> QmmConfig:
     """The configuration on the device of a backend."""
-    run = 32 if fmt.bits % 2 else 16
+    run = whole_words(fmt)
     if not device_of(device).gpu:
         # There to check the kernel: one build does for every number of rows.
         return QmmConfig(32, 64, 64, 2, 2, run)
     if device_of(device).tensor_cores and dtype != mx.float32:
-        return _on_tensor_cores(m, n, k, fmt)
+        tile: tuple[int, int, int, int, int] = row_of(tabled("qmm_tiles", device="cuda"), m)
+        short = min(fmt.group_size, 32)
+        config = QmmConfig(*tile, short if fmt.bits % 2 or tile[0] < 128 else 16)
+        if config.fills(m, n):
+            return config
+        # Smaller tiles, and several to a column of the result, give every core something to do.
+        config = QmmConfig(min(config.tile_m, 64) // 32 * 32, 64, 64, 2, 2, short)
+        most = 2 * device_of("cuda").cores // config.count(m, n)
+        return replace(config, parts=max(1, min(most, k // 512)))
     tile_m = next(size for size in (16, 32, 64) if size >= min(m, 64))
     tile_k = 64 if run == 32 or tile_m == 16 else 32
     if dtype == mx.float32 and tile_k == 64:
         tile_m = min(tile_m, 32)  # two tiles must fit
     return QmmConfig(tile_m, 64, tile_k, *((2, 2) if tile_m > 16 else (1, 4)), run)
-
-
-def _on_tensor_cores(m: int, n: int, k: int, fmt: Format) -> QmmConfig:
-    """The measured tiles, or smaller ones where those are few."""
-    run = min(fmt.group_size, 32)
-    tile: tuple[int, int, int, int, int] = row_of(threshold("qmm_tiles", device="cuda"), m)
-    config = QmmConfig(*tile, run if fmt.bits % 2 or tile[0] < 128 else 16)
-    if config.fills(m, n):
-        return config
-    # Smaller tiles, and several to a column of the result, give every core something to do.
-    config = QmmConfig(min(config.tile_m, 64) // 32 * 32, 64, 64, 2, 2, run)
-    return replace(
-        config, parts=max(1, min(2 * device_of("cuda").cores // config.count(m, n), k // 512))
-    )
 
 
 def qmm(call: MatmulCall, config: QmmConfig) -> Callable[..., mx.array]:
@@ -213,3 +201,27 @@ def sum_of_parts(
         return launch([parts, nothing if bias is None else bias, sizes])[0]
 
     return run
+
+
+# Threads of a threadgroup, and rows of the matrix that a thread unpacks before it multiplies them.
+_THREADS, _BLOCK = 8, 8
+_QVM = large_kernel(
+    "qvm",
+    "quantized_matmul/qvm.metal",
+    registers=lambda rows, run, block, **_: (rows + block) * run,
+)
+
+
+def qvm(call: MatmulCall) -> Callable[..., mx.array]:
+    """Binds ``x @ w + bias`` for 1 to 16 rows; ``w`` is read once, sums are rounded once."""
+    rows, n, k = call.shape
+    # The sums of a row fill two of the widest vectors there are while they meet the weights.
+    run = min(call.fmt.group_size, 32)
+    return split_k(
+        _QVM,
+        call,
+        k,
+        template={"rows": 1 if rows == 1 else MAX_QMV_ROWS, "run": run, "block": _BLOCK},
+        grid=(-(-n // (run * _THREADS)) * _THREADS, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+    )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...formats import Format
-from ...measurements.thresholds import threshold
+from ...measurements.thresholds import tabled
 from ...runtime.devices import device_of
 from .tile import Tile, dynamic_memory
 
@@ -30,7 +30,7 @@ def skinny_config(
         return persistent
     # Four SIMD groups at once pay where there are many rows. A small matrix is read twice rather
     # than by half of the GPU.
-    of, tiles_in_all = threshold("qmm_skinny_spread", device="cuda"), -(-n // 16)
+    of, tiles_in_all = tabled("qmm_skinny_spread", device="cuda"), -(-n // 16)
     warpgroup, small = rows >= of["warpgroup"], tiles_in_all <= of["small"]
     if warpgroup:
         fragments = 4 if small else 8
@@ -72,7 +72,7 @@ def _persistent(rows: int, n: int, k: int, fmt: Format, single: bool) -> Tile | 
 
     Long rows of a single matrix that has fewer tiles are divided until it has enough.
     """
-    of = threshold("qmm_skinny_spread", device="cuda")
+    of = tabled("qmm_skinny_spread", device="cuda")
     fragments, run = -(-rows // 8), 32 if fmt.bits < 8 else 16
     k_tiles, of_k_tile = -(-k // (4 * run)), 64 * run * fragments
     most = dynamic_memory() // of_k_tile

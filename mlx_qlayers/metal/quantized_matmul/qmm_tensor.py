@@ -10,11 +10,10 @@ from typing import Any
 import mlx.core as mx
 
 from ...formats import Format
-from ...measurements.thresholds import row_of, threshold
+from ...measurements.thresholds import row_of, tabled
 from ...options import MatmulCall, PackedMatrix
 from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
-from ...runtime.launch import Bound
 from ...runtime.spec import Spec
 from ..common.kernels import large_kernel, numbered, without
 from .qmv import GATES, Gate
@@ -60,19 +59,9 @@ class TensorConfig:
 class CodesConfig:
     """How a product is cut whose 4-bit codes are operands as they are packed."""
 
-    rows: int  # of the result that a threadgroup computes; a multiple of 16
-    columns: int  # of the result that it computes
+    tile_m: int  # rows of the result that a threadgroup computes; a multiple of 16
+    tile_n: int  # columns of the result that it computes
     simds: int = 4  # its SIMD groups, which share each operation
-
-    @property
-    def tile_m(self) -> int:
-        """Rows of the result that a threadgroup computes."""
-        return self.rows
-
-    @property
-    def tile_n(self) -> int:
-        """Columns of the result that it computes."""
-        return self.columns
 
     def threads(self, dtype: mx.Dtype) -> int:
         """The threads of a threadgroup."""
@@ -90,7 +79,7 @@ def tensor_config(
 ) -> TensorConfig:
     """The configuration for so many rows, of a matrix or of all experts'."""
     if device_of(device).tensor_cores:
-        tile = row_of(threshold("qmm_tensor_tiles", device="cuda"), m)
+        tile = row_of(tabled("qmm_tensor_tiles", device="cuda"), m)
         return TensorConfig(ragged=bool(k % tile["tile_k"]), **tile)
     # A destination of 64 x 32, or a gate's two of half of that, leave room in 128 words.
     most = (32 if dtype == mx.float32 else 64) // (1 + gated)
@@ -222,8 +211,15 @@ def qmm_tensor(
     if isinstance(config, CodesConfig):
         if why := why_no_codes(call):
             raise ValueError(f"{config} does not take this product: {why}")
+        values |= {"rows": config.tile_m, "columns": config.tile_n}
         more = [Spec((m, 2 * k // fmt.group_size), mx.bfloat16)]
-        sums = _group_sums(x, sizes[:3:2], fmt.group_size, more[0])
+        sums = _GROUP_SUMS.bind(
+            [x, sizes[:3:2]],
+            template={"T": x.dtype, "group": fmt.group_size},
+            grid=(more[0].size // 2, 1, 1),
+            threadgroup=(256, 1, 1),
+            output_shapes=[more[0].shape],
+        )
     launch = kernel.bind(
         [*(spec for spec in specs if spec is not None), *more, sizes],
         template={name: values[name] for name, _ in kernel.program.template},
@@ -236,18 +232,6 @@ def qmm_tensor(
         return lambda *arrays: launch([*given(arrays), sizes])[0]
     rows_and_depth = sizes[:3:2]
     return lambda *arrays: launch([*given(arrays), *sums([arrays[0], rows_and_depth]), sizes])[0]
-
-
-def _group_sums(x: Spec, sizes: mx.array, group: int, sums: Spec) -> Bound:
-    """The launch of the sums of rows over the groups of a matrix."""
-    return _GROUP_SUMS.bind(
-        [x, sizes],
-        template={"T": x.dtype, "group": group},
-        grid=(sums.size // 2, 1, 1),
-        threadgroup=(256, 1, 1),
-        output_shapes=[sums.shape],
-        output_dtypes=[sums.dtype],
-    )
 
 
 def tensor_product(

@@ -45,24 +45,18 @@ GATES = (None, "silu", "gelu", "gelu_approx")
 
 
 class QmvArrays(NamedTuple):
-    """The arrays of a launch; None for those that are absent.
+    """The arrays of a launch; None for those that are absent."""
 
-    Attributes:
-        x: (..., K) in float32, float16 or bfloat16; M rows, 1 to 16, or 128 with qmm_skinny.
-        norm_weight: (K,) in the dtype of ``x``: the weight of an RMS norm that ``x`` goes through.
-        partial_squares: (M, ceil(K / 16)) float32, if ``x`` was multiplied by the norm's weight
-            already: sums of squares of 16 columns of what it was before (a deferred norm).
-        residual: added to the product of a single matrix; in its shape and dtype.
-        deferred_weight: (N,), of the norm that the product of a single matrix goes through next.
-        matrices: up to three.
-    """
-
-    x: Any
+    x: Any  # (..., K) in float32, float16 or bfloat16; M rows, 1 to 16, or 128 with qmm_skinny
+    # (K,) in the dtype of `x`: the weight of an RMS norm that `x` goes through.
     norm_weight: Any = None
+    # (M, ceil(K / 16)) float32, if `x` was multiplied by the norm's weight already: sums of squares
+    # of 16 columns of what it was before (a deferred norm).
     partial_squares: Any = None
-    residual: Any = None
+    residual: Any = None  # added to the product of a single matrix; in its shape and dtype
+    # (N,), of the norm that the product of a single matrix goes through next.
     deferred_weight: Any = None
-    matrices: Sequence[PackedMatrix] = ()
+    matrices: Sequence[PackedMatrix] = ()  # up to three
 
     @classmethod
     def of(cls, arrays: Sequence[Any]) -> QmvArrays:

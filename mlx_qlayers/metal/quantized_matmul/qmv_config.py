@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...formats import Format
-from ...measurements.thresholds import threshold
+from ...measurements.thresholds import tabled
 from ...runtime.backend import current
 from ...runtime.devices import device_of
 from ...runtime.devices.record import MAX_THREADGROUP_MEMORY, most_threads
@@ -89,7 +89,7 @@ def _within_registers(config: Tile, dtype: mx.Dtype, fmt: Format) -> Tile | None
 
 def _persistent(rows: int, n: int, k: int, fmt: Format, kind: str) -> Tile | None:
     """A threadgroup for each multiprocessor, or several, if that was measured to be faster."""
-    of = threshold("qmv_persistent", device="cuda")
+    of = tabled("qmv_persistent", device="cuda")
     wide = n >= of["columns"] and k <= of["depth"]
     if fmt != Format(64, 4) or rows > of["rows"] or "norm" in kind or not wide:
         return None
@@ -103,7 +103,7 @@ def _persistent(rows: int, n: int, k: int, fmt: Format, kind: str) -> Tile | Non
 def matrix_config(device: str, rows: int, n: int, k: int, fmt: Format, normed: bool) -> Tile:
     """By the table of tiles; for GPUs without one, an estimate."""
     group, bits, mode = fmt
-    small = n <= threshold("qmv_small", device=_table(device))
+    small = n <= tabled("qmv_small", device=_table(device))
     if mode == "nvfp4":
         run, slots = 16 if k % 32 else 32, 1
     else:
@@ -123,7 +123,12 @@ def matrix_config(device: str, rows: int, n: int, k: int, fmt: Format, normed: b
     # Other formats than these, and more of x, take more registers.
     light = mode == "affine" and bits in (2, 4) and fragments * run <= (64 if rows < 3 else 32)
     kinds = ("normed",) if normed else ("light" if light else "", f"{bits} bits", mode)
-    tiles, simds_k, ahead, occupancy = _tile(device, rows, n, k, *kinds)
+    tiles, simds_k, ahead, occupancy = next(
+        each["tile"]
+        for each in tabled("qmv_tiles", device=_table(device))
+        if each["rows"][0] <= rows <= each["rows"][1] and each.get("kind") in (None, *kinds)
+        if n <= each.get("n", n) and k >= each.get("k", 0)
+    )
     occupancy = 8 if fragments * run > 64 and not normed else occupancy
     units: Any = {"fragments": fragments, "tiles": tiles, "simds_k": simds_k}
     config = Tile("qmv_matrix", run, **units, ahead=ahead, occupancy=occupancy)
@@ -145,13 +150,3 @@ def within_memory(config: Tile, fmt: Format) -> Tile:
 def _table(device: str) -> str:
     """The backend whose tables hold: of matrix units, or of GPUs without."""
     return "cuda" if device_of(device).tensor_cores else "metal"
-
-
-def _tile(device: str, rows: int, n: int, k: int, *kinds: str) -> Any:
-    """Tiles, SIMD groups, runs ahead and occupancy, of the device's table."""
-    for each in threshold("qmv_tiles", device=_table(device)):
-        (least, most), kind = each["rows"], each.get("kind")
-        in_range = least <= rows <= most and n <= each.get("n", n) and k >= each.get("k", 0)
-        if in_range and kind in (None, *kinds):
-            return each["tile"]
-    raise ValueError(f"the table qmv_tiles has no {rows} rows, {n} x {k}")

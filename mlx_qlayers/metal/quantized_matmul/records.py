@@ -68,21 +68,15 @@ class QmvKind(NamedTuple):
 
 @dataclass(frozen=True)
 class QmvRecord(Record):
-    """1 to 16 rows times packed matrices, transposed.
+    """1 to 16 rows times packed matrices, transposed."""
 
-    Attributes:
-        rows, n, k: the shape; n counts the columns of all matrices.
-        dtype: of the rows.
-        fmt: of the matrices.
-        kind: what else the launch does: ``norm``, ``gate``, ``residual`` and the number of
-            matrices, joined by ``-``.
-    """
-
+    # The shape; n counts the columns of all matrices.
     rows: int
     n: int
     k: int
-    dtype: mx.Dtype
-    fmt: Format
+    dtype: mx.Dtype  # of the rows
+    fmt: Format  # of the matrices
+    # What else it does: `norm`, `gate`, `residual`, the number of matrices, joined by `-`.
     kind: str = ""
     family, sized = "qmv", "rows"
     sizes_measured: ClassVar[tuple[int, ...]] = CALIBRATED_ROWS

@@ -38,57 +38,45 @@ PARAMETERS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class Tile:
-    """How a product of few rows is spread over threads, by whichever of its kernels.
+    """How a product of few rows is spread over threads, by whichever of its kernels."""
 
-    Attributes:
-        kernel: ``"qmv"`` for every GPU and dtype, ``"qmv_serial"`` and ``"qmv_integers"`` for CPUs;
-            on the matrix units ``"qmv_matrix"``, ``"qmv_persistent"``, whose SIMD groups take four
-            runs of every row each, and ``"qmm_skinny"``, of up to 128 rows.
-        run: neighbouring elements of a row of the matrix that a thread takes at once. Of qmv a
-            multiple of 16, or of 32 where ``bits`` is odd, that divides the group size; on the
-            matrix units it divides K.
-        rows: of qmv, those that the kernel is compiled for; a product may have fewer.
-        outputs: of qmv, columns of the result that one SIMD group, or one thread, computes.
-        lanes: threads that share the columns: 32, or 1 where threads do not run side by side.
-        ways: of products with experts, float32 sums of a thread for each output; divides ``run``.
-        local: of qmv, threads of a threadgroup; a multiple of ``lanes``.
-        fragments: operands of 8 columns: rows of x, in qmv times the groups that the four lanes of
-            a row of the matrix take side by side (4 * run / group_size, in NVFP4 one).
-        tiles: tiles of 16 rows of the matrix that a SIMD group computes.
-        simds_n: SIMD groups of a threadgroup along N, each with its own tiles.
-        simds_k: SIMD groups of a threadgroup along K, whose sums are added at the end.
-        ahead: runs of each row that a lane loads ahead, 1, 2 or 4. In qmm_skinny the K tiles that
-            its loop is unrolled by: with 2 no words are moved between registers, but the loop may
-            outgrow the instruction cache. With ``stages`` 0, the K tiles that are loaded ahead.
-        occupancy: SIMD groups, of qmm_skinny threadgroups, that a core should have registers for at
-            once, on NVIDIA GPUs; 0 leaves that to the compiler.
-        stages: of qmm_skinny, buffers for x in threadgroup memory, 1 or 2: one is filled while the
-            other is multiplied. With 0 ``stage_tiles`` of x are persistent there.
-        warpgroup: whether four SIMD groups multiply at once (a warpgroup), on Hopper GPUs:
-            ``simds_n`` is a multiple of 4, ``fragments`` a power of two.
-        chunk: fragments of which sums are added at a time, at least.
-        block_tiles: K tiles whose scales are loaded at once: ``group_size / run``, or 1.
-        stage_tiles: K tiles of x in a stage, behind one barrier; with ``stages`` 0 whole groups.
-            A longer K is split among threadgroups, and another launch adds their sums.
-    """
-
+    # `"qmv"` for every GPU and dtype, `"qmv_serial"` and `"qmv_integers"` for CPUs; on the matrix
+    # units `"qmv_matrix"`, `"qmv_persistent"`, whose SIMD groups take four runs of every row each,
+    # and `"qmm_skinny"`, of up to 128 rows.
     kernel: str
+    # Neighbours in a row of the matrix that a thread takes at once. Of qmv a multiple of 16, or of
+    # 32 where `bits` is odd, that divides the group size; on the matrix units it divides K.
     run: int
-    rows: int = 0
-    outputs: int = 0
+    rows: int = 0  # of qmv, those that the kernel is compiled for; a product may have fewer
+    outputs: int = 0  # of qmv, columns of the result that one SIMD group, or one thread, computes
+    # Threads that share the columns: 32, or 1 where threads do not run side by side.
     lanes: int = 32
+    # Of products with experts, float32 sums of a thread for each output; divides `run`.
     ways: int = 1
-    local: int = 64
+    local: int = 64  # of qmv, threads of a threadgroup; a multiple of `lanes`
+    # Operands of 8 columns: rows of x, in qmv times the groups that the four lanes of a row of the
+    # matrix take side by side (4 * run / group_size, in NVFP4 one).
     fragments: int = 0
-    tiles: int = 1
-    simds_n: int = 1
-    simds_k: int = 1
+    tiles: int = 1  # tiles of 16 rows of the matrix that a SIMD group computes
+    simds_n: int = 1  # SIMD groups of a threadgroup along N, each with its own tiles
+    simds_k: int = 1  # SIMD groups of a threadgroup along K, whose sums are added at the end
+    # Runs of each row that a lane loads ahead, 1, 2 or 4. In qmm_skinny the K tiles that its loop
+    # is unrolled by: with 2 no words are moved between registers, but the loop may outgrow the
+    # instruction cache. With `stages` 0, the K tiles that are loaded ahead.
     ahead: int = 1
+    # SIMD groups, of qmm_skinny threadgroups, that a core should have registers for at once, on
+    # NVIDIA GPUs; 0 leaves that to the compiler.
     occupancy: int = 0
+    # Of qmm_skinny, buffers for x in threadgroup memory, 1 or 2: one is filled while the other is
+    # multiplied. With 0 `stage_tiles` of x are persistent there.
     stages: int = 1
+    # Whether four SIMD groups multiply at once (a warpgroup), on Hopper GPUs: `simds_n` is a
+    # multiple of 4, `fragments` a power of two.
     warpgroup: bool = False
-    chunk: int = 1
-    block_tiles: int = 1
+    chunk: int = 1  # fragments of which sums are added at a time, at least
+    block_tiles: int = 1  # K tiles whose scales are loaded at once: `group_size / run`, or 1
+    # K tiles of x in a stage, behind one barrier; with `stages` 0 whole groups. A longer K is split
+    # among threadgroups, and another launch adds their sums.
     stage_tiles: int = 1
 
     @property
@@ -168,6 +156,11 @@ def packed_template(fmt: Format, dtype: mx.Dtype, scales: mx.Dtype) -> dict[str,
     """Template arguments of kernels on packed matrices: dtypes of rows and scales, format."""
     mode = list(MODES).index(fmt.mode)
     return {"T": dtype, "S": scales, "mode": mode, "group": fmt.group_size, "bits": fmt.bits}
+
+
+def whole_words(fmt: Format) -> int:
+    """Elements of a row that a thread takes at once: 16, or as many as whole words hold."""
+    return 32 if fmt.bits % 2 else 16
 
 
 def dynamic_memory() -> int:

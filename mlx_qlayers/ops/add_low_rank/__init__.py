@@ -81,11 +81,7 @@ def _launch(
 ) -> Callable[..., mx.array]:
     """A launch, as a function of the kernel's arrays.
 
-    Args:
-        kernel: :data:`DOWN`, :data:`UP` or :data:`OUTER`, or one without y.
-        inputs: specs of those arrays.
-        size: rows and columns of the large one.
-        template: what the kernel is compiled for.
+    ``size`` are rows and columns of the large array, ``template`` is what it is compiled for.
     """
     (rows, columns), rank = size, template["R"]
     width, blocks = 1 if columns % 4 else 4, -(-rank // _BLOCK)

@@ -24,23 +24,17 @@ STEP = ROWS // 8
 
 
 class Head(NamedTuple):
-    """An output layer, or some of its words.
+    """An output layer, or some of its words."""
 
-    Attributes:
-        weight, scales, biases, bias: as the operation takes them.
-        fmt: that of a quantized matrix, else None.
-        softcap: of the logits, or None.
-        dtype: of products.
-        at_once: on a CPU, where arrays have values: compute one block after the other, by kernels.
-    """
-
+    # As the operation takes them.
     weight: mx.array
     scales: Any
     biases: Any
     bias: Any
-    fmt: Any
-    softcap: float | None
-    dtype: mx.Dtype
+    fmt: Any  # that of a quantized matrix, else None
+    softcap: float | None  # of the logits, or None
+    dtype: mx.Dtype  # of products
+    # On a CPU, where arrays have values: compute one block after the other, by kernels.
     at_once: bool = False
 
     def holding(self, *arrays: Any) -> Head:
@@ -106,19 +100,12 @@ def _blocks(length: int, most: int) -> list[slice]:
 
 
 class Blocks(NamedTuple):
-    """The logits of all rows, block by block.
+    """The logits of all rows, block by block."""
 
-    Attributes:
-        x: (R, K), in the dtype of products.
-        targets: (R,) int32, -1 for no word.
-        head: the layer.
-        smoothing: of the targets.
-    """
-
-    x: mx.array
-    targets: mx.array
-    head: Head
-    smoothing: float
+    x: mx.array  # (R, K), in the dtype of products
+    targets: mx.array  # (R,) int32, -1 for no word
+    head: Head  # the layer
+    smoothing: float  # of the targets
 
     @property
     def words(self) -> list[slice]:
@@ -166,7 +153,10 @@ class Blocks(NamedTuple):
         for rows in self.rows:
             parts = []
             for words in self.words:
-                state = self.there(self.after(state)._sums(rows, words))
+                now = self.after(state)
+                head, targets = now.head.part(words), now.targets[rows] - words.start
+                y = head.times(now.x[rows], True)
+                state = self.there(head.of_logits(y, targets, scoring=self.scoring))
                 parts.append(state)
             each, scores = (mx.stack(list(some), axis=1) for some in zip(*parts, strict=True))
             lse = mx.logsumexp(each, axis=1)
@@ -177,12 +167,6 @@ class Blocks(NamedTuple):
     def scoring(self) -> Scoring:
         """The options that logits depend on."""
         return Scoring(self.head.softcap, self.smoothing, self.head.weight.shape[0])
-
-    def _sums(self, rows: slice, words: slice) -> list[mx.array]:
-        """Of each row the logarithm of the sum of some exponentials, and what the target has."""
-        head, targets = self.head.part(words), self.targets[rows] - words.start
-        y = head.times(self.x[rows], True)
-        return head.of_logits(y, targets, scoring=self.scoring)
 
     def counted(
         self, dy: mx.array, loss: mx.array, shares: mx.array, dtype: mx.Dtype

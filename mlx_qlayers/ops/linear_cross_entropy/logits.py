@@ -20,27 +20,18 @@ _THREADS, _EACH = 256, 8
 
 
 class Scoring(NamedTuple):
-    """The options of a loss that its logits depend on.
+    """The options of a loss that its logits depend on."""
 
-    Attributes:
-        softcap: of the logits, or None.
-        smoothing: of the targets.
-        words: of all blocks.
-    """
-
-    softcap: float | None
-    smoothing: float
-    words: int
+    softcap: float | None  # of the logits, or None
+    smoothing: float  # of the targets
+    words: int  # of all blocks
 
 
 def losses(scoring: Scoring, y: mx.array, targets: mx.array, bias: Any) -> list[mx.array]:
     """Of each row the logarithm of its sum of exponentials, and its score; (R,) float32 each.
 
-    Args:
-        scoring: the options.
-        y: (R, C), products in any dtype.
-        targets: (R,) int32 numbers of a word of the block, or outside of it.
-        bias: (C,) float32 or None.
+    ``y`` are products (R, C) in any dtype, ``targets`` (R,) int32 numbers of a word of the block,
+    or outside of it, ``bias`` is (C,) float32 or None.
     """
     z, inside = _capped(scoring, y, bias), (targets >= 0) & (targets < y.shape[1])
     picked = mx.take_along_axis(z, mx.where(inside, targets, 0)[:, None], axis=1)[:, 0]
@@ -55,10 +46,7 @@ def slopes(
 ) -> list[mx.array]:
     """The derivatives (R, C) of the losses by logits without a bias or a cap, in a dtype.
 
-    Args:
-        scoring, y, targets, bias: as of :func:`losses`.
-        dtype: of the result.
-        lse: (R,) float32, of all blocks.
+    ``lse`` is (R,) float32, of all blocks; all else as of :func:`losses`.
     """
     z, at = _capped(scoring, y, bias), mx.arange(y.shape[1]) == targets[:, None]
     g = mx.exp(z - lse[:, None]) - mx.where(at, 1 - scoring.smoothing, 0.0)

@@ -11,7 +11,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...dispatch import Gradient, Operation, Plan, choose, dispatch
-from ...measurements.thresholds import threshold
 from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound
@@ -69,8 +68,7 @@ def _plan(arrays: Sequence[Spec]) -> Plan:
     gate, x = arrays
     _TAKES.check(gate, x)
     why = "MLX makes one kernel of it on a GPU" if device_of().gpu else None
-    empty, gain = None if x.size else "x is empty", threshold("swiglu_gain", device="host")
-    choice = choose("swiglu", empty=empty, reason=why, host_gain=gain)
+    choice = choose("swiglu", empty=None if x.size else "x is empty", reason=why)
     if choice.path == "reference":
         return Plan(choice, _stock)
     forward, backward = bind(FORWARD, gate, x), bind(GRADIENT, x, gate, x)

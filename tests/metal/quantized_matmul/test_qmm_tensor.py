@@ -1,6 +1,6 @@
 """The product by tensor operations against float64, in every layout of lanes, and what it reads."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from itertools import cycle
 
 import mlx.core as mx
@@ -202,7 +202,7 @@ def test_registers():
                             values |= asdict(in_registers(config, k))
                             assert registers(**values, transposed=transpose, gate=gate) < 128
         for gate in (0, 1):
-            assert codes_registers(**asdict(codes_config(m)), gate=gate) < 128
+            assert codes_registers(*astuple(codes_config(m)), gate) < 128
 
 
 @pytest.mark.parametrize("codes", [False, True], ids=["", "codes"])
