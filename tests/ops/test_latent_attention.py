@@ -33,12 +33,15 @@ def test_what_the_kernel_does_not_take(rows, widths):
         assert y.shape == given[0].shape and explain()[0].path == "reference"
 
 
-def test_long_caches_go_by_what_was_measured(on):
+def test_long_caches_go_by_what_was_measured(on, monkeypatch):
     """So many rows for each sequence, on a GPU; on request the kernel takes more."""
     on("cuda")
+    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **_: lambda **__: None)
     most = threshold("latent_attention_rows", device="cuda")
     for batch in (1, 3):
         for rows, faster in ((batch * most, True), (batch * most + 1, False)):
             shapes = (batch, 8, 1, 128), (batch, 8, 1, 64), (batch, 1, rows, 128)
-            reason = latent._choose(*(Spec(shape, mx.bfloat16) for shape in shapes)).reason
+            q, r, c = (Spec(shape, mx.bfloat16) for shape in shapes)
+            given = q, r, c, Spec((batch, 1, rows, 64), mx.bfloat16), Spec((), mx.int32), None
+            reason = latent.LATENT_ATTENTION.plan([*given], 0.1).choice.reason
             assert (f"rows, more than {most} for each" not in reason) == faster, reason
