@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def shipped(folder: str, *parts: str) -> Path:
-    """What is in a folder of the repository, or in its copy inside an installed package."""
+    """A folder of the repository, or its copy inside an installed package."""
     package = Path(__file__).parents[1]
     places = [top.joinpath(*parts) for top in (package / f"_{folder}", package.parent / folder)]
     for place in places:

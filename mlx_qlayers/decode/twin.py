@@ -154,7 +154,7 @@ def _product(
     return product(*arrays, transpose, group_size, bits[not transpose])
 
 
-# What the exporter cannot write is spelled otherwise; the values are the same.
+# The exporter cannot write some operations: these are spelled otherwise, with the same values.
 _EXPORTED = _Instead(
     mx,
     distributed=_Instead(mx.distributed, all_sum=_all_sum),

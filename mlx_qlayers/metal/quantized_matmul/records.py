@@ -76,7 +76,7 @@ class QmvRecord(Record):
     k: int
     dtype: mx.Dtype  # of the rows
     fmt: Format  # of the matrices
-    # What else it does: `norm`, `gate`, `residual`, the number of matrices, joined by `-`.
+    # Its other parts: `norm`, `gate`, `residual`, the number of matrices, joined by `-`.
     kind: str = ""
     family, sized = "qmv", "rows"
     sizes_measured: ClassVar[tuple[int, ...]] = CALIBRATED_ROWS

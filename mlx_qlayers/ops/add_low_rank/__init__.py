@@ -136,7 +136,7 @@ def _operators(dtype: mx.Dtype, s: float) -> Steps:
         return matmul(a.astype(mx.float32), b.astype(mx.float32))
 
     def outer(x: mx.array, low: mx.array) -> mx.array:
-        return times(low.T, x)[None]
+        return times(x.T, low).T[None]  # of x in float32 compilation would keep the forward pass's
 
     return (
         lambda x, a: s * times(x, a),
