@@ -77,7 +77,7 @@ def test_all_gradients(taken, shape, dtype, kind, extra, chosen):
     ids=str,
 )
 def test_on_a_gpu(gpu, width, dtype, kind, extra, monkeypatch):
-    monkeypatch.setattr(hopper, "threshold", measured_from_one)
+    monkeypatch.setattr(hopper, "tabled", measured_from_one)
     for shape in ((1, 4, 2, 150, 520), (2, 1, 1, 300, 515)):
         with use_backend(gpu):
             check(attention, (*shape, width, width), dtype, kind, extra)
