@@ -38,11 +38,8 @@ def formats(model: Any, tokenizer: Any, args: Any) -> dict[str, Formats]:
         found[f"{bits} bits, rotated"] = plain._replace(hadamard=True)
     for target in args.bits_per_value:
         form = CacheFormat(args.group_size, hadamard=True)
-        # On other text than what is predicted.
-        options = {"form": form, "text": shipped_text("train")}
-        found[f"{target:g} bits a value, rotated"] = value_mixture(
-            model, tokenizer, target, **options
-        )
+        name = f"{target:g} bits a value, rotated"
+        found[name] = value_mixture(model, tokenizer, target, form=form)
     return found
 
 

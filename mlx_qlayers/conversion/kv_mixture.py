@@ -40,7 +40,7 @@ def value_mixture(
         tokenizer: what came with it.
         bits_per_value: of keys and values, scales and biases included.
         form: group size and rotation.
-        text: what to measure with; by default the texts in ``models/data``.
+        text: to measure with; by default the texts in ``models/data``, but for their ends.
         samples: sequences of it.
         length: tokens of each.
 
@@ -58,7 +58,7 @@ def value_mixture(
     """
     from mlx_lm.models.cache import make_prompt_cache
 
-    text = shipped_text("test") if text is None else text
+    text = shipped_text("train") if text is None else text
     tokens = windows(tokenizer.encode(text), samples, length)
     losses, sizes = dict[str, dict[str, float]](), dict[str, float]()
     scale_bits, empty = 0.0, make_prompt_cache(model)
