@@ -40,6 +40,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "gptq": ("gptq/*", "linalg/*"),
     "grid_sample": ("grid_sample/*",),
     "int8": ("int8/*", "quantized_matmul/*"),
+    "kv_cache": ("attention/*", "rotary/*", "quantized_matmul/*", "swiglu/*"),
     "linalg": ("linalg/*",),
     "llama_cpp": (
         "attention/serial*",
