@@ -95,7 +95,7 @@ def test_clients_that_leave_make_room(failing_model):
 def test_memory_goes_back_where_nobody_asks(monkeypatch):
     """Half a second after the last text, once; and never between tokens."""
     returned: list[int] = []
-    monkeypatch.setattr(serving_module, "return_memory", lambda: returned.append(len(asked)))
+    monkeypatch.setattr(mx, "clear_cache", lambda: returned.append(len(asked)))
     generator = object.__new__(serving_module.ResponseGenerator)
     generator._is_distributed, generator._serving = False, WeakSet()
     generator.requests = Queue()

@@ -1,6 +1,7 @@
 """Tuning a kernel from end to end, with costs computed from counters."""
 
 from dataclasses import asdict
+from itertools import count
 from math import inf
 from typing import ClassVar
 
@@ -112,22 +113,26 @@ def test_a_candidate_that_reads_outside_is_recorded(rates):
     assert tuned.config.padded
 
 
-def hang_at(monkeypatch, number):
-    """Have the launch of such a number not come back."""
-    calls = []
+def hanging(number):
+    """A record whose launch of such a number does not come back."""
+    launches = count(1)
 
-    def wait(result, seconds, *inputs):
-        calls.extend([seconds] * (seconds == evaluator.PATIENCE))
-        if seconds == evaluator.PATIENCE and len(calls) == number:
-            raise KernelTimeout("no result within 20 s")
-        return result
+    class Hanging(Small):
+        def bind(self, inputs, config):
+            launch = super().bind(inputs, config)
 
-    monkeypatch.setattr(evaluator, "wait_for", wait)
+            def run(inputs):
+                if next(launches) == number:
+                    raise KernelTimeout("no result within 20 s")
+                return launch(inputs)
+
+            return run
+
+    return Hanging(*SHAPE)
 
 
-def test_a_candidate_that_hangs_ends_the_search(monkeypatch):
-    hang_at(monkeypatch, 3)
-    tuned = tune(SMALL, **COUNTED)
+def test_a_candidate_that_hangs_ends_the_search():
+    tuned = tune(hanging(3), **COUNTED)
     assert len(tuned.trials) == 3
     assert "no result" in tuned.trials[-1].problem and tuned.trials[0].seconds < inf
     # It is not known whether another path is faster.
@@ -135,9 +140,8 @@ def test_a_candidate_that_hangs_ends_the_search(monkeypatch):
 
 
 @pytest.mark.parametrize("number", [1, 3])
-def test_after_a_candidate_that_hangs_no_other_problem_is_tuned(monkeypatch, number, capsys):
-    hang_at(monkeypatch, number)
-    found = tune_all([SMALL] * 2, keep=False, **COUNTED)
+def test_after_a_candidate_that_hangs_no_other_problem_is_tuned(number, capsys):
+    found = tune_all([hanging(number), SMALL], keep=False, **COUNTED)
     if number > 1:
         assert next(found).path == "uncompared"
     with pytest.raises(DeviceLost, match="no result"):
@@ -161,8 +165,14 @@ def test_a_problem_that_cannot_be_tuned_is_told_and_left(capsys):
 
 
 def test_a_device_that_refuses_all_work_ends_the_search(monkeypatch):
-    works = iter([True, False])
-    monkeypatch.setattr(evaluator, "_works", lambda: next(works))
+    evaluate, refuses = mx.eval, iter([False, True])
+
+    def refused(*arrays):
+        if getattr(arrays[0], "shape", None) == (8,) and next(refuses):
+            raise RuntimeError("an illegal memory access was encountered")
+        return evaluate(*arrays)
+
+    monkeypatch.setattr(mx, "eval", refused)
     tuned = tune(Faulty(*SHAPE), keep=False, **COUNTED)
     assert sum("does not compile" in t.problem for t in tuned.trials) == 2
 
