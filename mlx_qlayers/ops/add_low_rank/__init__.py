@@ -136,7 +136,8 @@ def _operators(dtype: mx.Dtype, s: float) -> Steps:
         return matmul(a.astype(mx.float32), b.astype(mx.float32))
 
     def outer(x: mx.array, low: mx.array) -> mx.array:
-        return times(x.T, low).T[None]  # of x in float32 compilation would keep the forward pass's
+        # Of x, not of its transpose, compilation would keep the forward pass's float32 copy.
+        return times(x.T, low).T[None]
 
     return (
         lambda x, a: s * times(x, a),
