@@ -26,9 +26,10 @@ def test_launches(backend):
 
 
 def test_a_rank_that_is_not_small():
+    """None of these kernels is launched; on a CPU a product may have one of another operation."""
     with trace() as launches:
         mx.eval(_call(33))
-    assert not launches
+    assert not [run for run in launches if "low_rank" in run.kernel]
 
 
 @pytest.mark.parametrize("path", ["reference", "host"])
