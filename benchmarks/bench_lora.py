@@ -12,9 +12,10 @@
 A step is that of mlx-lm's trainer: loss, gradients of adapters of rank 8 beside all linear layers,
 Adam; compiled, but where kernels run on a CPU. Its peak is the model, adapters, moments and all
 else at the worst moment: by MLX's allocator on a GPU, by the process's resident memory on a CPU,
-where kernels allocate their own. On a GPU it stands beside the plan of `mlx-qlayers lora --plan`, by MLX's
-allocator. That of a loss is above its inputs and results; on a GPU also under the memory limit that
-`mlx-qlayers lora` sets. Losses and gradients are held against stock's before anything is timed.
+where kernels allocate their own. On a GPU it stands beside the plan of `mlx-qlayers lora --plan`,
+by MLX's allocator. That of a loss is above its inputs and results; on a GPU also under the memory
+limit that `mlx-qlayers lora` sets. Losses and gradients are held against stock's before anything is
+timed.
 
 Curves are the losses of 200 steps of the shipped model on the tales, 1 x 32 tokens each, at
 mlx-lm's learning rate: in float32 how far ours are from stock's, in bfloat16 the means of the last

@@ -63,8 +63,12 @@ def patched_gated_delta(*arrays: Any, **options: Any) -> tuple[mx.array, ...]:
 
 
 def patched_swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """Stands in for ``mlx_lm.models.activations.swiglu``, which is one kernel of MLX's on a GPU."""
-    if device_of().gpu or (gate.shape, gate.dtype) != (x.shape, x.dtype) or x.dtype not in FLOATS:
+    """Stands in for ``mlx_lm.models.activations.swiglu``, of which MLX makes one kernel on a GPU.
+
+    Not of its gradients.
+    """
+    by_mlx = device_of().gpu and not current.get().sparing
+    if by_mlx or (gate.shape, gate.dtype) != (x.shape, x.dtype) or x.dtype not in FLOATS:
         from mlx_lm.models import activations
 
         stock: Any = activations.swiglu

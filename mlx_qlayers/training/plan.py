@@ -15,7 +15,6 @@ from mlx.utils import tree_flatten, tree_map
 from ..runtime.memory import return_memory
 from ..tuning.calibrate import same_random_state
 
-
 # The share of what a step needs from which on MLX waits for what it has handed over: it holds that
 # and one array more.
 SHARE = 0.98

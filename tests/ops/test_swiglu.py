@@ -5,10 +5,11 @@ import mlx.nn as nn
 import pytest
 
 from mlx_qlayers.ops.swiglu import swiglu
-from mlx_qlayers.runtime.backend import use_backend
+from mlx_qlayers.runtime.backend import advance_epoch, current, use_backend, within
 from mlx_qlayers.runtime.explain import explain
 from mlx_qlayers.runtime.tracing import trace
 from tests.gpus import GPUS
+from tests.machine import has_device
 
 
 @pytest.mark.parametrize("backend", ["host", *GPUS])
@@ -18,6 +19,23 @@ def test_launches(backend):
         mx.eval(mx.grad(lambda *given: swiglu(*given).sum(), (0, 1))(gate, x))
     found = [(run.kernel, run.backend, run.grid) for run in launches]
     assert found == [(f"swiglu_{name}", backend, (45, 1, 1)) for name in ("forward", "gradient")]
+
+
+@pytest.mark.parametrize("shape", [(2, 1024), (3, 512)])
+def test_a_thread_of_a_gpu_has_four_elements_where_that_leaves_none(shape, monkeypatch):
+    """Executed on the CPU, where it computes the same as with one element each."""
+    gate, x = mx.random.normal((2, *shape)).astype(mx.bfloat16)
+    dy = mx.random.normal(shape).astype(mx.bfloat16)
+    with use_backend("host"):
+        right = [swiglu(gate, x), *mx.vjp(swiglu, [gate, x], [dy])[1]]
+        has_device(monkeypatch, "host", gpu=True)
+        advance_epoch()
+        with within(current, current.get()._replace(sparing=True)), trace() as launches:
+            found = [swiglu(gate, x), *mx.vjp(swiglu, [gate, x], [dy])[1]]
+            mx.eval(found)
+    assert all(map(mx.array_equal, found, right))
+    count = 4 if gate.size % 1024 == 0 else 1
+    assert {run.grid for run in launches} == {(gate.size // count, 1, 1)}
 
 
 def test_what_it_does_without_a_kernel():

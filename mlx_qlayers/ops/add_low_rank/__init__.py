@@ -51,7 +51,7 @@ def add_low_rank(
     """``y + scale (x a) b`` with matrices of a small rank R, computed in float32 and rounded once.
 
     On a GPU two launches read x and y once for ranks up to 32, with no copy of them in the dtype of
-    the matrices, and the gradients read x and the cotangent twice.
+    the matrices, and the gradients read x once and the cotangent twice.
 
     Args:
         y: (..., N), such as the outputs of a linear layer; float32, float16 or bfloat16.
@@ -73,7 +73,8 @@ def add_low_rank(
 
     Source: LoRA: Low-Rank Adaptation of Large Language Models, arXiv 2106.09685.
     """
-    return dispatch(_ADD, (y, x, a, b), (scale,))
+    found: mx.array = dispatch(_ADD, (y, x, a, b), (scale,))[0]
+    return found
 
 
 def _launch(
@@ -162,7 +163,7 @@ def _plan(arrays: Sequence[Spec], scale: float) -> Plan:
     choice = choose("add_low_rank", reason=reason, empty=empty)
     operators = _operators(y.dtype, scale)
     if not least:
-        return Plan(choice, lambda y, *_: y)
+        return Plan(choice, lambda y, *_: [y])
     if choice.path == "reference":
         return Plan(choice, *_of(operators, *sizes))
     launches = _launches(y, a, b, sizes, scale)
@@ -170,20 +171,21 @@ def _plan(arrays: Sequence[Spec], scale: float) -> Plan:
 
 
 def _of(steps: Steps, narrow: Size, wide: Size) -> tuple[Any, list[Gradient]]:
-    """The operation and its gradients, which keep nothing but its arrays."""
+    """The operation and its gradients, which keep its arrays and ``scale x a``: that is small."""
     down, up, back, of_x, of_a, of_b = steps
 
-    def run(y: mx.array, x: mx.array, a: mx.array, b: mx.array) -> mx.array:
-        return up(y.reshape(wide), down(x.reshape(narrow), a), b).reshape(y.shape)
+    def run(y: mx.array, x: mx.array, a: mx.array, b: mx.array) -> list[mx.array]:
+        low = down(x.reshape(narrow), a)
+        return [up(y.reshape(wide), low, b).reshape(y.shape), low]
 
-    def gradient(given: Any, cotangents: list[mx.array], _: object) -> list[mx.array]:
-        _, x, a, b = given
+    def gradient(given: Any, cotangents: list[mx.array], outputs: Any) -> list[mx.array]:
+        (_, x, a, b), (_, low) = given, outputs
         rows, dy = x.reshape(narrow), cotangents[0].reshape(wide)
         along = back(dy, b)
-        da, db = of_a(rows, along).sum(axis=0).T, of_b(dy, down(rows, a)).sum(axis=0)
+        da, db = of_a(rows, along).sum(axis=0).T, of_b(dy, low).sum(axis=0)
         return [of_x(along, a).reshape(x.shape), da.astype(a.dtype), db.astype(b.dtype)]
 
-    return run, [Gradient((0,), lambda _, dy, __: dy), Gradient((1, 2, 3), gradient)]
+    return run, [Gradient((0,), lambda _, dy, __: dy[:1]), Gradient((1, 2, 3), gradient)]
 
 
 _ADD = Operation("add_low_rank", _plan)
