@@ -47,7 +47,7 @@ from mlx_qlayers import convert_model, fused_loss, linear_cross_entropy, recompu
 from mlx_qlayers.commands.demo import shipped_model
 from mlx_qlayers.runtime.backend import backend
 from mlx_qlayers.runtime.memory import return_memory
-from mlx_qlayers.training.plan import SHARE, least_memory, plan
+from mlx_qlayers.training.plan import least_memory, plan
 
 # Rows, columns and words of the output layer.
 HEAD = 4096, 3584, 152064
@@ -201,7 +201,7 @@ def bench_loss(table: Table, only: list[str], repeats: int) -> None:
         row = {"loss": found["loss"].item(), "error": difference(found, stock)}
         del found
         if name in limited:  # as mlx-qlayers lora limits a step
-            mx.set_memory_limit(round(SHARE * least_memory(way)))
+            mx.set_memory_limit(least_memory(way))
         memory = above(way)
         time = measure({name: way}, repeats=repeats)[name].scaled(1e3)
         table.add(task="loss", path=name, ms=time, **{"peak MB": memory}, **row)
@@ -237,7 +237,7 @@ def bench_step(part: str, table: Table, only: list[str], repeats: int) -> None:
                         row["plan MB"] = planned.total() / 1e6
                     else:
                         mx.set_cache_limit(0)
-                    mx.set_memory_limit(round(SHARE * least_memory(training.run)))
+                    mx.set_memory_limit(least_memory(training.run))
                 training.run()
                 most = above(training.run) + training.bytes / 1e6
                 time = measure({name: training.run}, repeats=repeats)[name].scaled(1e3)

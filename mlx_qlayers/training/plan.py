@@ -15,10 +15,6 @@ from mlx.utils import tree_flatten, tree_map
 from ..runtime.memory import return_memory
 from ..tuning.calibrate import same_random_state
 
-# The share of what a step needs from which on MLX waits for what it has handed over: it holds that
-# and one array more.
-SHARE = 0.98
-
 
 class Usage(NamedTuple):
     """The bytes of a training's parts, and of all of it by the length of its sequences.
@@ -134,7 +130,7 @@ def in_least_memory(batches: Callable[..., Iterator[Any]]) -> Callable[..., Iter
                     mx.set_memory_limit(0)
                 yield batch, lengths
                 if is_larger:
-                    mx.set_memory_limit(round(SHARE * mx.get_peak_memory()))
+                    mx.set_memory_limit(mx.get_peak_memory())
         finally:
             mx.set_memory_limit(before)
 

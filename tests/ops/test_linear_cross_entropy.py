@@ -180,7 +180,7 @@ def test_blocks_of_a_gpu_are_no_more_than_two(monkeypatch):
     x = mx.random.normal((rows, width)) / width
     with use_backend("reference"):
         for count in (5, 9):
-            words = 4 * WORDS * count
+            words = 6 * WORDS * count
             weight, targets = mx.random.normal((words, width)), mx.random.randint(0, words, (rows,))
             gradient = mx.grad(partial(linear_cross_entropy, targets=targets, weight=weight))
             mx.eval(x, weight, targets)

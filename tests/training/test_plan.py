@@ -25,7 +25,9 @@ BATCH = 4
 def test_a_plan_is_within_a_tenth_of_what_is_measured(backend, layers, length, tmp_path):
     """On a CPU of quantized weights by kernels, and of the longest sequences that fit, too."""
     mx.random.seed(2)
-    model, by_kernels = small(words=200, layers=4), backend == "host"
+    by_kernels = backend == "host"
+    # Many layers elsewhere, as MLX takes an array more than its limit.
+    model = small(words=200, layers=4 if by_kernels else 12)
     if by_kernels:
         nn.quantize(model)
     adapted(model)

@@ -16,7 +16,7 @@ from ..quantized_matmul import QUANTIZED_MATMUL
 from ..quantized_route import by_reference
 from .logits import OF_LOGITS, Scoring, composed
 
-# Logits of a block: 8 MB of float32 where there are so many rows, and on a GPU 8 times as many, of
+# Logits of a block: 8 MB of float32 where there are so many rows, and on a GPU 12 times as many, of
 # which products of few rows would take twice the time.
 ROWS, WORDS = 2048, 1024
 # Rows of a block are left out in such numbers, so that there are few shapes of products.
@@ -110,7 +110,7 @@ class Blocks(NamedTuple):
     @property
     def words(self) -> list[slice]:
         """Blocks of words."""
-        return _blocks(self.head.weight.shape[0], WORDS if on_cpu() else 4 * WORDS)
+        return _blocks(self.head.weight.shape[0], WORDS if on_cpu() else 6 * WORDS)
 
     @property
     def rows(self) -> list[slice]:

@@ -20,8 +20,8 @@ from ..signature import Signature
 
 _FILE = Path("swiglu.metal")
 FORWARD, GRADIENT = Kernel("swiglu_forward", _FILE), Kernel("swiglu_gradient", _FILE)
-# Threads of a threadgroup, and elements of each on a GPU.
-_GROUP, _COUNT = 256, 4
+# Contiguous elements of a thread on a GPU.
+_COUNT = 8
 _TAKES = Signature("""
     gate: float (*N)
     x: gate (*N)
@@ -53,12 +53,12 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
 def bind(kernel: Kernel, *inputs: Spec) -> Bound:
     """The launch of :data:`FORWARD` for gate and x, or of :data:`GRADIENT` for dy, gate and x."""
     x = inputs[-1]
-    count = _COUNT if device_of().gpu and x.size % (_GROUP * _COUNT) == 0 else 1
+    count = _COUNT if device_of().gpu and x.size % _COUNT == 0 else 1
     return kernel.bind(
         inputs,
         template={"T": x.dtype, "COUNT": count},
         grid=(x.size // count, 1, 1),
-        threadgroup=(_GROUP, 1, 1),
+        threadgroup=(256, 1, 1),
         output_shapes=[x.shape] * (len(inputs) - 1),
     )
 
