@@ -196,15 +196,10 @@ def _observed(texts: Sequence[Text], start: int, hidden: mx.array) -> None:
 
 
 class Speculation:
-    """Where the guesses of a text come from, and what they were worth.
+    """Where the guesses of a text come from, in this order, and what they were worth.
 
-    Args:
-        draft: a smaller model with the same tokens.
-        prompt_lookup: whether text is looked up in what was written before, first of all.
-        others: more sources, behind both.
-        measured: whether the number of guesses is chosen by measurement, see :class:`Depths`.
-        history: tokens ahead of the prompt, to be looked up.
-        heads: those of the model for the tokens behind the next, asked behind a draft model.
+    From text that was written before, or in ``history`` (``prompt_lookup``); from a smaller model,
+    the ``draft``; from the model's ``heads``; from ``others``. :class:`Depths` says ``measured``.
     """
 
     def __init__(

@@ -67,15 +67,10 @@ class Flight(NamedTuple):
 
 
 class Rounds:
-    """The rounds of some texts.
+    """The rounds of some texts, with the caches of a batch where there are several.
 
-    Args:
-        model: writes them.
-        caches: as mlx-lm makes them, of a batch where there are several texts.
-        texts: these.
-        depths: chooses how many guesses a round has.
-        quantize: options of ``maybe_quantize_kv_cache`` by name.
-        trunk: the model, where a source is to see its hidden states.
+    ``quantize`` are options of ``maybe_quantize_kv_cache`` by name. The ``trunk`` is the model,
+    where a source is to see its hidden states.
     """
 
     def __init__(
