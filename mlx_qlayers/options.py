@@ -23,17 +23,11 @@ class Sampling:
 
 
 class Deformable(NamedTuple):
-    """The options of :func:`mlx_qlayers.deformable_attention`.
+    """The options of :func:`mlx_qlayers.deformable_attention`."""
 
-    Attributes:
-        shapes: height and width of each level.
-        padding_mode: ``"zeros"`` or ``"border"``.
-        pixels: locations count the centres of pixels from 0; else they go from 0 to 1.
-    """
-
-    shapes: tuple[tuple[int, int], ...]
-    padding_mode: str = "zeros"
-    pixels: bool = False
+    shapes: tuple[tuple[int, int], ...]  # height and width of each level
+    padding_mode: str = "zeros"  # `"zeros"` or `"border"`
+    pixels: bool = False  # locations count the centres of pixels from 0; else they go from 0 to 1
 
 
 class Rotation(NamedTuple):
@@ -120,19 +114,12 @@ class PackedMatrix(NamedTuple):
 
 
 class MatmulCall(NamedTuple):
-    """A product of rows with a quantized matrix, ``x @ w.T + bias`` or ``x @ w + bias``, by specs.
+    """A product of rows with a quantized matrix, by specs: ``x @ w.T`` or ``x @ w``, and a bias."""
 
-    Attributes:
-        x: (..., K) in the dtype of the result; M rows.
-        matrix: as :class:`PackedMatrix` says if ``transpose``, else (K, N) packed likewise.
-        transpose: multiply with the transpose of the packed matrix.
-        fmt: group_size, bits and mode of the matrix.
-    """
-
-    x: Any
-    matrix: PackedMatrix
-    transpose: bool
-    fmt: Format
+    x: Any  # (..., K) in the dtype of the result; M rows
+    matrix: PackedMatrix  # as that says if `transpose`, else (K, N) packed likewise
+    transpose: bool  # multiply with the transpose of the packed matrix
+    fmt: Format  # group_size, bits and mode of the matrix
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -142,21 +129,13 @@ class MatmulCall(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """The options that change the products of queries and keys.
+    """The options that change the products of queries and keys."""
 
-    Attributes:
-        scale: what they are multiplied by.
-        causal: whether a query sees no key that comes after it.
-        window: how many keys a query sees, itself included, or None.
-        softcap: the bound of the scores, or None.
-        deterministic: whether gradients are bit-identical from run to run.
-    """
-
-    scale: float
-    causal: bool = False
-    window: int | None = None
-    softcap: float | None = None
-    deterministic: bool = False
+    scale: float  # what they are multiplied by
+    causal: bool = False  # whether a query sees no key that comes after it
+    window: int | None = None  # how many keys a query sees, itself included, or None
+    softcap: float | None = None  # the bound of the scores, or None
+    deterministic: bool = False  # whether gradients are bit-identical from run to run
 
 
 class Packing(NamedTuple):
@@ -183,23 +162,14 @@ class RotatedRows(tuple[mx.array, ...]):
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of :func:`mlx_qlayers.attention`, arrays or their specs.
+    """The arguments of :func:`mlx_qlayers.attention`, arrays or their specs."""
 
-    Attributes:
-        q: (B, H, L, D).
-        k: keys (B, Hkv, S, D), or packed, scales and biases.
-        v: values (B, Hkv, S, Dv), likewise.
-        scores: the options.
-        mask: that broadcasts to (B, H, L, S), or None.
-        sinks: (H,) or None.
-    """
-
-    q: Any
-    k: tuple[Any, ...]
-    v: tuple[Any, ...]
-    scores: Scores
-    mask: Any = None
-    sinks: Any = None
+    q: Any  # (B, H, L, D)
+    k: tuple[Any, ...]  # keys (B, Hkv, S, D), or packed, scales and biases
+    v: tuple[Any, ...]  # values (B, Hkv, S, Dv), likewise
+    scores: Scores  # the options
+    mask: Any = None  # that broadcasts to (B, H, L, S), or None
+    sinks: Any = None  # (H,) or None
 
     @property
     def packing(self) -> Packing:
@@ -223,21 +193,14 @@ class AttentionCall(NamedTuple):
 
 
 class StepCall(NamedTuple):
-    """The arrays of :func:`.ops.attention_step.attention_step`, or their specs.
-
-    Attributes:
-        q, k, v: the products of a step's tokens.
-        k_cache, v_cache: (B, Hkv, S, D) or Dv, or packed, scales and biases.
-        k_append, v_append: what came since, in rows of numbers or of :func:`row_words`.
-        positions, freqs, mask, sinks, q_norm, k_norm, semaphores: as there.
-    """
+    """The arrays of :func:`.ops.attention_step.attention_step`, or their specs."""
 
     q: Any
     k: Any
     v: Any
-    k_cache: tuple[Any, ...]
+    k_cache: tuple[Any, ...]  # (B, Hkv, S, D), or packed, scales and biases
     v_cache: tuple[Any, ...]
-    k_append: Any
+    k_append: Any  # in rows of numbers or of :func:`row_words`
     v_append: Any
     positions: Any
     freqs: Any = None

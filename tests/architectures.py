@@ -49,21 +49,13 @@ _FORMATS = [
 
 
 class Architecture(NamedTuple):
-    """The settings of a small model of an architecture, and the result of its conversion.
+    """The settings of a small model of an architecture, and the result of its conversion."""
 
-    Attributes:
-        patched: attention modules that are swapped.
-        config: what its configuration needs beside the common values.
-        left: attention modules that compute on their own.
-        without: kinds of caches with which mlx-lm's own model fails.
-        format: group size, bits and mode, where the format that its name gives does not do.
-    """
-
-    patched: int
-    config: dict[str, Any]
-    left: int = 0
-    without: tuple[str, ...] = ()
-    format: tuple[int, int, str] | None = None
+    patched: int  # attention modules that are swapped
+    config: dict[str, Any]  # what its configuration needs beside the common values
+    left: int = 0  # attention modules that compute on their own
+    without: tuple[str, ...] = ()  # kinds of caches with which mlx-lm's own model fails
+    format: tuple[int, int, str] | None = None  # where that which its name gives does not do
 
 
 def build(name: str, architecture: Architecture, dtype: mx.Dtype = mx.float32) -> nn.Module:

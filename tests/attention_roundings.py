@@ -11,47 +11,34 @@ import numpy as np
 
 # A rounding is spread evenly over its unit: half a unit is sqrt(3) standard deviations, and the
 # policy's factor of 2 makes it 6 of them, so that none of 1e9 elements is beyond by chance.
-_SPREAD = 3**0.5
+SPREAD = 3**0.5
 
 
 @dataclass(frozen=True)
 class Units:
-    """Roundings of what a kernel rounds on its way, in units of float32's.
+    """Roundings of what a kernel rounds on its way, in units of float32's."""
 
-    Attributes:
-        operands: of what products of matrices take, weights and gradients of scores; 0 in float32.
-        unpacked: of keys and values that were unpacked.
-    """
-
+    # Of what products of matrices take, weights and gradients of scores; 0 in float32.
     operands: float = 0.0
-    unpacked: float = 0.0
+    unpacked: float = 0.0  # of keys and values that were unpacked
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The intermediate results of attention; the sink is one more key, with the value zero.
+    """The intermediate results of attention; the sink is one more key, with the value zero."""
 
-    Attributes:
-        q, k, v: of all query heads.
-        scale, softcap: of the scores.
-        raw, tanh, capped, added: products of q and k times the scale, what the softcap makes of
-            them, and the mask, -inf where a key is hidden: (B, H, L, S).
-        scores, p: the scores and the weights, with those of the sink: (B, H, L, S + 1).
-        units: roundings.
-    """
-
-    q: np.ndarray
+    q: np.ndarray  # all three of all query heads
     k: np.ndarray
     v: np.ndarray
     scale: float
     softcap: float | None
-    raw: np.ndarray
-    tanh: np.ndarray
+    raw: np.ndarray  # (B, H, L, S): products of q and k times the scale
+    tanh: np.ndarray  # what the softcap makes of them
     capped: np.ndarray
-    added: np.ndarray
-    scores: np.ndarray
+    added: np.ndarray  # the mask, -inf where a key is hidden
+    scores: np.ndarray  # (B, H, L, S + 1), as the weights: with those of the sink
     p: np.ndarray
-    units: Units
+    units: Units  # roundings
 
     @cached_property
     def scaled(self) -> np.ndarray:
@@ -79,13 +66,13 @@ class Weights:
         moved = own @ self.v**2 - 2 * out * (own @ self.v)
         moved += out**2 * self.slack.sum(-1, keepdims=True)
         rounded = self.units.operands**2 + self.units.unpacked**2
-        return _SPREAD * (_root(moved) + _root(rounded * p**2 @ self.v**2))
+        return SPREAD * (_root(moved) + _root(rounded * p**2 @ self.v**2))
 
     def of_weights(self) -> np.ndarray:
         """Squares of the roundings of the weights: (B, H, L, S)."""
         p, own = self.p[..., :-1], self.slack[..., :-1]
         moved = (1 - 2 * p) * own + p**2 * self.slack.sum(-1, keepdims=True)
-        return _SPREAD**2 * (np.maximum(moved, 0) + (self.units.operands * p) ** 2)
+        return SPREAD**2 * (np.maximum(moved, 0) + (self.units.operands * p) ** 2)
 
     def of_scores(
         self, d_out: np.ndarray, out: np.ndarray, d_p: np.ndarray
@@ -123,7 +110,7 @@ class Weights:
         of_q = _root(own @ self.k**2) + _root(shared) * np.abs(d_scores @ self.k)
         of_q += _root(tilts + of_mean) * np.abs((p * bend) @ self.k)
         behind[..., :-1] += of_mean * p**2
-        return _SPREAD**2 * behind, _SPREAD**2 * before, _SPREAD * np.abs(self.scale) * of_q
+        return SPREAD**2 * behind, SPREAD**2 * before, SPREAD * np.abs(self.scale) * of_q
 
 
 def _root(squares: np.ndarray) -> np.ndarray:

@@ -30,25 +30,15 @@ VERSIONS = ("3.1", "3.2", "4.0")
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The outcome of one text in one language version.
+    """The outcome of one text in one language version."""
 
-    Attributes:
-        kernel: the kernel's name.
-        function: the function in the text.
-        version: of the Metal language.
-        threads: of the largest threadgroup that the tests launch.
-        max_threads: what the pipeline admits; 0 without a pipeline.
-        memory: static threadgroup memory in bytes.
-        error: what Apple's tools said, else "".
-    """
-
-    kernel: str
-    function: str
-    version: str
-    threads: int
-    max_threads: int = 0
-    memory: int = 0
-    error: str = ""
+    kernel: str  # the kernel's name
+    function: str  # the function in the text
+    version: str  # of the Metal language
+    threads: int  # of the largest threadgroup that the tests launch
+    max_threads: int = 0  # what the pipeline admits; 0 without a pipeline
+    memory: int = 0  # static threadgroup memory in bytes
+    error: str = ""  # what Apple's tools said, else ""
 
     @property
     def wrong(self) -> str:

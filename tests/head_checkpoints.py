@@ -40,24 +40,16 @@ _FUSED = {
 
 
 class Family(NamedTuple):
-    """An architecture, and how its checkpoints store heads.
+    """An architecture, and how its checkpoints store heads."""
 
-    Attributes:
-        config: what its small model needs beside the table's.
-        layer: of the model, which is of the kind of a head's.
-        attention, mlp: shapes of a layer's arrays; a name without an ending is that of a weight.
-        ahead: of the names of a head, with its number in the place of {}.
-        names: of the norms of embedding and hidden state, the projection and the last norm.
-        gemma: whether norms are stored without the 1 that is added to them.
-    """
-
-    layer: int
+    layer: int  # of the model, which is of the kind of a head's
+    # Shapes of a layer's arrays; a name without an ending is that of a weight.
     attention: dict[str, tuple[int, ...]]
     mlp: dict[str, tuple[int, ...]]
-    ahead: str
-    names: tuple[str, str, str, str]
-    config: Mapping[str, Any] = MappingProxyType({})
-    gemma: bool = False
+    ahead: str  # of the names of a head, with its number in the place of {}
+    names: tuple[str, str, str, str]  # of enorm, hnorm, eh_proj and the last norm
+    config: Mapping[str, Any] = MappingProxyType({})  # of its small model, beside the table's
+    gemma: bool = False  # whether norms are stored without the 1 that is added to them
 
 
 _NEXTN = "enorm", "hnorm", "eh_proj", "shared_head.norm"

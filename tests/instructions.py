@@ -165,18 +165,14 @@ def _class_of(name: str, operands: str) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """A loop, and how many of `unit` a lane does in a turn of it.
-
-    Attributes:
-        needed: matrix products that the result itself takes.
-    """
+    """A loop, and how many of `unit` a lane does in a turn of it."""
 
     kernel: str
     case: str
     unit: str
     counted: Counter[str]
     per: float
-    needed: float = 0
+    needed: float = 0  # matrix products that the result itself takes
 
     def each(self, name: str) -> float:
         """Instructions of a class for each of the unit."""

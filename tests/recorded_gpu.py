@@ -32,21 +32,13 @@ KERNEL = "Depends"
 
 
 class Recorded(NamedTuple):
-    """One launch of a kernel.
+    """One launch of a kernel."""
 
-    Attributes:
-        name: the kernel's, without its hash.
-        text: how many characters MLX hashes for each launch.
-        inputs: the elements of each input.
-        outputs: how many arrays it gives.
-        marker: one input more, which tells it from others.
-    """
-
-    name: str
-    text: int
-    inputs: tuple[int, ...]
-    outputs: int
-    marker: mx.array | None = None
+    name: str  # the kernel's, without its hash
+    text: int  # how many characters MLX hashes for each launch
+    inputs: tuple[int, ...]  # the elements of each input
+    outputs: int  # how many arrays it gives
+    marker: mx.array | None = None  # one input more, which tells it from others
 
 
 @contextmanager

@@ -50,19 +50,12 @@ WRITES = bool(os.environ.get("MLX_QLAYERS_WRITE_FAULTS"))
 
 
 class Run(NamedTuple):
-    """The outcome of a process.
+    """The outcome of a process."""
 
-    Attributes:
-        results: by scenario why they were not as stock's, or nothing.
-        warned: kernels, and what was said to be wrong.
-        launches: of the process itself, kernels and whether they were proven.
-        tried: kernels that the other process launched.
-    """
-
-    results: dict[str, str]
-    warned: set[tuple[str, str]]
-    launches: list[tuple[str, str]]
-    tried: set[str]
+    results: dict[str, str]  # by scenario why they were not as stock's, or nothing
+    warned: set[tuple[str, str]]  # kernels, and what was said to be wrong
+    launches: list[tuple[str, str]]  # of the process itself, kernels and whether they were proven
+    tried: set[str]  # kernels that the other process launched
 
 
 def run(

@@ -27,19 +27,12 @@ _LOSS = 0.01
 
 @dataclass
 class Known:
-    """Facts about a model that are kept from one text to the next.
-
-    Attributes:
-        costs: seconds by the number of texts and the source of guesses, or None, and by length.
-        runs: how many there were, by all of these.
-        capture: seconds of the first step of a length at most.
-        saved: seconds that guesses have saved, or would have, since there was a new length.
-    """
+    """Facts about a model that are kept: seconds by number of texts and source, and by length."""
 
     costs: dict[tuple[int, int | None], dict[int, float]] = field(default_factory=dict)
-    runs: Counter[tuple[int, int | None, int]] = field(default_factory=Counter)
-    capture: float = 0.0
-    saved: float = 0.0
+    runs: Counter[tuple[int, int | None, int]] = field(default_factory=Counter)  # by all of these
+    capture: float = 0.0  # seconds of the first step of a length at most
+    saved: float = 0.0  # seconds, by guesses, or could be, since there was a new length
 
     def save(self, seconds: float) -> None:
         """Take note of a gain, or a loss."""
@@ -62,10 +55,8 @@ class Depths:
     that guess for nothing are asked without rounds, too, and the text says what was right. A
     new length waits until guesses have saved its capture, or would have.
 
-    Args:
-        model: what rounds cost is known from one text to the next.
-        most: guesses in a round at most.
-        measured: whether the depth is chosen; else it is ``most`` wherever there is room.
+    What rounds of ``model`` cost is known from one text to the next. Unless the depth is
+    ``measured``, it is ``most`` wherever there is room.
     """
 
     def __init__(self, model: Any, most: int, measured: bool = True) -> None:
@@ -83,13 +74,7 @@ class Depths:
         return self.known.costs.get((texts, None), {}).get(1) or None
 
     def foretold(self, source: Hashable, text: int, texts: int, is_right: bool) -> None:
-        """Take note of whether a source would have guessed the token of a step without guesses.
-
-        Args:
-            source: of the guess.
-            text: which of how many ``texts``.
-            is_right: whether the token was what it says.
-        """
+        """Note whether a source would have guessed a text's token, of a step without guesses."""
         self._count(source, self.was_right.get((source, text), False), is_right, 1)
         self.was_right[source, text] = is_right
         worth = (self.plain(texts) or 0.0) / texts / 2  # a round costs something, too
@@ -103,13 +88,10 @@ class Depths:
     def depth(
         self, sources: Sequence[int | None], pending: int, most: int, waits: bool = False
     ) -> int:
-        """The best number of guesses.
+        """The best number of guesses of each text's source, at most so many.
 
-        Args:
-            sources: of each text, whose acceptance and costs count.
-            pending: tokens that the step takes beside the guesses.
-            most: guesses that there is room for.
-            waits: whether a new length waits until its capture was saved.
+        The step takes ``pending`` tokens beside them. If it ``waits``, a new length is left until
+        its capture was saved.
         """
         plain, most = self.plain(len(sources)), max(min(most, self.most), 0)
         if not self.measured:
@@ -152,14 +134,9 @@ class Depths:
         accepted: Sequence[int],
         seconds: float | None,
     ) -> None:
-        """Take note of a round.
+        """Take note of a round: how many guesses of each text's source there were, and right ones.
 
-        Args:
-            sources: of each text.
-            length: of the step.
-            guesses: how many of each text.
-            accepted: how many were right.
-            seconds: from the round before to the end of this one, if nothing else was done then.
+        ``seconds`` are those since the round before, if nothing else was done then.
         """
         texts, kind = len(sources), _kind(sources) if any(guesses) else None
         costs = self.known.costs.setdefault((texts, kind), {})

@@ -12,17 +12,11 @@ Processor = Callable[[mx.array, mx.array], mx.array]
 
 
 class Drawn(NamedTuple):
-    """The tokens that a model draws behind each of some tokens.
+    """The tokens that a model draws behind each of some tokens."""
 
-    Attributes:
-        tokens: (L,).
-        logprobs: (L, vocabulary).
-        keys: the state of random numbers behind each token; none where tokens need no such.
-    """
-
-    tokens: mx.array
-    logprobs: mx.array
-    keys: list[mx.array]
+    tokens: mx.array  # (L,)
+    logprobs: mx.array  # (L, vocabulary)
+    keys: list[mx.array]  # states of random numbers behind each token; none where it needs no such
 
 
 class Drawer:
@@ -32,10 +26,9 @@ class Drawer:
     tokens a step has: :meth:`keep` puts the state back behind those that count. So the same seed
     gives the same text with guesses as without.
 
-    Args:
-        sampler: from log-probabilities (1, vocabulary) to a token (1,); the likeliest by default.
-        processors: from all tokens so far and logits (1, vocabulary) to logits.
-        own: a key of random numbers of its own; else those of MLX are taken.
+    A sampler makes a token (1,) of log-probabilities (1, vocabulary), by default the likeliest;
+    processors make logits of all tokens so far and logits (1, vocabulary). ``own`` is a key of
+    random numbers of its own; else those of MLX are taken.
     """
 
     def __init__(
@@ -57,12 +50,9 @@ class Drawer:
         return cast(Any, mx.random.state)[0] if own is None else own
 
     def __call__(self, logits: mx.array, before: mx.array | None, fed: mx.array) -> Drawn:
-        """The tokens behind the last of some tokens that a step was given.
+        """The tokens behind the last L of those that a step was ``fed``: logits (L, vocabulary).
 
-        Args:
-            logits: (L, vocabulary), of the last L tokens.
-            before: all tokens before these, where there are processors.
-            fed: those of the step, at least L.
+        Where there are processors ``before`` has all tokens before the step.
         """
         if self.own is not None and not self.at_once:
             return self._by_own_numbers(logits, before, fed)
@@ -115,12 +105,7 @@ def accepted(tokens: mx.array, guesses: mx.array) -> mx.array:
     distribution p without x. So all tokens have those of the model: rejection sampling (Leviathan
     et al., 2023, https://arxiv.org/abs/2211.17192) where guesses have no probabilities.
 
-    Args:
-        tokens: (..., L + 1), those of the model.
-        guesses: (..., L).
-
-    Returns:
-        (...) int32.
+    Of (..., L + 1) tokens of the model and (..., L) guesses: (...) int32.
     """
     same = (tokens[..., :-1] == guesses).astype(mx.int32)
     if not same.shape[-1]:

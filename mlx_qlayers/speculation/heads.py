@@ -21,15 +21,9 @@ class Head(nn.Module):
     """Predicts a token more than what it is given does, from a hidden state and the next token.
 
     ``block(eh_proj([enorm(embedding of token i + 1), hnorm(hidden state i)]))`` is a hidden state,
-    from which ``norm`` and the model's output layer have the logits of token i + 2.
-
-    Args:
-        block: a decoder layer of the model's architecture.
-        size: of hidden states.
-        eps: of norms.
-        embedding_first: whether ``eh_proj`` takes the embedding ahead of the hidden state.
-        normed: whether the next prediction starts behind ``norm``.
-        mask: options of mlx-lm's ``create_attention_mask``.
+    from which ``norm`` and the model's output layer have the logits of token i + 2. ``block`` is a
+    decoder layer of the model's architecture. If ``normed``, the next prediction starts behind
+    ``norm``. ``mask`` are options of mlx-lm's ``create_attention_mask``.
     """
 
     def __init__(
@@ -132,11 +126,7 @@ class Heads(nn.Module):
 
 
 class PredictionHeads:
-    """Guesses of the heads for one text, a :class:`.sources.Source`.
-
-    Args:
-        heads: these.
-    """
+    """Guesses of the heads for one text, a :class:`.sources.Source`."""
 
     def __init__(self, heads: Heads) -> None:
         from mlx_lm.models.cache import KVCache

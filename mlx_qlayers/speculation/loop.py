@@ -104,13 +104,7 @@ def texts(run: Rounds, max_tokens: int, is_kept: bool) -> Generator[tuple[int, m
 
 
 def batch(run: Rounds, ends: Collection[int], max_tokens: int) -> list[list[int]]:
-    """The new tokens of all texts, up to the first of some that end them.
-
-    Args:
-        run: of these texts.
-        ends: tokens.
-        max_tokens: of each text.
-    """
+    """The new tokens of all texts, up to the first of some that end them, or so many of each."""
     found = [list[int]() for _ in run.texts]
     there, over = [*range(len(found))], False
     tic, flight = perf_counter(), run.next()
@@ -152,14 +146,8 @@ def batch_caches(
 ) -> list[Any]:
     """The caches of prompts of any lengths, behind all of each but its last token.
 
-    Args:
-        model: takes them.
-        prompts: lists of tokens.
-        chunk: tokens of each that it takes at once.
-        trunk: the model, where sources of ``texts`` are to see its hidden states.
-
-    Raises:
-        ValueError: the model has caches that know no batches.
+    The ``trunk`` is the model, where sources of ``texts`` are to see its hidden states. Caches that
+    know no batches raise a ValueError.
     """
     each = [make_prompt_cache(model) for _ in prompts]
     if not all(hasattr(c, "merge") for c in each[0]):
@@ -208,15 +196,10 @@ def _observed(texts: Sequence[Text], start: int, hidden: mx.array) -> None:
 
 
 class Speculation:
-    """Where the guesses of a text come from, and what they were worth.
+    """Where the guesses of a text come from, in this order, and what they were worth.
 
-    Args:
-        draft: a smaller model with the same tokens.
-        prompt_lookup: whether text is looked up in what was written before, first of all.
-        others: more sources, behind both.
-        measured: whether the number of guesses is chosen by measurement, see :class:`Depths`.
-        history: tokens ahead of the prompt, to be looked up.
-        heads: those of the model for the tokens behind the next, asked behind a draft model.
+    From text that was written before, or in ``history`` (``prompt_lookup``); from a smaller model,
+    the ``draft``; from the model's ``heads``; from ``others``. :class:`Depths` says ``measured``.
     """
 
     def __init__(
@@ -242,12 +225,7 @@ class Speculation:
         return None if self.heads is None else self.heads.of(model)
 
     def sources(self, caches: list[Any] | None = None, chunk: int = 2048) -> list[Source]:
-        """New ones for a text.
-
-        Args:
-            caches: of the draft model, if there are some.
-            chunk: tokens of a prompt that it takes at once.
-        """
+        """New ones for a text, of which a draft model may have caches."""
         found: list[Source] = [PromptLookup(self.history)] if self.prompt_lookup else []
         if self.draft is not None:
             found.append(DraftModel(self.draft, caches, chunk))

@@ -22,16 +22,8 @@ class Checkpoint:
     Rows of keys and values are dropped from the end. A ring that took several tokens at once is
     longer than its window and in the order of its tokens, so that it can be cut, too. States of
     recurrent layers have no rows: they are kept as they were, and with them all other caches go
-    back to before the first of the tokens.
-
-    Args:
-        model: takes them.
-        caches: as mlx-lm makes them.
-        length: how many tokens they take.
-        singly: whether these come one at a time, as those of a draft.
-
-    Attributes:
-        gone: by how many tokens positions went back before that was known here, if they did.
+    back to before the first of the tokens, which come one at a time (``singly``) or at once.
+    ``gone`` is by how many of them positions went back before that was known here, if they did.
     """
 
     def __init__(
@@ -80,13 +72,9 @@ class Checkpoint:
         return dropped
 
     def moves_back(self, count: mx.array, *lengths: int) -> bool:
-        """Whether the next steps begin before the last ``count`` () tokens.
+        """Whether the next steps, of so many tokens, begin before the last ``count`` () tokens.
 
         Then they can be launched before that is known here; :meth:`back` is to be told, too.
-
-        Args:
-            count: how many tokens are dropped.
-            lengths: how many each of these steps has.
         """
         if not self.whole and moved_back(self.model, self.own, count, self.length, lengths):
             self.gone = count

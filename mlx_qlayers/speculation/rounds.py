@@ -52,43 +52,25 @@ class SpeculationReport:
 
 
 class Flight(NamedTuple):
-    """A step that was launched.
+    """A step that was launched."""
 
-    Attributes:
-        fed: (B, L) its tokens.
-        before: all tokens before these of each text, where there are processors.
-        known: how many of the tokens of each text are no guesses.
-        guesses: how many are; ``sources`` are where they come from.
-        checkpoint: what caches were before, if tokens may be dropped.
-        drawn: what each text's tokens may go on with.
-        found: (B, 1 + tokens): how many guesses were accepted, and all tokens drawn; without
-            guesses the token alone.
-        hidden: (B, L, D) states behind the logits, where the model gives them.
-        launch: seconds that the launch took, if it was behind another step; on a CPU all of them.
-    """
-
-    fed: mx.array
-    before: list[mx.array | None]
-    known: list[int]
-    guesses: list[int]
+    fed: mx.array  # (B, L) its tokens
+    before: list[mx.array | None]  # all tokens before these of each text, if there are processors
+    known: list[int]  # how many of the tokens of each text are no guesses
+    guesses: list[int]  # how many are; `sources` are where they come from
     sources: list[int | None]
-    checkpoint: Checkpoint | None
-    drawn: list[Drawn]
-    found: mx.array
-    hidden: mx.array | None = None
-    launch: float = 0.0
+    checkpoint: Checkpoint | None  # what caches were before, if tokens may be dropped
+    drawn: list[Drawn]  # what each text's tokens may go on with
+    found: mx.array  # (B, 1 + tokens): accepted guesses, and all that was drawn; else that alone
+    hidden: mx.array | None = None  # (B, L, D) states behind the logits, where the model gives them
+    launch: float = 0.0  # its seconds, if it was behind another step; on a CPU all of them
 
 
 class Rounds:
-    """The rounds of some texts.
+    """The rounds of some texts, with the caches of a batch where there are several.
 
-    Args:
-        model: writes them.
-        caches: as mlx-lm makes them, of a batch where there are several texts.
-        texts: these.
-        depths: chooses how many guesses a round has.
-        quantize: options of ``maybe_quantize_kv_cache`` by name.
-        trunk: the model, where a source is to see its hidden states.
+    ``quantize`` are options of ``maybe_quantize_kv_cache`` by name. The ``trunk`` is the model,
+    where a source is to see its hidden states.
     """
 
     def __init__(
@@ -262,13 +244,9 @@ class Rounds:
         seconds: float | None,
         ahead: Flight | None = None,
     ) -> None:
-        """Take note of what a step cost, if that is known, and of what guesses were right.
+        """Note the seconds since the step before was read, if known, and what guesses were right.
 
-        Args:
-            flight: the step.
-            new: its tokens.
-            seconds: since the step before was read.
-            ahead: the step behind it, if that was launched in that time.
+        ``ahead`` is the step behind it, if that was launched in that time.
         """
         if seconds is not None:
             seconds += flight.launch - (ahead.launch if ahead else 0.0)

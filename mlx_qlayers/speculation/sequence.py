@@ -12,16 +12,9 @@ from .sources import Draw, Foreteller, Observer, Pipelined, Source
 
 
 class Text:
-    """One sequence of a batch.
+    """One sequence of a batch: its ``tokens`` so far, of which caches lack the ``pending`` last.
 
-    Args:
-        prompt: its tokens, of which caches hold all but the last.
-        drawer: draws tokens.
-        sources: of guesses, the first that is ready counts.
-
-    Attributes:
-        tokens: so far.
-        pending: the last of them, which caches do not hold.
+    The first of its sources that is ready guesses.
     """
 
     def __init__(self, prompt: Sequence[int], drawer: Drawer, sources: Sequence[Source]) -> None:
@@ -76,10 +69,7 @@ class Text:
     def fed_behind(self, last: mx.array, right: mx.array, length: int) -> mx.array | None:
         """The tokens (length,) of the round behind one that is not read yet, by the first source.
 
-        Args:
-            last: (2,) the last two tokens up to the one that this round drew.
-            right: () how many of its guesses were accepted.
-            length: of the step.
+        ``last`` (2,) and ``right`` () are those of :meth:`.sources.Pipelined.propose_behind`.
         """
         source, key = self.sources[0], self.drawer.key()
         assert isinstance(source, Pipelined)

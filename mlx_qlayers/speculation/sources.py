@@ -64,12 +64,8 @@ class Pipelined(Protocol):
     ) -> mx.array | None:
         """Guesses (depth,) behind a round that is not read yet; None if they have to wait.
 
-        Args:
-            tokens: up to the one before this round's guesses.
-            last: (2,) the last two tokens up to the one that the round drew.
-            right: () how many of its guesses were accepted.
-            depth: guesses.
-            draw: as for :meth:`Source.propose`.
+        Of that round, ``tokens`` end before its guesses, ``last`` (2,) are the last two up to the
+        one that it drew, and ``right`` () says how many of its guesses were accepted.
         """
         ...
 
@@ -77,10 +73,8 @@ class Pipelined(Protocol):
 class PromptLookup:
     """Takes what followed the last tokens where they stood before, in the prompt or behind it.
 
-    Args:
-        history: tokens ahead of the prompt.
-        longest: the most tokens that are looked up; the longest match counts, then the latest.
-        shortest: the fewest.
+    ``history`` stands ahead of the prompt. Of matches of the shortest to the longest number of
+    tokens the longest counts, then the latest.
     """
 
     def __init__(self, history: Sequence[int] = (), longest: int = 4, shortest: int = 2) -> None:
@@ -126,13 +120,7 @@ class _Taken(NamedTuple):
 
 
 class DraftModel:
-    """A smaller model with the same tokens.
-
-    Args:
-        model: as mlx-lm loads it.
-        caches: its own, which hold what the model's do; new ones by default.
-        chunk: tokens of a prompt that it takes at once.
-    """
+    """A smaller model with the same tokens, and caches of its own that hold what the model's do."""
 
     def __init__(
         self, model: nn.Module, caches: list[Any] | None = None, chunk: int = 2048

@@ -68,13 +68,8 @@ class Evaluator(Generic[C]):
     sets of them alternate. All of them are queued behind other work, and what that takes is left
     out. Where the device starts at once what does not depend on each other, each launch waits for
     the one before through its first input, and what such links take is left out too. On ``host``
-    small ones are verified by the checked build, which sees reads and writes outside.
-
-    Attributes:
-        name: of the device that results are stored for.
-        device: the name of the backend, for heuristics.
-        lost: why nothing else can run, after a kernel that hangs or that the device gave up on.
-        truth_seconds: what the verified result took stock operators to compute in float32.
+    small ones are verified by the checked build, which sees reads and writes outside. ``lost`` is
+    why nothing else can run, after a kernel that hangs or that the device gave up on.
 
     Raises:
         ValueError: no backend here runs kernels.

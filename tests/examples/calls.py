@@ -22,31 +22,19 @@ BACKENDS = ("host", "checked", "cuda", "metal")
 
 
 class Call(NamedTuple):
-    """A call, and what float64 makes of it.
+    """A call, and what float64 makes of it."""
 
-    Attributes:
-        function: an operation, or a layer that calls one.
-        arrays: arguments that are arrays or None, by name.
-        options: the others.
-        shape: of the first result.
-        expected: of the arrays' numbers, in float64 or float32, of cotangents, and of whether MLX's
-            operators compute: results by their place, gradients by their names, in that precision;
-            and the sums of the absolute terms of each, for :func:`arrays.compare`.
-        gradients: names of the arrays that are differentiated.
-        by_kernel: whether a kernel takes the call, so that a backend can be forced.
-        dtypes: of the results; the last one is that of all others.
-        holds: raises unless results are what else they must be.
-    """
-
-    function: Callable[..., Any]
-    arrays: dict[str, mx.array | None]
-    options: dict[str, Any]
-    shape: tuple[int, ...]
+    function: Callable[..., Any]  # an operation, or a layer that calls one
+    arrays: dict[str, mx.array | None]  # arguments that are arrays or None, by name
+    options: dict[str, Any]  # the others
+    shape: tuple[int, ...]  # of the first result
+    # From numbers in float64 or float32, cotangents, and whether MLX's operators compute: results
+    # by their place and gradients by their names, so exactly; and the terms of each for `compare`.
     expected: Callable[[Numbers, list[np.ndarray], bool], tuple[Numbers, Numbers]]
-    gradients: Sequence[str] = ()
-    by_kernel: bool = True
-    dtypes: Sequence[mx.Dtype] = ()
-    holds: Callable[[list[mx.array]], None] = lambda _: None
+    gradients: Sequence[str] = ()  # names of the arrays that are differentiated
+    by_kernel: bool = True  # whether a kernel takes the call, so that a backend can be forced
+    dtypes: Sequence[mx.Dtype] = ()  # of the results; the last one is that of all others
+    holds: Callable[[list[mx.array]], None] = lambda _: None  # raises unless results are right
 
     def check(self, backend: str, what: str = "") -> tuple[list[mx.array], list[str]]:
         """Hold results and gradients against float64, and float32 rounded once.
@@ -97,20 +85,12 @@ class Call(NamedTuple):
 
 
 class Random(NamedTuple):
-    """Random calls of an operation, and awkward ones.
+    """Random calls of an operation, and awkward ones."""
 
-    Attributes:
-        fields: what a case has: values of which it has one, the first in plain cases; or that and
-            a strategy.
-        build: the call of a case, whose ``backend`` is where it will run.
-        awkward: changes to a plain case, which all backends are given.
-        examples: of how many random cases the suite takes.
-    """
-
-    fields: dict[str, Any]
-    build: Callable[[SimpleNamespace, np.random.Generator], Call]
-    awkward: Sequence[dict[str, Any]] = ({},)
-    examples: int = 20
+    fields: dict[str, Any]  # values of which a case has one, the first if plain; or a strategy too
+    build: Callable[[SimpleNamespace, np.random.Generator], Call]  # of a case and its backend
+    awkward: Sequence[dict[str, Any]] = ({},)  # changes to a plain case, for all backends
+    examples: int = 20  # of how many random cases the suite takes
 
     @property
     def cases(self) -> st.SearchStrategy[SimpleNamespace]:
@@ -165,18 +145,11 @@ SHIPPED: dict[str, Example] = {
 
 
 class Calls(NamedTuple):
-    """Calls of an operation beside those of the package's table.
+    """Calls of an operation beside those of the package's table."""
 
-    Attributes:
-        function: the operation.
-        invalid: changes to its first sound call, and a pattern of what is said.
-        more: sound calls with further arguments, as changes to the package's first call; without
-            one they are whole.
-    """
-
-    function: Callable[..., Any]
-    invalid: list[tuple[dict[str, Any], str]]
-    more: Sequence[dict[str, Any]] = ()
+    function: Callable[..., Any]  # the operation
+    invalid: list[tuple[dict[str, Any], str]]  # changes to its first sound call, and what is said
+    more: Sequence[dict[str, Any]] = ()  # sound ones, as changes to the package's first, or whole
 
     @property
     def arguments(self) -> list[dict[str, Any]]:

@@ -1,32 +1,88 @@
 """Random steps of the gated delta rule and of latent attention, and their results in float64."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_qlayers.ops.gated_delta import gated_delta
 from mlx_qlayers.ops.latent_attention import latent_attention
+from tests.attention_roundings import SPREAD
 from tests.examples.arrays import DTYPES, dtype_of, placed
 from tests.examples.calls import Call, Numbers, Random
 from tests.numerics import IN_FLOAT32, random, round_to, to64
-from tests.oracles import summed
 
 
-def _by_token(n: Numbers, absolute: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Token after token; or what the absolute terms of its sums add up to."""
-    parts = [n[x] for x in ("q", "k", "v", "state")]
-    q, k, v, state = (np.abs(a) for a in parts) if absolute else parts
-    g, beta, rows = n["g"], n["beta"], []
-    for t in range(v.shape[1]):
-        key, query = (np.repeat(a[:, t], v.shape[2] // a.shape[2], 1)[..., None, :] for a in (k, q))
-        gate = g[:, t, :, None, None] if g.ndim == 3 else g[:, t, :, None]
-        change = v[:, t] + (1 if absolute else -1) * summed(state * gate * key)
-        new = state * gate + key * (beta[:, t, :, None] * change)[..., None]
-        rows.append(summed(new * query))
+def _rounded(x: np.ndarray, of: np.ndarray) -> np.ndarray:
+    """The squares of what roundings of ``x`` make of ``x @ of``: equal columns have equal ones."""
+    return np.where(_alike(x), (x @ of) ** 2, x**2 @ of**2)
+
+
+def _alike(x: np.ndarray) -> np.ndarray:
+    same: np.ndarray = (x == x[..., :1]).all(-1, keepdims=True)
+    return same
+
+
+def _dot(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sums along the last axis, one term after the other, and the squares of their roundings.
+
+    Each term is rounded, and each sum up to it, which of equal terms goes the same way each time:
+    to a multiple of the sum's unit comes the same number again.
+    """
+    terms, ones = a * b, np.ones((a.shape[-1], 1))
+    up_to = np.cumsum(terms, -1, terms.dtype)
+    squares = np.where(_alike(terms), (np.abs(up_to) @ ones) ** 2, up_to**2 @ ones)
+    return up_to[..., -1:], squares + _rounded(terms, ones)
+
+
+def _moved(of: np.ndarray, tokens: list[tuple[Any, ...]], last: Any = None) -> np.ndarray:
+    """The squares of what roundings of the states up to a token make of it times ``of``.
+
+    ``tokens`` have keys (B, H, 1, D), gates and so on, the state before and behind a token, and
+    squares of what its change is off by itself; ``last`` says whether the last one is shown.
+    """
+    squares = np.zeros(1)
+    for key, gate, strength, old, new, own, shown in reversed(tokens):
+        shown, last = shown if last is None else last, None
+        by_change = key @ of
+        before = of - strength * key.swapaxes(-1, -2) * by_change
+        found = _rounded(new, of) + own * by_change**2 + _rounded(old, before)
+        squares = squares + np.where(shown, found, 0)
+        of = np.where(shown, gate.swapaxes(-1, -2) * before, of)
+    return squares
+
+
+def _by_token(n: Numbers, inexact: Numbers) -> tuple[Numbers, Numbers]:
+    """Token after token, and the errors by independent roundings, in float32's, to first order.
+
+    ``inexact`` has the roundings of whole rows of q and k, as shares of them.
+    """
+    state, tokens, rows = n["state"], [], []
+    for t in range(n["v"].shape[1]):
+        shared = n["v"].shape[2] // n["q"].shape[2]
+        query, key, of_query, of_key = (
+            np.repeat(a[:, t], shared, 1)[..., None, :]
+            for a in (n["q"], n["k"], inexact["q"], inexact["k"])
+        )
+        gate = n["g"][:, t].reshape(*key.shape[:3], -1)
+        strength, value = n["beta"][:, t, :, None, None], n["v"][:, t, ..., None]
+        old = state * gate
+        predicted, own = _dot(old, key)
+        change = strength * (value - predicted)
+        own = strength**2 * own + 2 * change**2 + (of_key * (change - strength * predicted)) ** 2
+        new = old + key * change
         shown = n["mask"][:, t, None, None, None] > 0 if "mask" in n else True
+        tokens.append((key, gate, strength, old, new, own, shown))
+        # The kernel adds up the products of the query with the old state, and with the key.
+        y, both = _dot(new, query)[0], (_dot(old, query)[1], change**2 * _dot(key, query)[1])
+        off = sum(both) + y**2 * (1 + of_query**2) + _moved(query.swapaxes(-1, -2), tokens, True)
+        terms = np.abs(new * query).sum(-1)
+        rows.append((y[..., 0], np.maximum(terms, SPREAD * np.sqrt(off[..., 0]))))
         state = np.where(shown, new, state)
-    return np.stack(rows, 1), state
+    y, of_y = (np.stack(each, 1) for each in zip(*rows, strict=True))
+    of_state = np.sqrt(_moved(np.eye(state.shape[-1])[None, None], tokens))
+    return {"0": y, "1": state}, {"0": of_y, "1": SPREAD * of_state}
 
 
 def _gated_delta(case: SimpleNamespace, rng: np.random.Generator) -> Call:
@@ -49,17 +105,16 @@ def _gated_delta(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     given = placed([*operands], [*operands.values()], case.layouts)
 
     def expected(n: Numbers, up: list[np.ndarray], _: bool) -> tuple[Numbers, Numbers]:
-        kind, n = n["q"].dtype, dict(n)
+        kind, n, inexact = n["q"].dtype, dict(n), {x: np.zeros((*n[x].shape[:3], 1)) for x in "qk"}
         for name, factor in zip("qk", norms[1:], strict=True) if norms else ():
-            mean = summed(n[name] ** 2)[..., None] / kind.type(case.width)
-            mean = np.sqrt(mean + kind.type(norms[0]))
-            n[name] = n[name] / mean * kind.type(factor)
+            total, off = _dot(n[name], n[name])
+            root = np.sqrt(total / kind.type(case.width) + kind.type(norms[0]))
+            n[name] = n[name] / root * kind.type(factor)
+            # Half of those of the sum, the mean and the epsilon; the root, a quotient, a product.
+            inexact[name] = np.sqrt(off / np.maximum(total, 1e-30) ** 2 / 4 + 3.5)
             if kind == np.float32:
                 n[name] = to64(round_to(n[name], dtype)).astype(kind)
-        of = [_by_token(n)] + ([_by_token(n, True)] if kind == np.float64 else [])
-        named = [dict(zip("01", each, strict=True)) for each in of]
-        # Keys and queries are as exact as their norms: a sum, its root, a quotient and a product.
-        return named[0], {name: (1 + (norms is not None)) * a for name, a in named[-1].items()}
+        return _by_token(n, inexact)
 
     full = (case.length > 0 and case.width % 32 == 0) or case.width == 16
     dtypes, shape = (dtype, mx.float32), (*gates, case.values)
@@ -89,6 +144,9 @@ GATED_DELTA = Random(
         {"batch": 2, "length": 5, "width": 32, "masked": True, "size": 1.0},
         {"length": 7, "heads": (2, 3), "width": 128, "values": 32, "size": 30.0}
         | {"dtype": "bfloat16"},
+        # Terms that are alike: each of their sums is rounded.
+        {"batch": 2, "length": 1, "heads": (1, 1), "width": 32, "values": 3}
+        | {"layouts": ("broadcast last",) * 4 + ("dense", "broadcast last")},
     ],
 )
 

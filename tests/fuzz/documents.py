@@ -28,17 +28,11 @@ _VALUES = st.recursive(
 
 @dataclass(frozen=True)
 class Edit:
-    """A change of one value of a document.
+    """A change of one value of a document."""
 
-    Attributes:
-        at: which value, counted through the document.
-        kind: what is done to it.
-        value: what it becomes, or the new name.
-    """
-
-    at: int
-    kind: str
-    value: Any
+    at: int  # which value, counted through the document
+    kind: str  # what is done to it
+    value: Any  # what it becomes, or the new name
 
 
 _KINDS = st.sampled_from(["set", "set", "set", "delete", "rename", "near", "copy"])
@@ -48,17 +42,11 @@ EDITS = st.lists(_EDIT, min_size=1, max_size=3).map(tuple)
 
 @dataclass(frozen=True)
 class Cut:
-    """A change of bytes: at a share of the file, what is there is replaced.
+    """A change of bytes: at a share of the file, what is there is replaced."""
 
-    Attributes:
-        share: of the file, where.
-        remove: how many bytes.
-        insert: what is put there.
-    """
-
-    share: float
-    remove: int
-    insert: bytes
+    share: float  # of the file, where
+    remove: int  # how many bytes
+    insert: bytes  # what is put there
 
 
 _BYTES = st.one_of(

@@ -9,8 +9,8 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.runtime import BackendError, trace
 from mlx_qlayers.runtime.backend import backend
 from tests.examples import RANDOM
-from tests.numerics import random, to64
-from tests.packed import DTYPES, check_product, dequantize64, every_format, random_packed
+from tests.numerics import random
+from tests.packed import check_product, every_format, random_packed
 
 AFFINE, SMALL = Format(64, 4), Format(32, 4)
 # Rows on both sides of every crossover between the packed and the dense product.
@@ -40,18 +40,6 @@ def test_large_enough_for_every_core(rows, machine):
         x = random(rng, (rows, 1024 if transpose else 1000))
         y = quantized_matmul(x, *packed, transpose=transpose)
         check_product(y, x, packed, AFFINE, transpose)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_less_accurate_than_stock(dtype):
-    rng = np.random.default_rng(5)
-    packed = random_packed(rng, 128, 1024, AFFINE, dtype)
-    for rows in (1, 33):
-        x = random(rng, (rows, 1024), dtype)
-        truth = to64(x) @ dequantize64(*packed, AFFINE).T
-        ours = np.abs(to64(quantized_matmul(x, *packed)) - truth).max()
-        stock = np.abs(to64(mx.quantized_matmul(x, *packed)) - truth).max()
-        assert ours <= 1.05 * stock
 
 
 def test_only_gradients_asked_for_are_computed():

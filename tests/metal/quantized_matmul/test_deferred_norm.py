@@ -7,10 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_qlayers.metal.quantized_matmul.qmv_config import qmv_config
-from mlx_qlayers.runtime import use_backend
-from mlx_qlayers.runtime.host import checks
 from tests.examples.fused import fused64
-from tests.gpus import on_gpus
 from tests.launchers import matrix, persistent, qmv
 from tests.metal.quantized_matmul.test_qmv import AFFINE, packed_matrices
 from tests.numerics import assert_accurate, random, round_to, to64
@@ -69,29 +66,16 @@ def takes_squares(
 
 
 @pytest.mark.parametrize(("given", "rows"), in_turn(pairwise(GIVEN), (1, 7, 16)), ids=str)
-def test_squares_of_tiles(given, rows):
-    with use_backend("host"), checks():
-        gives_squares(rows, *given)
+def test_squares_of_tiles(backend, given, rows):
+    gives_squares(rows, *given)
 
 
 @pytest.mark.parametrize(("taken", "rows"), in_turn(pairwise(TAKEN), (1, 5, 16)), ids=str)
-def test_products_of_deferred_norms(taken, rows):
-    with use_backend("host"), checks():
-        takes_squares(rows, *taken)
+def test_products_of_deferred_norms(backend, taken, rows):
+    takes_squares(rows, *taken)
 
 
 @pytest.mark.parametrize("rows", [1, 7])
-def test_in_float16(rows):
-    with use_backend("host"), checks():
-        gives_squares(rows, *GIVEN[0], mx.float16)
-        takes_squares(rows, *TAKEN[0], dtype=mx.float16)
-
-
-@on_gpus
-def test_on_gpus(gpu):
-    with use_backend(gpu):
-        for rows in (1, 8, 16):
-            for given in GIVEN:
-                gives_squares(rows, *given)
-            for taken in TAKEN:
-                takes_squares(rows, *taken)
+def test_in_float16(backend, rows):
+    gives_squares(rows, *GIVEN[0], mx.float16)
+    takes_squares(rows, *TAKEN[0], dtype=mx.float16)

@@ -18,25 +18,16 @@ Rows = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Case:
-    """One launch and what it must write.
+    """One launch and what it must write."""
 
-    Attributes:
-        name: the kernel, and what it is launched with.
-        kernel: the kernel.
-        inputs: arrays.
-        expected: for each output its parts in order, by name; they follow one another in the
-            flattened output.
-        ulp: how many units in the last place of the output a part may be off; 0 if not named.
-            Less than 1 unit of a bfloat or half result is no error.
-    """
-
-    name: str
+    name: str  # the kernel, and what it is launched with
     kernel: Kernel
     inputs: Sequence[mx.array]
-    expected: Sequence[Rows]
+    expected: Sequence[Rows]  # of each flattened output its parts in order, by name
     grid: tuple[int, int, int]
     threadgroup: tuple[int, int, int]
     template: dict[str, bool | int | mx.Dtype] = field(default_factory=dict)
+    # Units in the last place that a part may be off, or 0; less than 1 of 16 bits is no error.
     ulp: dict[str, float] = field(default_factory=dict)
     init_value: float | None = None
 

@@ -29,26 +29,16 @@ kernel void faulty(
 
 @dataclass(frozen=True)
 class Planted:
-    """A kernel body with one fault in it, and how it is found.
+    """A kernel body with one fault in it, and how it is found."""
 
-    Attributes:
-        name: what is wrong.
-        body: the body; ``x`` has 64 floats, ``y`` 64, ``n`` is 64.
-        kind: the exception.
-        says: what its message contains.
-        threads: of the grid and of one threadgroup.
-        fresh: whether ``y`` is an output that must be written.
-        dynamic: bytes of a ``[[threadgroup(0)]]`` parameter.
-    """
-
-    name: str
-    body: str
-    kind: type[host.KernelFault]
-    says: str
-    threads: tuple[int, int] = (64, 64)
-    fresh: bool = False
+    name: str  # what is wrong
+    body: str  # the body; `x` has 64 floats, `y` 64, `n` is 64
+    kind: type[host.KernelFault]  # the exception
+    says: str  # what its message contains
+    threads: tuple[int, int] = (64, 64)  # of the grid and of one threadgroup
+    fresh: bool = False  # whether `y` is an output that must be written
     budget: int = 100_000
-    dynamic: tuple[int, ...] = field(default=())
+    dynamic: tuple[int, ...] = field(default=())  # bytes of a `[[threadgroup(0)]]` parameter
 
 
 _SHARED = "threadgroup float s[64]; "
