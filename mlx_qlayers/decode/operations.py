@@ -16,7 +16,6 @@ from ..ops.experts import EXPERTS_CHOSEN
 from ..ops.fused_products import FUSED_PRODUCTS
 from ..ops.gather_qmm import gather_qmm
 from ..ops.latent_attention import LATENT_ATTENTION
-from ..ops.quantized_matmul import QUANTIZED_MATMUL
 from ..ops.rotary import ROTARY
 from . import mixtures
 from .graph import Node
@@ -89,7 +88,6 @@ OPERATIONS: dict[str, Maker] = {
     "GeluApprox": lambda node, values: nn.gelu_approx,
     "Heads": mixtures.heads,
     "Latent": lambda node, values: Dispatched(LATENT_ATTENTION, node.arg),
-    "Product": lambda node, values: Dispatched(QUANTIZED_MATMUL, node.arg, listed=False),
     "Products": lambda node, values: Dispatched(FUSED_PRODUCTS, node.arg),
     "Rotary": lambda node, values: Dispatched(ROTARY, node.arg),
     "Shown": _shown,

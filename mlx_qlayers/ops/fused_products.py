@@ -16,11 +16,12 @@ from ..dispatch.measurements import configure, found
 from ..formats import Format
 from ..measurements.thresholds import threshold
 from ..metal.quantized_matmul.dequantize import RUN, dequantize, gated_rows
+from ..metal.quantized_matmul.qmm_skinny import MAX_SKINNY_ROWS
 from ..metal.quantized_matmul.qmm_tensor import tensor_product
 from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate, QmvArrays, qmv, takes_deferred_norm
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from ..options import MatmulCall, PackedMatrix
-from ..runtime.backend import backend
+from ..runtime.backend import backend, current
 from ..runtime.devices import device_of
 from ..runtime.proof import first_proven
 from ..runtime.spec import Spec
@@ -31,6 +32,7 @@ from .quantized_route import (
     SKINNY,
     dense_is_worse,
     host_gain,
+    in_fixed_order,
     in_one_launch,
     is_skinny,
     skinny_spread,
@@ -133,6 +135,15 @@ def _plan(
     composed = _composed(_one_by_one(fmt), epsilon, gate)
     rows, n, k = prod(x.shape[:-1]), sum(m.w.shape[0] for m in matrices), x.shape[-1]
     lacking = _lacking(x, rows, matrices, [weight, residual, deferred_weight])
+    plain = epsilon is deferred_weight is gate is None
+    if plain and current.get().invariant and device_of().gpu:
+        choice = choose("fused_products", by=SKINNY)
+        few = not lacking and rows <= MAX_SKINNY_ROWS
+        order = in_fixed_order(choice.path, x, matrices, fmt) if few else None
+        if order is None:
+            return Plan(None, composed)
+        run = qmv(QmvArrays.of(arrays), fmt, order, gate=gate, rounds=True)
+        return Plan(choice, run, gradient_of(composed, arrays), composed)
     made = None if lacking else _by_tensors(x, matrices, residual, fmt, gate)
     if made is not None:
         choice, multiply = made

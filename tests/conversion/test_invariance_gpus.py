@@ -31,8 +31,8 @@ GPUS = {
     "H100": lambda machine: machine.nvidia(),
 }
 INVARIANT = Context(invariant=True)
-# Template values that say how many rows share a weight, and no more.
-ROWS = ("rows", "outputs", "fragments", "SHARED")
+# Template values that say how many rows share a weight and how many columns a row, and no more.
+ROWS = ("rows", "outputs", "fragments", "simds_n", "SHARED")
 
 
 @pytest.fixture
@@ -43,7 +43,8 @@ def bound(machine, monkeypatch):
 
     def noted(self: Kernel, inputs: Any, **options: Any) -> Any:
         template = [*sorted((k, str(v)) for k, v in options["template"].items() if k not in ROWS)]
-        found.append((self.name, tuple(template), options["threadgroup"], options["grid"]))
+        (threads, *_), columns = options["threadgroup"], options["template"].get("simds_n", 1)
+        found.append((self.name, tuple(template), (threads // columns,), options["grid"]))
         return bind(self, inputs, **options)
 
     monkeypatch.setattr(Kernel, "bind", noted)

@@ -1,8 +1,8 @@
-"""Steps of batch-invariant models: the operations that prompts are computed by, and no others.
+"""Steps of batch-invariant models: the operations that prompts are computed by, or their bits.
 
-A ``Product`` node takes the arrays of ``quantized_matmul`` in turn, an ``AttentionFrom`` node
-what an ``Attention`` node does, and the number of rows ahead of each sequence, or None.
-``GatheredProduct`` nodes are MLX's ``GatherQMM``, by this package's operation.
+``Products`` round each product before a residual. An ``AttentionFrom`` node takes what an
+``Attention`` node does, and the number of rows ahead of each sequence, or None. ``GatheredProduct``
+nodes are MLX's ``GatherQMM``, by this package's operation.
 """
 
 from __future__ import annotations
@@ -15,21 +15,15 @@ from .attention import ATTENTION
 from .attention_step import BATCHES, TracedCaches
 from .canonical import FAST, UNBROADCAST
 from .padded import PaddedGraph, padded
-from .products import PRODUCT
+from .products import PRODUCT, ROUNDED, side_by_side
 from .rotary import ROTARY
-
-
-def _alone(root: Node) -> Node:
-    """A product as a layer computes it."""
-    x, *_, w, scales, biases, bias = root.src
-    return root.like("Product", x, w, scales, biases, bias, None, arg=(True, *root.arg[:3]))
 
 
 def _gathered(root: Node) -> Node:
     return root.like("GatheredProduct", *root.src, arg=root.arg)
 
 
-_ALONE: list[Rule] = [(P("Products"), _alone), (P("GatherQMM"), _gathered)]
+_GATHERED: list[Rule] = [(P("GatherQMM"), _gathered)]
 
 
 def _scale(attention: Node) -> float:
@@ -45,9 +39,10 @@ def invariant(graph: Graph, caches: TracedCaches) -> PaddedGraph:
     Raises:
         Unsupported: something takes positions or paddings in a way that is not known.
     """
-    for rules in ([*UNBROADCAST, *ROTARY, *FAST, *ATTENTION], PRODUCT, _ALONE):
+    known = [*UNBROADCAST, *ROTARY, *FAST, *ATTENTION, *_GATHERED]
+    for rules in (known, PRODUCT, ROUNDED):
         graph = rewrite(graph, rules)
-    made = padded(graph, caches)
+    made = padded(side_by_side(graph), caches)
     nodes = made.graph.nodes()
     padding = next((n for n in nodes if n.op == "Input" and ".left_padding" in n.arg[0]), None)
     if padding is None and any(kind in BATCHES for kind, *_ in caches.keys):

@@ -100,6 +100,8 @@ GATED: list[Rule] = [
     (P("Multiply(halves, up @ Item(split))", halves=_HALVES), _halved),
     (P("Add(y @ +Products, other)"), _added),
 ]
+# With the bits of products that are rounded before.
+ROUNDED = GATED[-1:]
 NORMED: list[Rule] = [(P("Products(norm @ RMSNorm, ...)"), _normed)]
 
 
