@@ -63,8 +63,12 @@ def patched_gated_delta(*arrays: Any, **options: Any) -> tuple[mx.array, ...]:
 
 
 def patched_swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """Stands in for ``mlx_lm.models.activations.swiglu``, which is one kernel of MLX's on a GPU."""
-    if device_of().gpu or (gate.shape, gate.dtype) != (x.shape, x.dtype) or x.dtype not in FLOATS:
+    """Stands in for ``mlx_lm.models.activations.swiglu``, which is one kernel of MLX's on a GPU.
+
+    There batch-invariant models' products take it in, if it is computed as they do.
+    """
+    by_stock = device_of().gpu and not (current.get().invariant and device_of().tensor_cores)
+    if by_stock or (gate.shape, gate.dtype) != (x.shape, x.dtype) or x.dtype not in FLOATS:
         from mlx_lm.models import activations
 
         stock: Any = activations.swiglu

@@ -17,6 +17,7 @@ from ..ops.fused_products import FUSED_PRODUCTS
 from ..ops.gather_qmm import gather_qmm
 from ..ops.latent_attention import LATENT_ATTENTION
 from ..ops.rotary import ROTARY
+from ..ops.swiglu import swiglu
 from . import mixtures
 from .graph import Node
 from .primitives import Dispatched, gathered
@@ -92,4 +93,5 @@ OPERATIONS: dict[str, Maker] = {
     "Rotary": lambda node, values: Dispatched(ROTARY, node.arg),
     "Shown": _shown,
     "Silu": lambda node, values: nn.silu,
+    "Swiglu": lambda node, values: swiglu,
 }

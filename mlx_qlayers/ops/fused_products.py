@@ -39,6 +39,7 @@ from .quantized_route import (
     stock_is_better,
 )
 from .signature import Signature, check_packed
+from .swiglu import swiglu
 from .tensor_choice import CODES, PATHS, by_tensors, in_turn, takes_tensors
 
 Norm = tuple[mx.array | None, float]
@@ -135,7 +136,7 @@ def _plan(
     composed = _composed(_one_by_one(fmt), epsilon, gate)
     rows, n, k = prod(x.shape[:-1]), sum(m.w.shape[0] for m in matrices), x.shape[-1]
     lacking = _lacking(x, rows, matrices, [weight, residual, deferred_weight])
-    plain = epsilon is deferred_weight is gate is None
+    plain = epsilon is deferred_weight is None and gate in (None, "silu")
     if plain and current.get().invariant and device_of().gpu:
         choice = choose("fused_products", by=SKINNY)
         few = not lacking and rows <= MAX_SKINNY_ROWS
@@ -214,13 +215,15 @@ def _kind(matrices: list[PackedMatrix], norm: bool, gate: Gate | None, residual:
 
 def _composed(multiply: _Multiply, epsilon: float | None, gate: Gate | None) -> _Run:
     """The norm, the products and what follows them, one after the other."""
+    by_kernel = gate == "silu" and current.get().invariant  # as in prompts
 
     def run(*arrays: Any) -> list[mx.array]:
         x, weight, partial_squares, residual, deferred_weight, *flat = arrays
         rows = x if epsilon is None else normed(x, weight, epsilon, partial_squares)
         products = multiply(rows, residual, flat)
         if gate is not None:
-            products = [ACTIVATIONS[gate](products[0]) * products[1]]
+            act, other = products
+            products = [swiglu(act, other) if by_kernel else ACTIVATIONS[gate](act) * other]
         return _with_deferred_norm(products, deferred_weight)
 
     return run

@@ -145,7 +145,15 @@ def test_kernels_of_gpus_give_the_same_bits(rules, name, dtype, checked):
     assert batches.compared > 7_000 and not batches.differing
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("phi3", mx.float32), ("qwen3_moe", mx.bfloat16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("phi3", mx.float32),
+        ("phi3", mx.bfloat16),
+        ("qwen2", mx.float16),
+        ("qwen3_moe", mx.bfloat16),
+    ],
+)
 def test_graphs_of_steps_give_the_bits_of_prompts(name, dtype, graphs):
     with rules_of("cuda"), use_backend("host"):
         model = converted(name, dtype)

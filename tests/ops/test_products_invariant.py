@@ -11,6 +11,7 @@ from mlx_qlayers.metal.quantized_matmul import qmm_skinny
 from mlx_qlayers.metal.quantized_matmul.tile import Tile
 from mlx_qlayers.ops import quantized_route
 from mlx_qlayers.ops.fused_products import fused_products
+from mlx_qlayers.ops.swiglu import swiglu
 from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime import trace
 from mlx_qlayers.runtime.backend import Context, current, within
@@ -21,14 +22,15 @@ from tests.packed import random_packed
 FMT = Format(64, 4)
 
 
-def results(x, sizes, biased=False, device="cuda", residual=None):
+def results(x, sizes, biased=False, device="cuda", gate=None, residual=None):
     """By a GPU's kernels, launched one by one and at once: what they give, and how many run."""
-    rng, given = np.random.default_rng(x.size), {"residual": residual}
+    rng, given = np.random.default_rng(x.size), {"gate": gate, "residual": residual}
     some = [PackedMatrix(*random_packed(rng, n, x.shape[-1], FMT, x.dtype), None) for n in sizes]
     some = [m._replace(bias=random(rng, m.w.shape[:1], x.dtype) if biased else None) for m in some]
 
     def one_by_one():
         found = [quantized_matmul(x, *m[:3], True, *FMT, bias=m.bias) for m in some]
+        found = [swiglu(*found)] if gate else found
         return found if residual is None else [residual + found[0]]
 
     for call in (one_by_one, lambda: fused_products(x, some, group_size=64, bits=4, **given)):
@@ -40,16 +42,16 @@ def results(x, sizes, biased=False, device="cuda", residual=None):
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 7, 16, 33, 130])
-@pytest.mark.parametrize("kind", ["siblings", "residual"])
+@pytest.mark.parametrize("kind", ["siblings", "gate", "residual"])
 def test_one_launch_has_the_bits_of_several(dtype, rows, kind):
-    """Each product is rounded before a residual. More than 128 rows go one by one."""
+    """Each product is rounded before a gate or a residual. More than 128 rows go one by one."""
     rng = np.random.default_rng(rows)
     x, residual = (random(rng, (rows, 1, n), dtype) for n in (320, 57))
-    sizes = (41, 16, 23) if kind == "siblings" else (57,)
-    more = {"residual": residual if kind == "residual" else None}
+    sizes, gate = {"siblings": (41, 16, 23), "gate": (57, 57)}.get(kind, (57,)), kind == "gate"
+    more = {"gate": "silu" if gate else None, "residual": residual if kind == "residual" else None}
     (wanted, several), (found, launches) = results(x, sizes, biased=rows % 2 == 1, **more)
     blocks = -(-rows // 128)
-    assert several == len(sizes) * blocks
+    assert several == len(sizes) * blocks + gate
     assert launches == (several if blocks > 1 else 1)
     assert all(map(mx.array_equal, found, wanted)) and found[0].shape == (rows, 1, sizes[0])
 

@@ -1,16 +1,18 @@
 """Steps of batch-invariant models: the operations that prompts are computed by, or their bits.
 
-``Products`` round each product before a residual. An ``AttentionFrom`` node takes what an
-``Attention`` node does, and the number of rows ahead of each sequence, or None. ``GatheredProduct``
-nodes are MLX's ``GatherQMM``, by this package's operation.
+``Products`` round each product before a gate or a residual. ``Swiglu`` nodes are mlx-lm's function,
+with tensor cores by this package's operation. An ``AttentionFrom`` node takes what an ``Attention``
+node does, and the number of rows ahead of each sequence, or None. ``GatheredProduct`` nodes are
+MLX's ``GatherQMM``, by this package's operation.
 """
 
 from __future__ import annotations
 
 import mlx.core as mx
 
+from ...runtime.devices import device_of
 from ..capture import Unsupported
-from ..graph import Graph, Node, P, Rule, rewrite
+from ..graph import Graph, Node, P, Pattern, Rule, rewrite
 from .attention import ATTENTION
 from .attention_step import BATCHES, TracedCaches
 from .canonical import FAST, UNBROADCAST
@@ -23,7 +25,18 @@ def _gathered(root: Node) -> Node:
     return root.like("GatheredProduct", *root.src, arg=root.arg)
 
 
+def _swiglu(act: Node, gate: Node, up: Node, root: Node) -> Node | None:
+    """The function as a twin has it: with a sigmoid ahead of what it is multiplied by."""
+    alike = gate.outputs == up.outputs and act.src[0] is not gate and root.src[0] is act
+    return root.like("Swiglu", gate, up) if alike else None
+
+
 _GATHERED: list[Rule] = [(P("GatherQMM"), _gathered)]
+# That of experts is an empty module, which all models share and nobody changes.
+_DENSE = Pattern(("Products", "Item"), name="gate")
+_SWIGLU: list[Rule] = [
+    (P("Multiply(act @ Multiply(gate, Sigmoid(gate)), up)", gate=_DENSE), _swiglu)
+]
 
 
 def _scale(attention: Node) -> float:
@@ -39,8 +52,9 @@ def invariant(graph: Graph, caches: TracedCaches) -> PaddedGraph:
     Raises:
         Unsupported: something takes positions or paddings in a way that is not known.
     """
+    gates = _SWIGLU if device_of().tensor_cores else []
     known = [*UNBROADCAST, *ROTARY, *FAST, *ATTENTION, *_GATHERED]
-    for rules in (known, PRODUCT, ROUNDED):
+    for rules in (known, PRODUCT, gates, ROUNDED):
         graph = rewrite(graph, rules)
     made = padded(side_by_side(graph), caches)
     nodes = made.graph.nodes()
