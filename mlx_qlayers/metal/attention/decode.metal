@@ -17,7 +17,7 @@
 // Grid (32 * simds * splits, Hkv * row blocks, B), threadgroup (32 * simds, 1, 1).
 //
 // A key beyond its split has the score -infinity. If `starts` are given, each sequence's splits begin
-// at such a key and have as many as the options say.
+// at such a key and have as many as the options say; one split gives the bits that attention_combine would.
 
 #include "key_tiles.metal"
 
@@ -195,8 +195,10 @@ template <
     for (int g = 0; g < simds; g++) {
       total += reduced[g][t][quarter][c];
     }
-    float factor = 1.0f;
-    if (!split) {
+    float factor = 1.0f, divisor = 1.0f;
+    if (!split && starts) {
+      divisor = total;
+    } else if (!split) {
       if (sinking) {
         float sink = float(sinks[head * share + row / L]) * LOG2_E;
         float peak = max(state.top[t][c], sink);
@@ -211,8 +213,8 @@ template <
     for (int n = 0; n < slice / 16; n++) {
       int f = n % (run_v / 2), d = int(simd) * slice + n / (run_v / 2) * 8 * run_v + run_v * near;
       if (limit_v == 0 || d < Dv) {
-        to[d + pair_element<bits_v>(f, 0)] = P(state.o[n][t].part[0][c] * factor);
-        to[d + pair_element<bits_v>(f, 1)] = P(state.o[n][t].part[1][c] * factor);
+        to[d + pair_element<bits_v>(f, 0)] = P(state.o[n][t].part[0][c] * factor / divisor);
+        to[d + pair_element<bits_v>(f, 1)] = P(state.o[n][t].part[1][c] * factor / divisor);
       }
     }
     if (split && simd == 0 && near == 0) {
