@@ -16,7 +16,8 @@ from mlx_qlayers import convert_model, use_backend
 from mlx_qlayers.decode import engine
 from mlx_qlayers.decode.rules import invariant
 from mlx_qlayers.formats import Format
-from mlx_qlayers.ops.attention_invariant import ATTENTION_FROM
+from mlx_qlayers.metal.attention import decode
+from mlx_qlayers.ops.attention_invariant import ATTENTION_FROM, attention_from
 from mlx_qlayers.ops.gather_qmm import _GATHER_QMM as GATHER_QMM
 from mlx_qlayers.ops.quantized_matmul import QUANTIZED_MATMUL
 from mlx_qlayers.runtime.backend import Context, current, within
@@ -186,3 +187,20 @@ def test_what_a_gpu_cannot_do_is_refused_by_name():
         model = converted("phi3", mx.float32)
         with pytest.raises(ValueError, match="take no rotating caches"):
             model(mx.array([[3]]), cache=rotating)
+
+
+def test_keys_that_nobody_sees_are_not_read(monkeypatch):
+    """A padded buffer of a step costs what it holds, and a prompt half of a square."""
+    q, k = (mx.random.normal((1, 2, n, 64), key=mx.random.key(n)) for n in (1, 512))
+    read, found = {}, []
+    for count in (40, 512):
+        mask, starts = mx.arange(512)[None] < count, mx.zeros((1,), mx.int32)
+        given = {"scale": 0.125, "mask": mask, "sinks": None}
+        as_model, patch = within(current, INVARIANT), monkeypatch.context()
+        with rules_of("cuda"), use_backend("host"), as_model, patch as now, checks() as report:
+            now.setattr(decode, "_FIXED", 256)
+            mx.eval(out := attention_from(starts, q, k, k, **given))
+        read[count], found = report.total("bytes_read"), [*found, out]
+    assert 4 * read[40] < read[512]
+    few = mx.fast.scaled_dot_product_attention(q, k[:, :, :40], k[:, :, :40], scale=0.125)
+    assert mx.allclose(found[0], few, atol=1e-5)
