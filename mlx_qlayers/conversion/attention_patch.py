@@ -24,7 +24,7 @@ from ..ops.attention import attention
 from ..ops.attention_invariant import attention_from
 from ..ops.gated_delta import gated_delta
 from ..ops.signature import FLOATS
-from ..ops.swiglu import swiglu
+from ..ops.swiglu import by_mlx, swiglu
 from ..options import RotatedRows
 from ..reference.hadamard import rotated_heads
 from ..runtime.backend import current
@@ -63,12 +63,11 @@ def patched_gated_delta(*arrays: Any, **options: Any) -> tuple[mx.array, ...]:
 
 
 def patched_swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """Stands in for ``mlx_lm.models.activations.swiglu``, of which MLX makes one kernel on a GPU.
+    """Stands in for ``mlx_lm.models.activations.swiglu``, which is one kernel of MLX's on a GPU.
 
-    Not of its gradients.
+    Not so its gradients; and batch-invariant models' products take it in, computed as they do.
     """
-    by_mlx = device_of().gpu and not current.get().sparing
-    if by_mlx or (gate.shape, gate.dtype) != (x.shape, x.dtype) or x.dtype not in FLOATS:
+    if by_mlx() or (gate.shape, gate.dtype) != (x.shape, x.dtype) or x.dtype not in FLOATS:
         from mlx_lm.models import activations
 
         stock: Any = activations.swiglu

@@ -16,8 +16,8 @@ from ..ops.experts import EXPERTS_CHOSEN
 from ..ops.fused_products import FUSED_PRODUCTS
 from ..ops.gather_qmm import gather_qmm
 from ..ops.latent_attention import LATENT_ATTENTION
-from ..ops.quantized_matmul import QUANTIZED_MATMUL
 from ..ops.rotary import ROTARY
+from ..ops.swiglu import swiglu
 from . import mixtures
 from .graph import Node
 from .primitives import Dispatched, gathered
@@ -89,9 +89,9 @@ OPERATIONS: dict[str, Maker] = {
     "GeluApprox": lambda node, values: nn.gelu_approx,
     "Heads": mixtures.heads,
     "Latent": lambda node, values: Dispatched(LATENT_ATTENTION, node.arg),
-    "Product": lambda node, values: Dispatched(QUANTIZED_MATMUL, node.arg, listed=False),
     "Products": lambda node, values: Dispatched(FUSED_PRODUCTS, node.arg),
     "Rotary": lambda node, values: Dispatched(ROTARY, node.arg),
     "Shown": _shown,
     "Silu": lambda node, values: nn.silu,
+    "Swiglu": lambda node, values: swiglu,
 }

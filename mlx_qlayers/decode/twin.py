@@ -193,12 +193,21 @@ def _by_operators(update: Callable[..., Any], *args: Any, **options: Any) -> Any
     return update(*args, **{**options, "use_kernel": False})
 
 
+def _swiglu(stock: Any) -> Any:
+    """mlx-lm's function, whose factors are in an order that no other code's are in."""
+    from mlx_lm.models import activations
+
+    ours: Any = lambda gate, x: mx.sigmoid(gate) * gate * x  # noqa: E731
+    return ours if stock is activations.swiglu else stock
+
+
 # By the names of globals, what makes a twin's version of them.
 _OTHERWISE: dict[str, Callable[[Any], Any]] = {
     "mx": lambda module: _EXPORTED if module is mx else module,
     "sum_gradients": lambda _: lambda group: lambda x: x,  # it changes gradients alone
     "scaled_dot_product_attention": lambda attend: partial(_in_formats, attend),
     "gated_delta_update": lambda update: partial(_by_operators, update),
+    "swiglu": _swiglu,
 }
 
 

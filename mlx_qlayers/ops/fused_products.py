@@ -16,11 +16,12 @@ from ..dispatch.measurements import configure, found
 from ..formats import Format
 from ..measurements.thresholds import threshold
 from ..metal.quantized_matmul.dequantize import RUN, dequantize, gated_rows
+from ..metal.quantized_matmul.qmm_skinny import MAX_SKINNY_ROWS
 from ..metal.quantized_matmul.qmm_tensor import tensor_product
 from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate, QmvArrays, qmv, takes_deferred_norm
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from ..options import MatmulCall, PackedMatrix
-from ..runtime.backend import backend
+from ..runtime.backend import backend, current
 from ..runtime.devices import device_of
 from ..runtime.proof import first_proven
 from ..runtime.spec import Spec
@@ -31,12 +32,14 @@ from .quantized_route import (
     SKINNY,
     dense_is_worse,
     host_gain,
+    in_fixed_order,
     in_one_launch,
     is_skinny,
     skinny_spread,
     stock_is_better,
 )
 from .signature import Signature, check_packed
+from .swiglu import swiglu
 from .tensor_choice import CODES, PATHS, by_tensors, in_turn, takes_tensors
 
 Norm = tuple[mx.array | None, float]
@@ -133,6 +136,15 @@ def _plan(
     composed = _composed(_one_by_one(fmt), epsilon, gate)
     rows, n, k = prod(x.shape[:-1]), sum(m.w.shape[0] for m in matrices), x.shape[-1]
     lacking = _lacking(x, rows, matrices, [weight, residual, deferred_weight])
+    plain = epsilon is deferred_weight is None and gate in (None, "silu")
+    if plain and current.get().invariant and device_of().gpu:
+        choice = choose("fused_products", by=SKINNY)
+        few = not lacking and rows <= MAX_SKINNY_ROWS
+        order = in_fixed_order(choice.path, x, matrices, fmt) if few else None
+        if order is None:
+            return Plan(None, composed)
+        run = qmv(QmvArrays.of(arrays), fmt, order, gate=gate, rounds=True)
+        return Plan(choice, run, gradient_of(composed, arrays), composed)
     made = None if lacking else _by_tensors(x, matrices, residual, fmt, gate)
     if made is not None:
         choice, multiply = made
@@ -203,13 +215,15 @@ def _kind(matrices: list[PackedMatrix], norm: bool, gate: Gate | None, residual:
 
 def _composed(multiply: _Multiply, epsilon: float | None, gate: Gate | None) -> _Run:
     """The norm, the products and what follows them, one after the other."""
+    by_kernel = gate == "silu" and current.get().invariant  # as in prompts
 
     def run(*arrays: Any) -> list[mx.array]:
         x, weight, partial_squares, residual, deferred_weight, *flat = arrays
         rows = x if epsilon is None else normed(x, weight, epsilon, partial_squares)
         products = multiply(rows, residual, flat)
         if gate is not None:
-            products = [ACTIVATIONS[gate](products[0]) * products[1]]
+            act, other = products
+            products = [swiglu(act, other) if by_kernel else ACTIVATIONS[gate](act) * other]
         return _with_deferred_norm(products, deferred_weight)
 
     return run

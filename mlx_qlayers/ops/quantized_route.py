@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from ..formats import Format
 from ..measurements.thresholds import Measured, gain, threshold
 from ..metal.quantized_matmul.dequantize import dense_product
 from ..metal.quantized_matmul.qmm import qmm, qvm
-from ..metal.quantized_matmul.qmm_skinny import MAX_SKINNY_ROWS, skinny_config
+from ..metal.quantized_matmul.qmm_skinny import MAX_SKINNY_ROWS, fixed_order, skinny_config
 from ..metal.quantized_matmul.qmm_tensor import tensor_product
 from ..metal.quantized_matmul.qmv import single_qmv
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS, invariant_config, qmv_config
@@ -212,7 +211,7 @@ def _product(to: Route, call: MatmulCall) -> Product:
         return by_reference(transpose, fmt)
     (rows, n, k), dtype = call.shape, x.dtype
     by_rows = device_of(path).gpu and current.get().invariant
-    tile = _fixed_order(path, call) if by_rows else None
+    tile = in_fixed_order(path, x, [call.matrix], fmt) if by_rows else None
     most = MAX_QMV_ROWS if tile is None else MAX_SKINNY_ROWS
     if rows > most and (kernel == QVM or by_rows):
         return _in_blocks(to, call, most)
@@ -235,16 +234,15 @@ def _product(to: Route, call: MatmulCall) -> Product:
     return dense_product(call)
 
 
-def _fixed_order(path: str, call: MatmulCall) -> Tile | None:
+def in_fixed_order(
+    path: str, x: Spec, matrices: Sequence[PackedMatrix], fmt: Format
+) -> Tile | None:
     """Of qmm_skinny, which adds up each of 1 to 128 rows as it does sixteen; None without it."""
-    rows, n, k = call.shape
-    halves = device_of(path).tensor_cores and call.x.dtype in _HALVES
-    if not halves or call.matrix.w.size < CONSTANT_BELOW:
+    (rows, k), sizes = (x.size // x.shape[-1], x.shape[-1]), [m.w.shape[0] for m in matrices]
+    halves = device_of(path).tensor_cores and x.dtype in _HALVES
+    if not halves or any(m.w.size < CONSTANT_BELOW for m in matrices):
         return None
-    tile = skinny_spread(path, MAX_QMV_ROWS, n, k, call.fmt)
-    # No sum has terms of several fragments: each takes 8 rows.
-    fewer = replace(tile, fragments=min(tile.fragments, -(-rows // 8)))
-    return fewer if tile.takes(k) else None
+    return fixed_order(path, rows, sizes, k, fmt)
 
 
 def by_reference(transpose: bool, fmt: Format) -> Product:

@@ -16,7 +16,8 @@ from mlx_qlayers import convert_model, use_backend
 from mlx_qlayers.decode import engine
 from mlx_qlayers.decode.rules import invariant
 from mlx_qlayers.formats import Format
-from mlx_qlayers.ops.attention_invariant import ATTENTION_FROM
+from mlx_qlayers.metal.attention import decode
+from mlx_qlayers.ops.attention_invariant import ATTENTION_FROM, attention_from
 from mlx_qlayers.ops.gather_qmm import _GATHER_QMM as GATHER_QMM
 from mlx_qlayers.ops.quantized_matmul import QUANTIZED_MATMUL
 from mlx_qlayers.runtime.backend import Context, current, within
@@ -31,8 +32,8 @@ GPUS = {
     "H100": lambda machine: machine.nvidia(),
 }
 INVARIANT = Context(invariant=True)
-# Template values that say how many rows share a weight, and no more.
-ROWS = ("rows", "outputs", "fragments", "SHARED")
+# Template values that say how many rows share a weight and how many columns a row, and no more.
+ROWS = ("rows", "outputs", "fragments", "simds_n", "SHARED")
 
 
 @pytest.fixture
@@ -43,7 +44,8 @@ def bound(machine, monkeypatch):
 
     def noted(self: Kernel, inputs: Any, **options: Any) -> Any:
         template = [*sorted((k, str(v)) for k, v in options["template"].items() if k not in ROWS)]
-        found.append((self.name, tuple(template), options["threadgroup"], options["grid"]))
+        (threads, *_), columns = options["threadgroup"], options["template"].get("simds_n", 1)
+        found.append((self.name, tuple(template), (threads // columns,), options["grid"]))
         return bind(self, inputs, **options)
 
     monkeypatch.setattr(Kernel, "bind", noted)
@@ -125,9 +127,9 @@ def test_gpus_split_keys_by_their_places(gpu, bits, machine, bound):
         for s in (17, 256, 257, 512, 513, 3000)
         for m in ("causal", "array")
     ]
-    (one,) = variants(bound, calls)
-    assert {name for name, *_ in one} >= {"attention_combine"} and len(one) == 2
-    assert splits == {s: max(2, -(-s // 256)) for s in splits}
+    few, many = sorted(variants(bound, calls), key=len)
+    assert {name for name, *_ in many} >= {"attention_combine"} and (len(few), len(many)) == (1, 2)
+    assert splits == {s: -(-s // 256) for s in splits}
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,15 @@ def test_kernels_of_gpus_give_the_same_bits(rules, name, dtype, checked):
     assert batches.compared > 7_000 and not batches.differing
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("phi3", mx.float32), ("qwen3_moe", mx.bfloat16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("phi3", mx.float32),
+        ("phi3", mx.bfloat16),
+        ("qwen2", mx.float16),
+        ("qwen3_moe", mx.bfloat16),
+    ],
+)
 def test_graphs_of_steps_give_the_bits_of_prompts(name, dtype, graphs):
     with rules_of("cuda"), use_backend("host"):
         model = converted(name, dtype)
@@ -177,3 +187,20 @@ def test_what_a_gpu_cannot_do_is_refused_by_name():
         model = converted("phi3", mx.float32)
         with pytest.raises(ValueError, match="take no rotating caches"):
             model(mx.array([[3]]), cache=rotating)
+
+
+def test_keys_that_nobody_sees_are_not_read(monkeypatch):
+    """A padded buffer of a step costs what it holds, and a prompt half of a square."""
+    q, k = (mx.random.normal((1, 2, n, 64), key=mx.random.key(n)) for n in (1, 512))
+    read, found = {}, []
+    for count in (40, 512):
+        mask, starts = mx.arange(512)[None] < count, mx.zeros((1,), mx.int32)
+        given = {"scale": 0.125, "mask": mask, "sinks": None}
+        as_model, patch = within(current, INVARIANT), monkeypatch.context()
+        with rules_of("cuda"), use_backend("host"), as_model, patch as now, checks() as report:
+            now.setattr(decode, "_FIXED", 256)
+            mx.eval(out := attention_from(starts, q, k, k, **given))
+        read[count], found = report.total("bytes_read"), [*found, out]
+    assert 4 * read[40] < read[512]
+    few = mx.fast.scaled_dot_product_attention(q, k[:, :, :40], k[:, :, :40], scale=0.125)
+    assert mx.allclose(found[0], few, atol=1e-5)

@@ -1,35 +1,42 @@
-"""Steps of batch-invariant models: the operations that prompts are computed by, and no others.
+"""Steps of batch-invariant models: the operations that prompts are computed by, or their bits.
 
-A ``Product`` node takes the arrays of ``quantized_matmul`` in turn, an ``AttentionFrom`` node
-what an ``Attention`` node does, and the number of rows ahead of each sequence, or None.
-``GatheredProduct`` nodes are MLX's ``GatherQMM``, by this package's operation.
+``Products`` round each product before a gate or a residual. ``Swiglu`` nodes are mlx-lm's function,
+with tensor cores by this package's operation. An ``AttentionFrom`` node takes what an ``Attention``
+node does, and the number of rows ahead of each sequence, or None. ``GatheredProduct`` nodes are
+MLX's ``GatherQMM``, by this package's operation.
 """
 
 from __future__ import annotations
 
 import mlx.core as mx
 
+from ...runtime.devices import device_of
 from ..capture import Unsupported
-from ..graph import Graph, Node, P, Rule, rewrite
+from ..graph import Graph, Node, P, Pattern, Rule, rewrite
 from .attention import ATTENTION
 from .attention_step import BATCHES, TracedCaches
 from .canonical import FAST, UNBROADCAST
 from .padded import PaddedGraph, padded
-from .products import PRODUCT
+from .products import PRODUCT, ROUNDED, side_by_side
 from .rotary import ROTARY
-
-
-def _alone(root: Node) -> Node:
-    """A product as a layer computes it."""
-    x, *_, w, scales, biases, bias = root.src
-    return root.like("Product", x, w, scales, biases, bias, None, arg=(True, *root.arg[:3]))
 
 
 def _gathered(root: Node) -> Node:
     return root.like("GatheredProduct", *root.src, arg=root.arg)
 
 
-_ALONE: list[Rule] = [(P("Products"), _alone), (P("GatherQMM"), _gathered)]
+def _swiglu(act: Node, gate: Node, up: Node, root: Node) -> Node | None:
+    """The function as a twin has it: with a sigmoid ahead of what it is multiplied by."""
+    alike = gate.outputs == up.outputs and act.src[0] is not gate and root.src[0] is act
+    return root.like("Swiglu", gate, up) if alike else None
+
+
+_GATHERED: list[Rule] = [(P("GatherQMM"), _gathered)]
+# That of experts is an empty module, which all models share and nobody changes.
+_DENSE = Pattern(("Products", "Item"), name="gate")
+_SWIGLU: list[Rule] = [
+    (P("Multiply(act @ Multiply(gate, Sigmoid(gate)), up)", gate=_DENSE), _swiglu)
+]
 
 
 def _scale(attention: Node) -> float:
@@ -45,9 +52,11 @@ def invariant(graph: Graph, caches: TracedCaches) -> PaddedGraph:
     Raises:
         Unsupported: something takes positions or paddings in a way that is not known.
     """
-    for rules in ([*UNBROADCAST, *ROTARY, *FAST, *ATTENTION], PRODUCT, _ALONE):
+    gates = _SWIGLU if device_of().tensor_cores else []
+    known = [*UNBROADCAST, *ROTARY, *FAST, *ATTENTION, *_GATHERED]
+    for rules in (known, PRODUCT, gates, ROUNDED):
         graph = rewrite(graph, rules)
-    made = padded(graph, caches)
+    made = padded(side_by_side(graph), caches)
     nodes = made.graph.nodes()
     padding = next((n for n in nodes if n.op == "Input" and ".left_padding" in n.arg[0]), None)
     if padding is None and any(kind in BATCHES for kind, *_ in caches.keys):

@@ -67,7 +67,7 @@ def _rows_of(array: Node | None, begin: int, count: int) -> Node | None:
     return Node("Slice", (array,), index, (Spec((count, *rest), array.dtype),))
 
 
-GATES = {"Silu": "silu", "Gelu": "gelu", "GeluApprox": "gelu_approx"}
+GATES = {"Silu": "silu", "Gelu": "gelu", "GeluApprox": "gelu_approx", "Swiglu": "silu"}
 
 
 def _is_plain(node: Node) -> bool:
@@ -100,6 +100,8 @@ GATED: list[Rule] = [
     (P("Multiply(halves, up @ Item(split))", halves=_HALVES), _halved),
     (P("Add(y @ +Products, other)"), _added),
 ]
+# With the bits of products that are rounded before.
+ROUNDED: list[Rule] = [(P("act @ Swiglu(gate @ +Products, up @ +Products)"), _gated), GATED[-1]]
 NORMED: list[Rule] = [(P("Products(norm @ RMSNorm, ...)"), _normed)]
 
 

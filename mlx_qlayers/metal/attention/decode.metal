@@ -17,7 +17,8 @@
 // Grid (32 * simds * splits, Hkv * row blocks, B), threadgroup (32 * simds, 1, 1).
 //
 // A key beyond its split has the score -infinity. If `starts` are given, each sequence's splits begin
-// at such a key and have as many as the options say.
+// at such a key and have as many as the options say; one split gives the bits that attention_combine would.
+// Tiles behind the last key that a mask shows to a row add nothing, and are left out.
 
 #include "key_tiles.metal"
 
@@ -122,10 +123,32 @@ template <
         key_runs, key_rows, start + own, last, run * quarter);
   }
 
+  const bool ends = seen == BOOLEAN && starts;
+  if (ends) {
+    int behind = start;
+    for (int key = start + int(thread_index); key < stop; key += 32 * simds) {
+      bool any = false;
+#pragma unroll
+      for (int i = 0; i < 8 * columns; i++) {
+        int row = min(first_row + i, rows - 1);
+        any |= bool(mask[batch * mask_strides[1] + (head * share + row / L) * mask_strides[2] +
+                         row % L * mask_strides[3] + key * mask_strides[4]]);
+      }
+      behind = any ? key + 1 : behind;
+    }
+    reduced[simd][0][0].x = as_type<float>(simd_max(behind));
+  }
   stage_queries<D, bits, run, parts, q_step, 8 * columns, 32 * simds>(
       q_tile, q + batch * q_strides[0] + head * share * q_strides[1], q_strides, first_row, rows,
       L, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
+  int until = ends ? start : stop;
+  if (ends) {
+    for (int g = 0; g < simds; g++) {
+      until = max(until, as_type<int>(reduced[g][0][0].x));
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
   const bool kept = columns * parts <= 16;
   right_fragment<T> queries[kept ? columns * parts : 1];
   if (kept) {
@@ -151,7 +174,7 @@ template <
   attended_rows<columns, slice / 16> state = nothing_attended<columns, slice / 16>();
   int64_t mask_step = seen >= BOOLEAN ? mask_strides[4] : 0;
   int64_t mask_from = (start + own) * mask_step, mask_end = last * mask_step;
-  for (int base = start; base < stop; base += tile) {
+  for (int base = start; base < until; base += tile) {
     cache_run<S, words_v> value_runs[simds * blocks * 4 * steps_v];
     read_tile<bits_v, group, simds * blocks, 4, steps_v, 8 * run_v, limit_v>(
         value_runs, value_rows, base + 2 * quarter, last, int(simd) * slice + run_v * near);
@@ -159,7 +182,7 @@ template <
     sum_fragment s[blocks][columns];
     multiply_keys<T, bits, run, steps, blocks, columns, kept>(
         s, key_runs, queries, q_tile, q_step, lane);
-    if (base + tile < stop) {
+    if (base + tile < until) {
       read_tile<bits, group, blocks, 2, steps, 4 * run, limit>(
           key_runs, key_rows, base + tile + own, last, run * quarter);
     }
@@ -195,8 +218,10 @@ template <
     for (int g = 0; g < simds; g++) {
       total += reduced[g][t][quarter][c];
     }
-    float factor = 1.0f;
-    if (!split) {
+    float factor = 1.0f, divisor = 1.0f;
+    if (!split && starts) {
+      divisor = total;
+    } else if (!split) {
       if (sinking) {
         float sink = float(sinks[head * share + row / L]) * LOG2_E;
         float peak = max(state.top[t][c], sink);
@@ -211,8 +236,8 @@ template <
     for (int n = 0; n < slice / 16; n++) {
       int f = n % (run_v / 2), d = int(simd) * slice + n / (run_v / 2) * 8 * run_v + run_v * near;
       if (limit_v == 0 || d < Dv) {
-        to[d + pair_element<bits_v>(f, 0)] = P(state.o[n][t].part[0][c] * factor);
-        to[d + pair_element<bits_v>(f, 1)] = P(state.o[n][t].part[1][c] * factor);
+        to[d + pair_element<bits_v>(f, 0)] = P(state.o[n][t].part[0][c] * factor / divisor);
+        to[d + pair_element<bits_v>(f, 1)] = P(state.o[n][t].part[1][c] * factor / divisor);
       }
     }
     if (split && simd == 0 && near == 0) {

@@ -130,8 +130,10 @@ class Decode:
 class Fixed(Decode):
     """``min_keys`` in each split: sums depend on where keys are, not on how many there are."""
 
+    least: int = 1  # with sinks 2: the sum of one split is rounded elsewhere
+
     def splits(self, keys: int) -> int:
-        return max(2, -(-keys // self.min_keys))  # the sum of one split is rounded elsewhere
+        return max(self.least, -(-keys // self.min_keys))
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,8 @@ def fixed(device: str, call: AttentionCall) -> Fixed:
     """The configuration for any number of rows, eight in a threadgroup, and any batch."""
     dtype, _, width, v_width, bits, *_ = key_of(call)
     config = unsplit(device, dtype, 1, width, v_width, bits)
-    return Fixed(**asdict(config) | {"min_keys": -(-_FIXED // config.tile) * config.tile})
+    keys, least = -(-_FIXED // config.tile) * config.tile, 1 if call.sinks is None else 2
+    return Fixed(**asdict(config) | {"min_keys": keys, "least": least})
 
 
 def fits_few_registers(call: AttentionCall) -> bool:

@@ -2,7 +2,7 @@
 //
 //   y_i (M, N_i) = x (M, K) * w_i^T + bias_i,   or   gate(y_0) * y_1,   or   y_0 + residual
 //
-// where x, and what y goes through next, may be part of a deferred norm as in qmv_matrix.
+// where x, and what y goes through next, may be part of a deferred norm as in qmv_matrix. Or it `rounds` in turn.
 //
 // The packed weights are the left operand, dequantized to T in registers. A threadgroup has `simds_n` times
 // `simds_k` SIMD groups, each with `tiles` tiles of 16 rows of w; those with one index along K read every
@@ -40,6 +40,7 @@ template <
     int group,
     int bits,
     int gate,
+    bool rounds,
     bool normed,
     int epsilon,
     int fragments,
@@ -215,7 +216,6 @@ template <
           held, x, stage_tiles, simd_k, simd_n, M, K, lane);
     }
     barrier_of_some<simds_n>(simd_k);
-
 #pragma clang loop unroll(disable)
     for (int begin = 0; begin < steps; begin += ahead) {
 #pragma unroll
@@ -336,8 +336,8 @@ template <
         } else if (to < N && i < elements) {
           device T* out = which == 0 ? reinterpret_cast<device T*>(y) : which == 1 ? y1 : y2;
           const device T* bias_of = which == 0 ? bias : which == 1 ? bias1 : bias2;
-          T result = finished<T, gate>(
-              sums[0] + float(added[u]), sums[1], to, at, bias_of, bias1, nullptr);
+          T result = rounds ? rounded_in_turn<T, gate>(sums[0], sums[1], to, bias_of, bias1, residual, added[u])
+                            : finished<T, gate>(sums[0] + float(added[u]), sums[1], to, at, bias_of, bias1, nullptr);
           out[at] = result;
           if (deferred_weight) {
             scaled[at] = T(float(result) * float(weights[u]));
@@ -362,7 +362,7 @@ template <
 // y = the sum of planes (parts, M, N), with the epilogue of qmm_skinny.
 //
 //   grid (ceil(N / 32) * 32, M, 1), threadgroup (32 * n, 1, 1)
-template <typename T>
+template <typename T, bool rounds>
 [[kernel]] void qmm_skinny_sum(
     const device float* planes,
     const constant int* planes_shape,
@@ -380,7 +380,8 @@ template <typename T>
     for (int z = 0; z < parts; z++) {
       sum += planes[size_t(z) * M * N + at];
     }
-    T result = finished<T, 0>(sum, 0.0f, n, at, bias, nullptr, residual);
+    T result = rounds ? rounded_in_turn<T, 0>(sum, 0.0f, n, bias, nullptr, residual, residual ? residual[at] : T(0))
+                      : finished<T, 0>(sum, 0.0f, n, at, bias, nullptr, residual);
     y[at] = result;
     if (deferred_weight) {
       scaled[at] = T(float(result) * float(deferred_weight[n]));

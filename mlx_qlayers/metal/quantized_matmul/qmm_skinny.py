@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,8 @@ from .tile import Tile, dynamic_memory
 MAX_SKINNY_ROWS = 128
 # Rows up to which products share what was measured.
 SKINNY_ROWS = (16, 24, 32, 64, MAX_SKINNY_ROWS)
+# Rows by which sums of long rows are divided, where their order may not depend on the rows.
+_FIXED = 16
 # Operands of 8 rows that the kernel is compiled for: each takes its time.
 _FRAGMENTS = (2, 3, 4, 6, 8)
 
@@ -93,6 +96,40 @@ def _persistent(rows: int, n: int, k: int, fmt: Format, single: bool) -> Tile | 
         block_tiles=max(1, fmt.group_size // run),
         stage_tiles=-(-k_tiles // (parts * whole)) * whole,
     )
+
+
+def fixed_order(device: str, rows: int, sizes: Sequence[int], k: int, fmt: Format) -> Tile | None:
+    """The configuration of 1 to 128 rows of matrices of such sizes, for sums of fixed orders.
+
+    A column is added up as by a launch of its matrix alone, a row as with others: by simds_k SIMD
+    groups, or in the parts of sixteen rows. None if the matrices differ in that.
+    """
+    fragments = min(2, -(-rows // 8))
+    own = [skinny_config(device, _FIXED, n, k, fmt, single=True) for n in sizes]
+    if any(each.parts(k) > 1 for each in own):
+        return None if len(own) > 1 else replace(own[0], fragments=fragments)
+    of, processors = tabled("qmm_skinny_spread", device="cuda"), device_of("cuda").cores
+    small, *others = {-(-n // 16) <= of["small"] for n in sizes}
+    if others:
+        return None
+    run = 32 if fmt.bits % 2 == 1 or (fmt.bits < 8 and k % 32 == 0) else 16
+    block_tiles, whole = max(1, fmt.group_size // run), max(1, fmt.group_size // (4 * run))
+    # Of a small matrix up to eight SIMD groups share K, as many blocks of it each.
+    blocks = -(-k // (4 * run * block_tiles))
+    simds_k = -(-blocks // -(-blocks // 8)) if small else 1
+    work, most = sum(-(-n // 16) for n in sizes), max(3, of["tiles"] // simds_k)
+    each = -(-work // (processors * -(-work // (processors * most))))
+    config = _skinny(
+        *(fragments, run, 1, each if rows <= _FIXED else most, simds_k),
+        stages=0,
+        block_tiles=block_tiles,
+        stage_tiles=-(-k // (4 * run * whole)) * whole,
+    )
+    if config.memory(fmt) > max(dynamic_memory(), device_of("cuda").threadgroup_memory):
+        config = replace(config, stages=1, stage_tiles=1)
+        while not _fits(config):
+            config = replace(config, simds_n=config.simds_n - 1)
+    return config if config.takes(k) else None
 
 
 def _fits(config: Tile) -> bool:

@@ -345,3 +345,21 @@ METAL_FUNC void multiply_k_tile(
     }
   }
 }
+
+// One element as by operators that are launched one by one, each rounded; `more` is of the residual, if any.
+template <typename T, int gate>
+METAL_FUNC T rounded_in_turn(
+    float sum,
+    float other,
+    int row,
+    const device T* bias,
+    const device T* other_bias,
+    const device T* residual,
+    T more) {
+  T first = finished<T, 0>(sum, 0.0f, row, 0, bias, nullptr, nullptr);
+  if (gate) {
+    T second = finished<T, 0>(other, 0.0f, row, 0, other_bias, nullptr, nullptr);
+    first = T(activation<gate>(float(first)) * float(second));
+  }
+  return residual ? T(float(first) + float(more)) : first;
+}

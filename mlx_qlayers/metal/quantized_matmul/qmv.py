@@ -93,12 +93,14 @@ def qmv(
     epsilon: float | None = None,
     gate: Gate | None = None,
     norm_first: bool = False,
+    rounds: bool = False,
 ) -> Launch:
     """Binds ``x @ w.T + bias`` for up to three matrices, each read once for all rows.
 
     With ``gate`` it gives ``activation(first) * second`` alone; with ``deferred_weight`` also the
     product times it, and its ``partial_squares``, which only some configurations take. ``epsilon``
-    is that of an RMS norm of x, which has a launch of its own if ``norm_first``.
+    is that of an RMS norm of x, which has a launch of its own if ``norm_first``. If it ``rounds``,
+    qmm_skinny rounds products before a gate or a residual, as operators one by one do.
     """
     x, config = specs.x, _fitting(config, specs, fmt, gate)
     norm_first |= x.dtype == mx.float16 or config.kernel in (SERIAL, INTEGERS, "qmm_skinny")
@@ -109,7 +111,7 @@ def qmv(
         return lambda x, weight, *others: product(
             mx.fast.rms_norm(x, weight, epsilon), None, *others
         )
-    launch, shape = _bind(specs, fmt, config, epsilon, gate)
+    launch, shape = _bind(specs, fmt, config, epsilon, gate, rounds=rounds)
     places = (i for i, spec in enumerate(specs.flat) if spec is not None)
     return Launching(launch, places, shape)
 
@@ -180,7 +182,12 @@ SUM = large_kernel("qmm_skinny_sum", "quantized_matmul/qmm_skinny.metal")
 
 
 def _bind_parts(
-    specs: QmvArrays, fmt: Format, config: Tile, epsilon: float | None, gate: Gate | None
+    specs: QmvArrays,
+    fmt: Format,
+    config: Tile,
+    epsilon: float | None,
+    gate: Gate | None,
+    rounds: bool,
 ) -> tuple[Bound, list[mx.array]]:
     """The launch of a product whose columns threadgroups share, and that which adds their sums."""
     (*leading, k), (matrix, *others) = specs.x.shape, specs.matrices
@@ -198,7 +205,7 @@ def _bind_parts(
     rows = planes.shape[1]
     total = without(SUM, tuple(omitted)).bind(
         [planes, *there],
-        template={"T": specs.x.dtype},
+        template={"T": specs.x.dtype, "rounds": rounds},
         grid=(-(-n // 128) * 128, rows, 1),
         threadgroup=(128, 1, 1),
         output_shapes=[*shapes, *([(rows, -(-n // 16))] * (len(shapes) - 1))],
@@ -221,12 +228,13 @@ def _bind(
     epsilon: float | None,
     gate: Gate | None,
     planes: Sequence[tuple[int, ...]] = (),
+    rounds: bool = False,
 ) -> tuple[Bound, list[mx.array]]:
     """The launch, and what it takes after the arrays; it may write planes of a product."""
     (*leading, k), matrices = specs.x.shape, specs.matrices
     rows, sizes = specs.x.size // k, [matrix.w.shape[0] for matrix in matrices]
     if config.parts(k) > 1 and not planes:
-        return _bind_parts(specs, fmt, config, epsilon, gate)
+        return _bind_parts(specs, fmt, config, epsilon, gate, rounds)
     shapes = [*planes] or [(*leading, n) for n in (sizes[:1] if gate else sizes)]
     # The inputs and outputs of the kernel that the launch does without.
     omitted = [*_OUTPUTS[len(shapes) : 3], *_OUTPUTS[3:] * (specs.deferred_weight is None)]
@@ -246,7 +254,7 @@ def _bind(
     grid = groups * threads, 1, 1
     if config.kernel == "qmm_skinny":
         grid = -(-rows // (8 * config.fragments)) * threads, groups, config.parts(k)
-        template["O"] = mx.float32 if planes else specs.x.dtype
+        template |= {"O": mx.float32 if planes else specs.x.dtype, "rounds": rounds}
     launch = kernel_of(function, tuple(omitted)).bind(
         [*there.values(), *shape],
         template=template | config.template(),

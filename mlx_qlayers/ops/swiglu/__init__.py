@@ -63,6 +63,12 @@ def bind(kernel: Kernel, *inputs: Spec) -> Bound:
     )
 
 
+def by_mlx() -> bool:
+    """Whether MLX has a kernel for it: of gradients it makes five, and its bits are no product's."""
+    now = current.get()
+    return device_of().gpu and not (now.sparing or (now.invariant and device_of().tensor_cores))
+
+
 @partial(mx.compile, shapeless=True)
 def _stock(gate: mx.array, x: mx.array) -> mx.array:
     return nn.silu(gate) * x
@@ -71,9 +77,7 @@ def _stock(gate: mx.array, x: mx.array) -> mx.array:
 def _plan(arrays: Sequence[Spec]) -> Plan:
     gate, x = arrays
     _TAKES.check(gate, x)
-    # Of its gradients MLX makes five.
-    by_mlx = device_of().gpu and not current.get().sparing
-    why = "MLX makes one kernel of it on a GPU" if by_mlx else None
+    why = "MLX makes one kernel of it on a GPU" if by_mlx() else None
     choice = choose("swiglu", empty=None if x.size else "x is empty", reason=why)
     if choice.path == "reference":
         return Plan(choice, _stock)
