@@ -55,7 +55,7 @@ class Depths:
     that guess for nothing are asked without rounds, too, and the text says what was right. A
     new length waits until guesses have saved its capture, or would have.
 
-    What rounds of ``model`` cost is known from one text to the next. Unless the depth is
+    The cost of rounds of ``model`` is known from one text to the next. Unless the depth is
     ``measured``, it is ``most`` wherever there is room.
     """
 
