@@ -53,6 +53,9 @@ from mlx_qlayers.metal.quantized_matmul.tile import Tile
 from mlx_qlayers.metal.records import RECORDS
 from mlx_qlayers.metal.rotary.launch import rotary_embedding
 from mlx_qlayers.ops import exp
+from mlx_qlayers.ops.add_low_rank import add_low_rank
+from mlx_qlayers.ops.linear_cross_entropy import linear_cross_entropy
+from mlx_qlayers.ops.swiglu import swiglu
 from mlx_qlayers.options import (
     AttentionCall,
     Clipped,
@@ -65,7 +68,7 @@ from mlx_qlayers.options import (
     Scores,
 )
 from mlx_qlayers.runtime import Kernel, KernelError
-from mlx_qlayers.runtime.backend import use_backend
+from mlx_qlayers.runtime.backend import current, use_backend, within
 from mlx_qlayers.runtime.devices import device_of
 from mlx_qlayers.runtime.devices.record import most_threads
 from mlx_qlayers.runtime.spec import Spec
@@ -85,7 +88,13 @@ def device(request, machine, monkeypatch):
     """A GPU that is not here: launches are checked and bound, nothing runs."""
     machine(request.param)
     module = import_module(f"mlx_qlayers.runtime.{request.param}")
-    monkeypatch.setattr(module, "bind", lambda launch: lambda arrays: [])
+
+    def bind(launch):
+        outputs = zip(launch.output_shapes, launch.output_dtypes, strict=True)
+        made = [mx.zeros(*each) for each in outputs]
+        return lambda arrays: made
+
+    monkeypatch.setattr(module, "bind", bind)
     with use_backend(request.param):
         yield request.param
 
@@ -287,6 +296,18 @@ def test_rotary_and_elementwise(device):
             rotary_embedding(q, k, offset, Rotation(dims, base=base), 4)
         x = Spec((41, dims), dtype)
         exp.bind(exp.FORWARD, x), exp.bind(exp.STRIDED, x), exp.bind(exp.GRADIENT, x, x)
+
+
+def test_adapters_and_their_training(device):
+    """Launches are bound where operations are planned, of arrays that nothing is computed from."""
+    for dtype, rank, k in itertools.product(DTYPES, (1, 8, 32), (70, 512)):
+        x, y, a, b = (mx.zeros(s, dtype) for s in ((9, k), (9, 96), (k, rank), (rank, 96)))
+        add_low_rank(y, x, a, b)
+        with within(current, current.get()._replace(sparing=True)):
+            swiglu(x, x)
+    for dtype, words in itertools.product(DTYPES, (64, 1001)):
+        x, weight = mx.zeros((5, 32), dtype), mx.zeros((words, 32), dtype)
+        mx.value_and_grad(linear_cross_entropy)(x, mx.zeros((5,), mx.int32), weight)
 
 
 def test_deformable(device):

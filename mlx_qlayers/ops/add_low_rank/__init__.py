@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from ...dispatch import Gradient, Operation, Plan, choose, dispatch
 from ...metal.common.kernels import constants, large_kernel, without
+from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
@@ -86,6 +87,8 @@ def _launch(
     """
     (rows, columns), rank = size, template["R"]
     width, blocks = 1 if columns % 4 else 4, -(-rank // _BLOCK)
+    if kernel is DOWN and device_of().few_registers:
+        width = min(width, 2)  # more are refused on M1 and M2
     threads, resident = _OUTER if kernel is OUTER else _THREADS
     across = -(-columns // ((32 if kernel is OUTER else threads) * width))
     grid = across, -(-rows // _TALL), 1
