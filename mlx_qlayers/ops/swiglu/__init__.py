@@ -64,7 +64,7 @@ def bind(kernel: Kernel, *inputs: Spec) -> Bound:
 
 
 def by_mlx() -> bool:
-    """Whether MLX has a kernel for it: of gradients it makes five, and its bits are no product's."""
+    """Whether MLX has a kernel for it: gradients take five, and its bits are no product's."""
     now = current.get()
     return device_of().gpu and not (now.sparing or (now.invariant and device_of().tensor_cores))
 
