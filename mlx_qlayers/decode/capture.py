@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from .graph import Graph, Node, Size, Spec, Value, resolved
+from .marks import mark_of
 from .snapshot import alike
 from .twin import arrays_of, contents, leaves, twin
 
@@ -293,7 +294,8 @@ class Solver:
                 arg = self.number(one["arguments"], other["arguments"])
             except Differs as error:
                 raise Differs(f"{one['name']}: {error}") from None
-            self._put(Node(one["name"], src, arg, outputs), one["outputs"], other["outputs"])
+            node = _marked(Node(one["name"], src, arg, outputs))
+            self._put(node, one["outputs"], other["outputs"])
         if next(others, None) is not None:
             raise Differs(_BRANCH)
 
@@ -317,6 +319,17 @@ class Solver:
 
 _START = "start_position"
 _BRANCH = "its code takes another branch for another batch size or position"
+
+
+def _marked(node: Node) -> Node:
+    """The node that a mark stands for; any other node itself."""
+    last = node.src[-1] if node.op == "Depends" else None
+    found = mark_of(last.arg[0].array) if last and last.op == "Constant" else None
+    if found is None:
+        return node
+    op, arg, there = found
+    src = iter(node.src[len(node.outputs) :])
+    return Node(op, tuple(next(src) if each else None for each in there), arg, node.outputs)
 
 
 def _frozen(value: Any) -> Any:

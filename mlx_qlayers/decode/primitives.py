@@ -16,8 +16,7 @@ import mlx.core as mx
 from .. import formats
 from ..dispatch import Operation
 from ..runtime.devices import device_of
-from .graph import Node, number_of
-from .twin import FIRST_GROUP, GROUPS
+from .graph import Node
 
 MODES = tuple(formats.MODES)
 
@@ -129,15 +128,6 @@ def _rows(x: mx.array, *rest: Any) -> mx.array:
     return y.reshape(shape)
 
 
-def _depends(node: Node) -> Call:
-    """The first array; or its sum over ranks, see :mod:`.twin`."""
-    number = number_of(node.src[-1])
-    if not isinstance(number, int) or not 0 <= number - FIRST_GROUP < len(GROUPS):
-        return Call(_first)
-    group = GROUPS[number - FIRST_GROUP]
-    return Call(lambda x, _: mx.distributed.all_sum(x, group=group))
-
-
 def _convolution(node: Node) -> Call:
     *lists, groups, flip = node.arg
     stride, low, high, kernel, inputs = ([*each] for each in lists)
@@ -160,12 +150,11 @@ def gathered(node: Node, product: Callable[..., mx.array]) -> Callable[..., mx.a
 
 
 def _rope(node: Node) -> Call:
-    dims, traditional, base, scale, _ = node.arg
-    own = None if len(node.src) > 2 else base
+    dims, traditional, base, scale = node.arg
 
-    def call(x: mx.array, offset: mx.array, freqs: mx.array | None = None) -> mx.array:
+    def call(x: mx.array, offset: mx.array, freqs: mx.array | None) -> mx.array:
         return mx.fast.rope(
-            x, dims, traditional=traditional, base=own, scale=scale, offset=offset, freqs=freqs
+            x, dims, traditional=traditional, base=base, scale=scale, offset=offset, freqs=freqs
         )
 
     return Call(call)
@@ -228,6 +217,7 @@ _BITS = mx.bitwise_and, mx.bitwise_or, mx.bitwise_xor, mx.left_shift, mx.right_s
 CALLS: dict[str, Entry] = {
     **{"".join(map(str.capitalize, n.split("_"))): Call(getattr(mx, n)) for n in _PLAIN},
     "AddMM": lambda node: Call(lambda a, b, c: mx.addmm(c, a, b, *node.arg)),
+    "AllSum": lambda node: Call(partial(mx.distributed.all_sum, group=node.arg[0])),
     "Arange": lambda node: Call(partial(mx.arange, dtype=node.dtype), tuple),
     "At": _positions,
     "ArgPartition": Call(mx.argpartition, tuple),
@@ -239,7 +229,7 @@ CALLS: dict[str, Entry] = {
     "Concatenate": lambda node: Call(lambda *some: mx.concatenate([*some], node.arg[0])),
     "Convolution": _convolution,
     "Copy": Call(_first),
-    "Depends": _depends,
+    "Depends": Call(_first),
     "ExpandDims": Call(mx.expand_dims, _ONE),
     "Flatten": Call(mx.flatten, tuple),
     "Full": Call(mx.broadcast_to, _whole, shaped=True),

@@ -1,7 +1,7 @@
 """Copies of models and caches with other arrays: a capture runs them, so that neither changes.
 
 A twin of a model has the stock classes of its modules, so a capture shows one form whatever was
-converted. Primitives that the exporter cannot write are spelled otherwise, with the same values.
+converted. Its code calls some functions of MLX and mlx-lm as :mod:`.marks` has them.
 """
 
 from __future__ import annotations
@@ -15,19 +15,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..formats import MODES
 from ..layers.qlinear import Counterpart
 from ..reference.hadamard import rotated_heads
+from . import marks
+from .snapshot import OTHERS
 
 # From the path of an array and the array itself to what takes its place.
 Swap = Callable[[str, mx.array], mx.array]
 # The attributes of classes that stand in for others, which hold the class that they were made of.
 _MADE_OF = ("_patches", "_fuses", "_shards")
-# The groups of ranks over which captured steps add up, and what a node of the first depends on.
-GROUPS: list[Any] = []
-FIRST_GROUP = 0x5EED_0000
-# The first of the numbers that rows of an embedding depend on; the others are its format.
-EMBEDDING = 0x5EED_1000
 
 
 def twin(value: Any, swap: Swap, path: str = "", made: dict[int, Any] | None = None) -> Any:
@@ -113,21 +109,6 @@ def stock_class(cls: Any) -> Any:
     return cls
 
 
-class Embedding(nn.QuantizedEmbedding):
-    """Gives zeros that depend on what its rows are made of, and on a number that says so.
-
-    MLX has no primitive for unpacking on a CPU, and does it in ways that cannot all be written.
-    """
-
-    def __call__(self, x: mx.array) -> mx.array:
-        packed = [self[name] for name in ("weight", "scales", "biases") if name in self]
-        width = self["weight"].shape[1] * 32 // self.bits
-        dtype = self["scales"].dtype if self.mode == "affine" else mx.bfloat16
-        kind = mx.array([EMBEDDING, self.group_size, self.bits, [*MODES].index(self.mode)])
-        (rows,) = mx.depends([mx.zeros((*x.shape, width), dtype)], [x, *packed, kind])
-        return rows
-
-
 class _Instead:
     """A module of MLX's, with other things by some of its names."""
 
@@ -136,14 +117,6 @@ class _Instead:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-def _all_sum(x: mx.array, *, group: Any = None, **options: Any) -> mx.array:
-    """An array like ``x``, not the sum over ranks, that depends on the number of their group."""
-    numbers = [i for i, each in enumerate(GROUPS) if each is group] or [len(GROUPS)]
-    GROUPS[numbers[0] :] = GROUPS[numbers[0] :] or [group]
-    (y,) = mx.depends([x], [mx.array(FIRST_GROUP + numbers[0])])
-    return y
 
 
 def _product(
@@ -155,10 +128,12 @@ def _product(
 
 
 # The exporter cannot write some operations: these are spelled otherwise, with the same values.
+_FAST = "rms_norm", "layer_norm", "rope", "scaled_dot_product_attention"
 _EXPORTED = _Instead(
     mx,
-    distributed=_Instead(mx.distributed, all_sum=_all_sum),
+    distributed=_Instead(mx.distributed, all_sum=marks.all_sum),
     contiguous=lambda x, *args, **options: x,
+    fast=_Instead(mx.fast, **{name: getattr(marks, name) for name in _FAST}),
 )
 _PRODUCTS = _Instead(mx, quantized_matmul=_product)
 
@@ -188,17 +163,12 @@ def _in_formats(
     return turn(attend(turn(queries), keys, values, scale, mask, own["group_size"], bits))
 
 
-def _by_operators(update: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """mlx-lm's gated delta rule without its kernel for Metal, which the exporter cannot write."""
-    return update(*args, **{**options, "use_kernel": False})
-
-
 # By the names of globals, what makes a twin's version of them.
 _OTHERWISE: dict[str, Callable[[Any], Any]] = {
     "mx": lambda module: _EXPORTED if module is mx else module,
     "sum_gradients": lambda _: lambda group: lambda x: x,  # it changes gradients alone
     "scaled_dot_product_attention": lambda attend: partial(_in_formats, attend),
-    "gated_delta_update": lambda update: partial(_by_operators, update),
+    **dict.fromkeys(("gated_delta_ops", "gated_delta_kernel"), lambda _: marks.gated_delta),
 }
 
 
@@ -215,6 +185,11 @@ class _Scope(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         value = self.names[name]
+        if (
+            isinstance(value, FunctionType)
+            and (value.__module__ or "").partition(".")[0] not in OTHERS
+        ):
+            value = rebound(value, _scope_of(value))
         return _OTHERWISE[name](value) if name in _OTHERWISE else value
 
 
@@ -226,6 +201,11 @@ class _Made(threading.local):
 
 
 _made = _Made()
+
+
+def _scope_of(function: FunctionType) -> _Scope:
+    names = function.__globals__
+    return _made.scopes.setdefault(id(names), _Scope(names))
 
 
 def assigned() -> list[str]:
@@ -240,15 +220,12 @@ def assigned() -> list[str]:
 def _exported(cls: Any) -> Any:
     """The class for a twin of a module: its methods, as they are now, in other scopes."""
     if cls is nn.QuantizedEmbedding:
-        return Embedding
+        return marks.Embedding
     bases = reversed([each for each in cls.__mro__ if each not in nn.Module.__mro__])
     methods = {name: each for base in bases for name, each in vars(base).items()}
     key = cls, *((n, m) for n, m in methods.items() if isinstance(m, FunctionType))
     if key not in _made.classes:
-        body = {}
-        for name, method in key[1:]:
-            scope = _made.scopes.setdefault(id(method.__globals__), _Scope(method.__globals__))
-            body[name] = rebound(method, scope)
+        body = {name: rebound(method, _scope_of(method)) for name, method in key[1:]}
         _made.classes[key] = type(cls.__name__, (cls,), body)
     return _made.classes[key]
 

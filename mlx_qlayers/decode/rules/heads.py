@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any, NamedTuple
 
+import mlx.core as mx
+
 from ...options import Rotation
-from ..graph import Node, P, Pattern, Rule, Spec, fits
-from .rotary import finite
+from ..graph import Node, P, Pattern, Rule, Spec, Value, fits
 
 # The axes of (B, H, L, D) as (B, L, H, D), and back.
 _TURN = 0, 2, 1, 3
@@ -100,6 +101,15 @@ def turned_heads(node: Node) -> Node:
     return Node("Transpose", (node,), (_TURN,), (Spec(shape, node.dtype),))
 
 
+def finite(freqs: Node | None) -> Node | None:
+    """Reciprocals of rates as this package's kernels take them: infinite ones are none."""
+    if freqs is None:
+        return None
+    most = Node("Constant", (), (_MOST,), (Spec((), mx.float32),))
+    return Node("Minimum", (freqs, most), (), freqs.outputs)
+
+
+_MOST = Value(mx.array(1e30))
 _SCALED = P("Multiply(x, -scale)")
 
 
@@ -127,9 +137,9 @@ def turned(q: Node, k: Node, at: Callable[[Node | None], bool]) -> Turned:
     if one is not None and other is not None:
         if (one.arg, one.src[1:]) != (other.arg, other.src[1:]) or not at(one.src[1]):
             return given
-        dims, traditional, base, factor, _ = one.arg
-        freqs = finite(one.src[2] if len(one.src) > 2 else None)
-        rotation = Rotation(dims, traditional, None if freqs else base, factor)
+        dims, traditional, base, factor = one.arg
+        freqs = finite(one.src[2])
+        rotation = Rotation(dims, traditional, base, factor)
         given = Turned(of_q.rows(), of_k.rows(), scale, rotation, freqs=freqs)
     elif one is not other:
         return given

@@ -7,16 +7,12 @@ what an ``Attention`` node does, and the number of rows ahead of each sequence, 
 
 from __future__ import annotations
 
-import mlx.core as mx
-
 from ..capture import Unsupported
 from ..graph import Graph, Node, P, Rule, rewrite
-from .attention import ATTENTION
 from .attention_step import BATCHES, TracedCaches
-from .canonical import FAST, UNBROADCAST
+from .canonical import NORMS, UNBROADCAST
 from .padded import PaddedGraph, padded
 from .products import PRODUCT
-from .rotary import ROTARY
 
 
 def _alone(root: Node) -> Node:
@@ -32,20 +28,13 @@ def _gathered(root: Node) -> Node:
 _ALONE: list[Rule] = [(P("Products"), _alone), (P("GatherQMM"), _gathered)]
 
 
-def _scale(attention: Node) -> float:
-    """The scale of scores as a model's code has it: what MLX spells out has it in q's dtype."""
-    scale, q = attention.arg[0], attention.src[0]
-    usual: float = q.shape[-1] ** -0.5
-    return usual if mx.array(usual, q.dtype).item() == scale else scale
-
-
 def invariant(graph: Graph, caches: TracedCaches) -> PaddedGraph:
     """A captured step with positions as an array, whose rows have the bits of those of prompts.
 
     Raises:
         Unsupported: something takes positions or paddings in a way that is not known.
     """
-    for rules in ([*UNBROADCAST, *ROTARY, *FAST, *ATTENTION], PRODUCT, _ALONE):
+    for rules in ([*UNBROADCAST, *NORMS], PRODUCT, _ALONE):
         graph = rewrite(graph, rules)
     made = padded(graph, caches)
     nodes = made.graph.nodes()
@@ -53,7 +42,7 @@ def invariant(graph: Graph, caches: TracedCaches) -> PaddedGraph:
     if padding is None and any(kind in BATCHES for kind, *_ in caches.keys):
         raise Unsupported("paddings of a batch are not known")
     places = {
-        node: node.like("AttentionFrom", *node.src, padding, arg=(_scale(node), node.arg[1]))
+        node: node.like("AttentionFrom", *node.src, padding, arg=node.arg)
         for node in nodes
         if node.op == "Attention"
     }

@@ -13,11 +13,9 @@ import mlx.core as mx
 from ...metal.attention.decode import MAX_QUERIES
 from ...options import Rotation
 from ..graph import Graph, Node, Pattern, Rule, Size, Spec, first_rows, rewrite
-from .attention import of_heads
 from .attention_step import of_packed
-from .heads import VIEWS, turned_heads
+from .heads import VIEWS, finite, turned_heads
 from .masks import Shown, shown
-from .rotary import finite
 
 
 def serial(graph: Graph) -> Graph:
@@ -57,7 +55,7 @@ def _by_rows(root: Node, counts: dict[Any, Node]) -> Node | None:
     if mask is not None and not _is_causal(mask, length, count):
         return None
     held = counts.setdefault(count, Node("Numbers", (), ((count,),), (Spec((1,), mx.int32),)))
-    arg = root.arg[0], mask is not None
+    arg = root.arg[0], root.arg[1] or mask is not None
     return root.like("AttentionRows", q, of_k, of_v, None, sinks, held, arg=arg)
 
 
@@ -70,7 +68,7 @@ def _packed(root: Node) -> Node | None:
     # Keys have groups of the same size.
     if size * k[1].shape[3] != width or length > MAX_QUERIES:
         return None
-    whole = None if mask is None else of_heads(mask)
+    whole = None if mask is None else _of_heads(mask)
     while mask is not None and mask.op in ("Broadcast", "ExpandDims", "Unflatten"):
         mask = mask.src[0]
     causal = mask is not None and _is_causal(mask, length, k[0].shape[2])
@@ -80,6 +78,15 @@ def _packed(root: Node) -> Node | None:
     arg, seen = (found.scale, causal, len(k), len(found.values)), None if causal else whole
     node = Node("AttentionPacked", (found.q, *k, *found.values, seen, None), arg, (out,))
     return Node("Reshape", (node,), (root.shape,), root.outputs)
+
+
+def _of_heads(mask: Node) -> Node | None:
+    """A mask as it was before its heads were split into those of keys and their shares."""
+    while mask.op in ("Broadcast", "ExpandDims", "Unflatten") and len(mask.shape) != 4:
+        mask = mask.src[0]
+    if mask.op == "ExpandDims" and len(mask.src[0].shape) == 4:
+        mask = mask.src[0]
+    return mask if len(mask.shape) <= 4 else None
 
 
 def _is_causal(mask: Node, length: int, count: Size) -> bool:
@@ -101,12 +108,10 @@ def _turned(q: Node, k: Node | None) -> dict[Node, Node]:
     """One node for the rotary embeddings of queries and keys, where these are the same."""
     if k is None or (q.op, q.arg, q.src[1:]) != (k.op, k.arg, k.src[1:]) or k.op != "RoPE":
         return {}
-    dims, traditional, base, scale, _ = q.arg
-    offset, *freqs = q.src[1:]
+    _, offset, freqs = q.src
     if len(q.shape) != 4 or not mx.issubdtype(offset.dtype, mx.integer):
         return {}
-    rotation = Rotation(dims, traditional, None if freqs else base, scale)
     rows = turned_heads(q.src[0]), turned_heads(k.src[0])
-    src = *rows, offset, finite(freqs[0] if freqs else None)
-    both = Node("Rotary", src, tuple(rotation), (*q.outputs, *k.outputs))
+    src = *rows, offset, finite(freqs)
+    both = Node("Rotary", src, tuple(Rotation(*q.arg)), (*q.outputs, *k.outputs))
     return {q: both.item(0), k: both.item(1)}

@@ -1,0 +1,98 @@
+"""Calls that a captured graph has as one node each, whatever MLX makes of them.
+
+On a CPU MLX spells out ``mx.fast`` operations and unpacking, in ways that cannot all be written by
+its exporter. So a twin's code (:mod:`.twin`) calls the functions of this file: each gives the
+results of the stock function, or zeros like them, that depend on what the node takes and on a
+number. Where :mod:`.capture` finds such a number, the node takes the place of all that is ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+# Operation, arguments and which sources are there, of each node so far, and its number.
+_numbers: dict[tuple[str, tuple[Any, ...], tuple[bool, ...]], int] = {}
+_count = count()
+_SIGN = 0x5EED_0000
+
+
+def marked(
+    op: str, arg: tuple[Any, ...], results: Sequence[mx.array], *src: mx.array | None
+) -> list[mx.array]:
+    """Arrays of which a captured graph knows that they are those of a node."""
+    key = op, arg, tuple(each is not None for each in src)
+    number = _numbers.setdefault(key, next(_count))
+    given = [each for each in src if each is not None]
+    return mx.depends([*results], [*given, mx.array([_SIGN, number])])
+
+
+def mark_of(array: mx.array) -> tuple[str, tuple[Any, ...], tuple[bool, ...]] | None:
+    """The operation, arguments and sources that are there of what a constant marks."""
+    if array.shape != (2,) or array.dtype != mx.int32:
+        return None
+    found: Any = array.tolist()
+    sign, number = found
+    return next((key for key, n in _numbers.items() if n == number and sign == _SIGN), None)
+
+
+def _cast(like: mx.array, *arrays: mx.array | None) -> list[mx.array | None]:
+    """Arrays as MLX has them for a result: in its dtype, but for masks of truth values."""
+    return [a if a is None or a.dtype == mx.bool_ else a.astype(like.dtype) for a in arrays]
+
+
+def rms_norm(x: mx.array, weight: mx.array | None, eps: float, **_: Any) -> mx.array:
+    made = mx.fast.rms_norm(x, weight, eps)
+    return marked("RMSNorm", (eps,), [made], *_cast(made, x, weight))[0]
+
+
+def layer_norm(
+    x: mx.array, weight: mx.array | None, bias: mx.array | None, eps: float, **_: Any
+) -> mx.array:
+    made = mx.fast.layer_norm(x, weight, bias, eps)
+    return marked("LayerNorm", (eps,), [made], *_cast(made, x, weight, bias))[0]
+
+
+def rope(a: mx.array, dims: int, *, offset: Any, freqs: Any = None, **options: Any) -> mx.array:
+    made = mx.fast.rope(a, dims, offset=offset, freqs=freqs, **options)
+    at = offset if isinstance(offset, mx.array) else mx.array(offset)
+    base, scale = (x if x is None else float(x) for x in (options["base"], options["scale"]))
+    arg = dims, options["traditional"], base, scale
+    return marked("RoPE", arg, [made], a, at, freqs)[0]
+
+
+def scaled_dot_product_attention(
+    q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: Any = None, sinks: Any = None
+) -> mx.array:
+    made = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
+    causal, shown = isinstance(mask, str), mask if isinstance(mask, mx.array) else None
+    return marked("Attention", (scale, causal), [made], *_cast(made, q, k, v, shown, sinks))[0]
+
+
+def all_sum(x: mx.array, *, group: Any = None, **_: Any) -> mx.array:
+    return marked("AllSum", (group,), [x], x)[0]
+
+
+def gated_delta(
+    q: mx.array, k: mx.array, v: mx.array, *others: mx.array | None
+) -> Sequence[mx.array]:
+    from mlx_lm.models.gated_delta import gated_delta_ops
+
+    made = gated_delta_ops(q, k, v, *others)  # type: ignore[arg-type]
+    known = q.dtype == k.dtype == v.dtype
+    return marked("GatedDelta", (None,), made, q, k, v, *others) if known else made
+
+
+class Embedding(nn.QuantizedEmbedding):
+    """Looks up rows of a packed matrix."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        w, scales, *biases = (self[n] for n in ("weight", "scales", "biases") if n in self)
+        dtype = scales.dtype if self.mode == "affine" else mx.bfloat16
+        rows = mx.zeros((*x.shape, w.shape[1] * 32 // self.bits), dtype)
+        arg = self.group_size, self.bits, self.mode
+        return marked("Embedding", arg, [rows], x, w, scales, *(biases or [None]))[0]
