@@ -107,6 +107,8 @@ class Trace:
         own = [twin(cache, swap, f"cache.{i}", made) for i, cache in enumerate(self.own)]
         for (number, name), value in self.setting.counters.items():
             vars(own[number])[name] = value
+        for number, c in enumerate(own):
+            vars(c)["number"] = number  # by which masks tell whose they are
         seen = [dict(vars(c)) for c in own]
         logits = model(tokens, cache=twin([*self.caches], swap, "", made))
         if not isinstance(logits, mx.array):

@@ -8,12 +8,14 @@ number. Where :mod:`.capture` finds such a number, the node takes the place of a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from ..reference.hadamard import rotated_heads
 
 # Operation, arguments and which sources are there, of each node so far, and its number.
 _numbers: dict[tuple[str, tuple[Any, ...], tuple[bool, ...]], int] = {}
@@ -71,6 +73,46 @@ def scaled_dot_product_attention(
     made = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
     causal, shown = isinstance(mask, str), mask if isinstance(mask, mx.array) else None
     return marked("Attention", (scale, causal), [made], *_cast(made, q, k, v, shown, sinks))[0]
+
+
+def attention(
+    stock: Callable[..., mx.array],
+    q: mx.array,
+    k: Any,
+    v: Any,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-lm's, to keys and values that are packed in any formats as well."""
+    own = {} if cache is None else vars(cache)
+    if "bits" not in own:
+        return stock(q, k, v, cache=cache, scale=scale, mask=mask, sinks=sinks)
+    if sinks is not None:
+        raise ValueError("packed keys, and sinks")
+    turn: Callable[[mx.array], mx.array] = rotated_heads if own.get("hadamard") else lambda x: x
+    made = mx.zeros((*q.shape[:3], v[1].shape[-1] * own["group_size"]), q.dtype)
+    causal, shown = isinstance(mask, str), mask if isinstance(mask, mx.array) else None
+    arg, src = (scale, causal, len(k), len(v)), (turn(q), *k, *v, shown, None)
+    return turn(marked("AttentionPacked", arg, [made], *src)[0])
+
+
+def attention_mask(
+    stock: Callable[..., Any],
+    h: mx.array,
+    cache: Any = None,
+    window_size: int | None = None,
+    return_array: bool = False,
+) -> Any:
+    """mlx-lm's, with what it shows: number of a cache, window or 0, and whether rows are padded."""
+    mask = stock(h, cache, window_size=window_size, return_array=return_array)
+    own = getattr(cache, "__dict__", {})
+    if not isinstance(mask, mx.array) or "number" not in own or "chunk_size" in own:
+        return mask
+    window = window_size or own.get("max_size", 0)
+    arg = own["number"], window, "left_padding" in own
+    return marked("Mask", arg, [mask], mask)[0]
 
 
 def all_sum(x: mx.array, *, group: Any = None, **_: Any) -> mx.array:

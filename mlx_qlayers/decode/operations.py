@@ -33,10 +33,11 @@ def _attention(node: Node, values: Mapping[str, int]) -> Dispatched:
 
 
 def _attention_from(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
-    scale, causal = node.arg
+    scale, causal, *parts = node.arg
 
-    def attend(q: mx.array, k: mx.array, v: mx.array, *rest: mx.array | None) -> mx.array:
-        mask, sinks, starts = rest
+    def attend(q: mx.array, *rest: Any) -> mx.array:
+        *arrays, mask, sinks, starts = rest
+        k, v = (tuple(arrays[:3]), tuple(arrays[3:])) if parts else arrays
         starts = mx.zeros((len(q),), mx.int32) if starts is None else starts.astype(mx.int32)
         seen = "causal" if causal else mask
         return attention_from(starts, q, k, v, scale=scale, mask=seen, sinks=sinks)

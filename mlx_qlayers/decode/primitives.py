@@ -242,6 +242,7 @@ CALLS: dict[str, Entry] = {
     "Log": _one_of(mx.log2, mx.log10, mx.log),
     "LogAddExp": Call(mx.logaddexp),
     "LogSumExp": Call(partial(mx.logsumexp, axis=-1, keepdims=True)),
+    "Mask": Call(_first),
     "Numbers": lambda node: Call(
         lambda numbers: mx.array(numbers, node.dtype).reshape(node.shape), _whole
     ),

@@ -16,7 +16,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..layers.qlinear import Counterpart
-from ..reference.hadamard import rotated_heads
 from . import marks
 from .snapshot import OTHERS
 
@@ -119,14 +118,6 @@ class _Instead:
         return getattr(self._module, name)
 
 
-def _product(
-    *arrays: mx.array, transpose: bool, group_size: int, bits: tuple[int, int]
-) -> mx.array:
-    """A product with keys, or with values, each in bits of its own."""
-    product: Any = mx.quantized_matmul
-    return product(*arrays, transpose, group_size, bits[not transpose])
-
-
 # The exporter cannot write some operations: these are spelled otherwise, with the same values.
 _FAST = "rms_norm", "layer_norm", "rope", "scaled_dot_product_attention"
 _EXPORTED = _Instead(
@@ -135,39 +126,12 @@ _EXPORTED = _Instead(
     contiguous=lambda x, *args, **options: x,
     fast=_Instead(mx.fast, **{name: getattr(marks, name) for name in _FAST}),
 )
-_PRODUCTS = _Instead(mx, quantized_matmul=_product)
-
-
-def _in_formats(
-    attend: Callable[..., mx.array],
-    queries: mx.array,
-    keys: Any,
-    values: Any,
-    cache: Any,
-    scale: float,
-    mask: Any,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """mlx-lm's attention, by a cache whose keys and values are in formats that it does not take."""
-    own = {} if cache is None else vars(cache)
-    if "v_bits" not in own:
-        return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-    if sinks is not None:
-        raise ValueError("packed keys, and sinks")
-    from mlx_lm.models import base
-
-    turn: Callable[[mx.array], mx.array] = rotated_heads if own["hadamard"] else lambda x: x
-    stock = base.quantized_scaled_dot_product_attention
-    attend = rebound(stock, {**stock.__globals__, "mx": _PRODUCTS})
-    bits = own["bits"], own["v_bits"]
-    return turn(attend(turn(queries), keys, values, scale, mask, own["group_size"], bits))
-
-
 # By the names of globals, what makes a twin's version of them.
 _OTHERWISE: dict[str, Callable[[Any], Any]] = {
     "mx": lambda module: _EXPORTED if module is mx else module,
     "sum_gradients": lambda _: lambda group: lambda x: x,  # it changes gradients alone
-    "scaled_dot_product_attention": lambda attend: partial(_in_formats, attend),
+    "scaled_dot_product_attention": lambda attend: partial(marks.attention, attend),
+    "create_attention_mask": lambda make: partial(marks.attention_mask, make),
     **dict.fromkeys(("gated_delta_ops", "gated_delta_kernel"), lambda _: marks.gated_delta),
 }
 

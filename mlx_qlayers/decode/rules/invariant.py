@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..capture import Unsupported
 from ..graph import Graph, Node, P, Rule, rewrite
-from .attention_step import BATCHES, TracedCaches
+from .attention_step import ATTENTIONS, BATCHES, TracedCaches
 from .canonical import NORMS, UNBROADCAST
 from .padded import PaddedGraph, padded
 from .products import PRODUCT
@@ -44,6 +44,6 @@ def invariant(graph: Graph, caches: TracedCaches) -> PaddedGraph:
     places = {
         node: node.like("AttentionFrom", *node.src, padding, arg=node.arg)
         for node in nodes
-        if node.op == "Attention"
+        if node.op in ATTENTIONS
     }
     return made._replace(graph=made.graph.replaced(places))

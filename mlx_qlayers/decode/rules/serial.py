@@ -13,9 +13,8 @@ import mlx.core as mx
 from ...metal.attention.decode import MAX_QUERIES
 from ...options import Rotation
 from ..graph import Graph, Node, Pattern, Rule, Size, Spec, first_rows, rewrite
-from .attention_step import of_packed
+from .attention_step import shown
 from .heads import VIEWS, finite, turned_heads
-from .masks import Shown, shown
 
 
 def serial(graph: Graph) -> Graph:
@@ -27,12 +26,11 @@ def serial(graph: Graph) -> Graph:
             new = _update(k)[1]
             # Keys that several layers share were turned with the queries of the first.
             places |= {} if new in places else _turned(q, new)
-        if node.op == "QuantizedMatmul" and (packed := _packed(node)) is not None:
-            places[node] = packed
     counts: dict[Any, Node] = {}
     by_rows: Rule = Pattern(("Attention",)), lambda root: _by_rows(root, counts)
     normed: Rule = Pattern(("Products",)), _normed_first
-    return rewrite(graph.replaced(places), [*VIEWS, by_rows, normed])
+    packed: Rule = Pattern(("AttentionPacked",)), _packed
+    return rewrite(graph.replaced(places), [*VIEWS, by_rows, packed, normed])
 
 
 def _normed_first(root: Node) -> Node | None:
@@ -60,40 +58,19 @@ def _by_rows(root: Node, counts: dict[Any, Node]) -> Node | None:
 
 
 def _packed(root: Node) -> Node | None:
-    """Attention to the rows of a quantized cache, which are read packed."""
-    found, (size, _, mode, _) = of_packed(root), root.arg
-    if found is None or mode != 0:
+    """Attention to packed rows, whose mask may be a rule."""
+    *others, mask, sinks = root.src
+    scale, _, *parts = root.arg
+    if not _is_causal(mask, root.shape[2], others[1].shape[2]):
         return None
-    (batch, heads, length, width), mask, k = found.q.shape, found.mask, found.keys
-    # Keys have groups of the same size.
-    if size * k[1].shape[3] != width or length > MAX_QUERIES:
-        return None
-    whole = None if mask is None else _of_heads(mask)
-    while mask is not None and mask.op in ("Broadcast", "ExpandDims", "Unflatten"):
-        mask = mask.src[0]
-    causal = mask is not None and _is_causal(mask, length, k[0].shape[2])
-    if mask is not None and not causal and (whole is None or whole.dtype != mx.bool_):
-        return None
-    out = Spec((batch, heads, length, root.shape[-1]), root.dtype)
-    arg, seen = (found.scale, causal, len(k), len(found.values)), None if causal else whole
-    node = Node("AttentionPacked", (found.q, *k, *found.values, seen, None), arg, (out,))
-    return Node("Reshape", (node,), (root.shape,), root.outputs)
+    return root.like(root.op, *others, None, sinks, arg=(scale, True, *parts))
 
 
-def _of_heads(mask: Node) -> Node | None:
-    """A mask as it was before its heads were split into those of keys and their shares."""
-    while mask.op in ("Broadcast", "ExpandDims", "Unflatten") and len(mask.shape) != 4:
-        mask = mask.src[0]
-    if mask.op == "ExpandDims" and len(mask.src[0].shape) == 4:
-        mask = mask.src[0]
-    return mask if len(mask.shape) <= 4 else None
-
-
-def _is_causal(mask: Node, length: int, count: Size) -> bool:
+def _is_causal(mask: Node | None, length: int, count: Size) -> bool:
     """Whether each of the last tokens of a cache sees those up to itself."""
-    first = count._replace(const=count.const - length)
-    seen = shown(mask, first, 0, length, lambda name: False)
-    return mask.shape[-2:] == (length, count) and seen == Shown(causal=length > 1)
+    seen = shown(mask)
+    causal = seen is not None and not any(seen[1:])
+    return causal and mask is not None and mask.shape[-2:] == (length, count)
 
 
 def _update(rows: Node) -> tuple[Node | None, Node | None]:
