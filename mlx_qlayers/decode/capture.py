@@ -9,7 +9,6 @@ from __future__ import annotations
 import linecache
 import traceback
 from collections.abc import Iterator, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -64,10 +63,6 @@ class Captured(NamedTuple):
 class Trace:
     """The records of one run of a model's code.
 
-    Attributes:
-        unsorted: the largest batch at which mlx-lm leaves rows in their order, if it does so here:
-            it sorts them by experts where 64 or more were chosen.
-
     Raises:
         Unsupported: the code cannot be captured; the reason names a line or a primitive.
     """
@@ -91,9 +86,6 @@ class Trace:
                 raise Unsupported("the model draws random numbers of mlx.random in a call")
             if each["name"] == "CustomKernel":  # no call can be made of its text
                 raise Unsupported(f"the model launches a kernel of its own: {each['arguments'][0]}")
-        gathered = (r for r in self.primitives if r["name"] in ("GatherQMM", "GatherMM"))
-        chosen = max((prod(r["inputs"][-1][1]) for r in gathered), default=0)
-        self.unsorted = 63 * setting.batch // chosen if 0 < chosen < 64 else None
 
     def _run(self, tokens: mx.array, *arrays: mx.array) -> list[mx.array]:
         tracers = dict(zip(self.given, arrays, strict=True))

@@ -13,7 +13,6 @@ from itertools import count
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from ..reference.hadamard import rotated_heads
 
@@ -129,12 +128,57 @@ def gated_delta(
     return marked("GatedDelta", (None,), made, q, k, v, *others) if known else made
 
 
-class Embedding(nn.QuantizedEmbedding):
-    """Looks up rows of a packed matrix."""
+def embedding(layer: Any, x: mx.array) -> mx.array:
+    """``QuantizedEmbedding.__call__``."""
+    w, scales = layer["weight"], layer["scales"]
+    dtype = scales.dtype if layer.mode == "affine" else mx.bfloat16
+    rows = mx.zeros((*x.shape, w.shape[1] * 32 // layer.bits), dtype)
+    arg = layer.group_size, layer.bits, layer.mode
+    return marked("Embedding", arg, [rows], x, w, scales, layer.get("biases"))[0]
 
-    def __call__(self, x: mx.array) -> mx.array:
-        w, scales, *biases = (self[n] for n in ("weight", "scales", "biases") if n in self)
-        dtype = scales.dtype if self.mode == "affine" else mx.bfloat16
-        rows = mx.zeros((*x.shape, w.shape[1] * 32 // self.bits), dtype)
-        arg = self.group_size, self.bits, self.mode
-        return marked("Embedding", arg, [rows], x, w, scales, *(biases or [None]))[0]
+
+def switch_glu(layer: Any, x: mx.array, indices: mx.array) -> mx.array:
+    """``SwitchGLU.__call__``, in the order that rows have."""
+    if not all(map(_is_marked, (layer.gate_proj, layer.up_proj, layer.down_proj))):
+        return _stock_of("SwitchGLU")(layer, x, indices)
+    up, gate = (_experts(each, x, indices) for each in (layer.up_proj, layer.gate_proj))
+    return _experts(layer.down_proj, layer.activation(up, gate), indices)
+
+
+def switch_mlp(layer: Any, x: mx.array, indices: mx.array) -> mx.array:
+    """``SwitchMLP.__call__`` likewise."""
+    if not (_is_marked(layer.fc1) and _is_marked(layer.fc2)):
+        return _stock_of("SwitchMLP")(layer, x, indices)
+    return _experts(layer.fc2, layer.activation(_experts(layer.fc1, x, indices)), indices)
+
+
+def _stock_of(name: str) -> Any:
+    from mlx_lm.models import switch_layers
+
+    return getattr(switch_layers, name).__call__
+
+
+def _is_marked(layer: Any) -> bool:
+    """Whether all that a layer of experts has is in a node."""
+    bias, scale = layer.get("bias"), layer.get("global_scale")
+    packed = "scales" in layer and scale is None
+    return packed and (bias is None or layer.mode != "affine" or bias.dtype == layer.scales.dtype)
+
+
+def _experts(layer: Any, x: mx.array, indices: mx.array) -> mx.array:
+    """Products of rows (..., K), or (..., J, K), with the matrices that they chose (..., J)."""
+    w, scales, bias = layer["weight"], layer["scales"], layer.get("bias")
+    dtype = mx.result_type(x, scales) if layer.mode == "affine" else x.dtype
+    made = mx.zeros((*indices.shape, w.shape[1]), dtype)
+    arg = layer.group_size, layer.bits, layer.mode, None, None
+    src = x, indices, None, w, scales, layer.get("biases"), bias
+    return marked("Experts", arg, [made], *src)[0]
+
+
+# Methods of MLX and mlx-lm by their names, and what a twin has in their place.
+_LAYERS = "mlx_lm.models.switch_layers"
+METHODS: dict[str, Callable[..., Any]] = {
+    "mlx.nn.layers.quantized.QuantizedEmbedding.__call__": embedding,
+    f"{_LAYERS}.SwitchGLU.__call__": switch_glu,
+    f"{_LAYERS}.SwitchMLP.__call__": switch_mlp,
+}

@@ -136,17 +136,15 @@ def _convolution(node: Node) -> Call:
     return Call(partial(mx.conv_general, **more))
 
 
-def gathered(node: Node, product: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """A product with matrices that rows chose, by MLX's function or this package's."""
+def _gathered(node: Node) -> Call:
     transpose, *is_sorted = node.arg[3:]
     more = _format(node.arg) | {"transpose": transpose, "sorted_indices": any(is_sorted)}
-    affine = node.arg[2] == 0
 
-    def call(x: mx.array, w: mx.array, scales: mx.array, *rest: mx.array) -> mx.array:
-        biases, lhs, rhs = rest if affine else (None, *rest)
-        return product(x, w, scales, biases, lhs, rhs, **more)
+    def call(x: mx.array, w: mx.array, scales: mx.array, *rest: Any) -> mx.array:
+        biases, lhs, rhs = rest if len(rest) == 3 else (None, *rest)
+        return mx.gather_qmm(x, w, scales, biases, lhs, rhs, **more)
 
-    return call
+    return Call(call)
 
 
 def _rope(node: Node) -> Call:
@@ -236,7 +234,7 @@ CALLS: dict[str, Entry] = {
     "Gather": _gather,
     "GatherAxis": _along(mx.take_along_axis),
     "GatherMM": lambda node: Call(partial(mx.gather_mm, sorted_indices=any(node.arg))),
-    "GatherQMM": lambda node: Call(gathered(node, mx.gather_qmm)),
+    "GatherQMM": _gathered,
     "Hadamard": Call(mx.hadamard_transform, tuple),
     "LayerNorm": lambda node: Call(mx.fast.layer_norm, tuple),
     "Log": _one_of(mx.log2, mx.log10, mx.log),

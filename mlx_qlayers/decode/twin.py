@@ -183,15 +183,18 @@ def assigned() -> list[str]:
 
 def _exported(cls: Any) -> Any:
     """The class for a twin of a module: its methods, as they are now, in other scopes."""
-    if cls is nn.QuantizedEmbedding:
-        return marks.Embedding
     bases = reversed([each for each in cls.__mro__ if each not in nn.Module.__mro__])
     methods = {name: each for base in bases for name, each in vars(base).items()}
     key = cls, *((n, m) for n, m in methods.items() if isinstance(m, FunctionType))
     if key not in _made.classes:
-        body = {name: rebound(method, _scope_of(method)) for name, method in key[1:]}
+        body = {name: _otherwise(method) for name, method in key[1:]}
         _made.classes[key] = type(cls.__name__, (cls,), body)
     return _made.classes[key]
+
+
+def _otherwise(method: FunctionType) -> Any:
+    marked = marks.METHODS.get(f"{method.__module__}.{method.__qualname__}")
+    return marked or rebound(method, _scope_of(method))
 
 
 def rebound(function: Any, scope: dict[str, Any]) -> FunctionType:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..graph import Graph, rewrite
 from .attention_step import TracedCaches, with_append_buffers
 from .canonical import ACTIVATIONS, NORMS, UNBROADCAST
-from .experts import COMBINED, EXPERTS, LIFTED, RESIDUAL
+from .experts import COMBINED, EXPERTS, RESIDUAL
 from .latent import LATENT
 from .products import products
 from .recurrent import RECURRENT
@@ -13,7 +13,6 @@ from .routers import routed
 
 PASSES = (
     [*UNBROADCAST, *NORMS, *ACTIVATIONS, *RECURRENT, *EXPERTS],
-    LIFTED,
     [*COMBINED, *LATENT],
 )
 

@@ -2,7 +2,7 @@
 
 A ``Product`` node takes the arrays of ``quantized_matmul`` in turn, an ``AttentionFrom`` node
 what an ``Attention`` node does, and the number of rows ahead of each sequence, or None.
-``GatheredProduct`` nodes are MLX's ``GatherQMM``, by this package's operation.
+``ExpertsAlone`` nodes are ``Experts`` of one matrix, as a layer computes them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def _alone(root: Node) -> Node:
     return root.like("Product", x, w, scales, biases, bias, None, arg=(True, *root.arg[:3]))
 
 
-def _gathered(root: Node) -> Node:
-    return root.like("GatheredProduct", *root.src, arg=root.arg)
+def _experts(root: Node) -> Node:
+    return root.like("ExpertsAlone", *root.src, arg=root.arg)
 
 
-_ALONE: list[Rule] = [(P("Products"), _alone), (P("GatherQMM"), _gathered)]
+_ALONE: list[Rule] = [(P("Products"), _alone), (P("Experts"), _experts)]
 
 
 def invariant(graph: Graph, caches: TracedCaches) -> PaddedGraph:
