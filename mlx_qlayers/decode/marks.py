@@ -1,9 +1,9 @@
 """Calls that a captured graph has as one node each, whatever MLX makes of them.
 
 On a CPU MLX spells out ``mx.fast`` operations and unpacking, in ways that cannot all be written by
-its exporter. So a twin's code (:mod:`.twin`) calls the functions of this file: each gives the
-results of the stock function, or zeros like them, that depend on what the node takes and on a
-number. Where :mod:`.capture` finds such a number, the node takes the place of all that is ahead.
+its exporter. So a twin's code (:mod:`.twin`) calls the functions of this file: each gives zeros
+like the results of the stock function, that depend on what the node takes and on a number. Where
+:mod:`.capture` finds such a number, the node takes their place.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ _SIGN = 0x5EED_0000
 def marked(
     op: str, arg: tuple[Any, ...], results: Sequence[mx.array], *src: mx.array | None
 ) -> list[mx.array]:
-    """Arrays of which a captured graph knows that they are those of a node."""
+    """Zeros like some arrays, of which a captured graph knows that they are those of a node."""
     key = op, arg, tuple(each is not None for each in src)
     number = _numbers.setdefault(key, next(_count))
     given = [each for each in src if each is not None]
-    return mx.depends([*results], [*given, mx.array([_SIGN, number])])
+    like = [mx.zeros(each.shape, each.dtype) for each in results]
+    return mx.depends(like, [*given, mx.array([_SIGN, number])])
 
 
 def mark_of(array: mx.array) -> tuple[str, tuple[Any, ...], tuple[bool, ...]] | None:
@@ -119,16 +120,16 @@ def all_sum(x: mx.array, *, group: Any = None, **_: Any) -> mx.array:
 
 
 def gated_delta(
-    q: mx.array, k: mx.array, v: mx.array, *others: mx.array | None
-) -> Sequence[mx.array]:
-    from mlx_lm.models.gated_delta import gated_delta_ops
+    stock: Any, q: mx.array, k: mx.array, v: mx.array, *others: Any
+) -> tuple[mx.array, mx.array]:
+    """mlx-lm's rule of all tokens, of decays, shares, a state and perhaps a mask as well."""
+    dtype = mx.result_type(q, k, v)
+    src = *(each.astype(dtype) for each in (q, k, v)), *others, *[None] * (4 - len(others))
+    y, after = marked("GatedDelta", (None,), [src[2], others[2]], *src)
+    return y.astype(q.dtype), after
 
-    made = gated_delta_ops(q, k, v, *others)  # type: ignore[arg-type]
-    known = q.dtype == k.dtype == v.dtype
-    return marked("GatedDelta", (None,), made, q, k, v, *others) if known else made
 
-
-def embedding(layer: Any, x: mx.array) -> mx.array:
+def embedding(stock: Any, layer: Any, x: mx.array) -> mx.array:
     """``QuantizedEmbedding.__call__``."""
     w, scales = layer["weight"], layer["scales"]
     dtype = scales.dtype if layer.mode == "affine" else mx.bfloat16
@@ -137,25 +138,15 @@ def embedding(layer: Any, x: mx.array) -> mx.array:
     return marked("Embedding", arg, [rows], x, w, scales, layer.get("biases"))[0]
 
 
-def switch_glu(layer: Any, x: mx.array, indices: mx.array) -> mx.array:
-    """``SwitchGLU.__call__``, in the order that rows have."""
-    if not all(map(_is_marked, (layer.gate_proj, layer.up_proj, layer.down_proj))):
-        return _stock_of("SwitchGLU")(layer, x, indices)
-    up, gate = (_experts(each, x, indices) for each in (layer.up_proj, layer.gate_proj))
-    return _experts(layer.down_proj, layer.activation(up, gate), indices)
-
-
-def switch_mlp(layer: Any, x: mx.array, indices: mx.array) -> mx.array:
-    """``SwitchMLP.__call__`` likewise."""
-    if not (_is_marked(layer.fc1) and _is_marked(layer.fc2)):
-        return _stock_of("SwitchMLP")(layer, x, indices)
-    return _experts(layer.fc2, layer.activation(_experts(layer.fc1, x, indices)), indices)
-
-
-def _stock_of(name: str) -> Any:
-    from mlx_lm.models import switch_layers
-
-    return getattr(switch_layers, name).__call__
+def switch(stock: Callable[..., mx.array], layer: Any, x: mx.array, indices: Any) -> mx.array:
+    """The methods of mlx-lm's mixtures, in the order that rows have."""
+    first, last = [layer.get("fc1")], layer.get("fc2")
+    if last is None:
+        first, last = [layer.up_proj, layer.gate_proj], layer.down_proj
+    if not all(map(_is_marked, (*first, last))):
+        return stock(layer, x, indices)
+    between = layer.activation(*(_experts(each, x, indices) for each in first))
+    return _experts(last, between, indices)
 
 
 def _is_marked(layer: Any) -> bool:
@@ -175,10 +166,15 @@ def _experts(layer: Any, x: mx.array, indices: mx.array) -> mx.array:
     return marked("Experts", arg, [made], *src)[0]
 
 
-# Methods of MLX and mlx-lm by their names, and what a twin has in their place.
-_LAYERS = "mlx_lm.models.switch_layers"
-METHODS: dict[str, Callable[..., Any]] = {
+# Functions and methods of MLX and mlx-lm by their names, and what a twin has in their place: each
+# is called with the stock one first.
+INSTEAD: dict[str, Callable[..., Any]] = {
+    "mlx.nn.layers.distributed.sum_gradients": lambda stock, group: lambda x: x,
     "mlx.nn.layers.quantized.QuantizedEmbedding.__call__": embedding,
-    f"{_LAYERS}.SwitchGLU.__call__": switch_glu,
-    f"{_LAYERS}.SwitchMLP.__call__": switch_mlp,
+    "mlx_lm.models.base.create_attention_mask": attention_mask,
+    "mlx_lm.models.base.scaled_dot_product_attention": attention,
+    "mlx_lm.models.gated_delta.gated_delta_kernel": gated_delta,
+    "mlx_lm.models.gated_delta.gated_delta_ops": gated_delta,
+    "mlx_lm.models.switch_layers.SwitchGLU.__call__": switch,
+    "mlx_lm.models.switch_layers.SwitchMLP.__call__": switch,
 }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -126,14 +125,6 @@ _EXPORTED = _Instead(
     contiguous=lambda x, *args, **options: x,
     fast=_Instead(mx.fast, **{name: getattr(marks, name) for name in _FAST}),
 )
-# By the names of globals, what makes a twin's version of them.
-_OTHERWISE: dict[str, Callable[[Any], Any]] = {
-    "mx": lambda module: _EXPORTED if module is mx else module,
-    "sum_gradients": lambda _: lambda group: lambda x: x,  # it changes gradients alone
-    "scaled_dot_product_attention": lambda attend: partial(marks.attention, attend),
-    "create_attention_mask": lambda make: partial(marks.attention_mask, make),
-    **dict.fromkeys(("gated_delta_ops", "gated_delta_kernel"), lambda _: marks.gated_delta),
-}
 
 
 class _Scope(dict[str, Any]):
@@ -149,12 +140,7 @@ class _Scope(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         value = self.names[name]
-        if (
-            isinstance(value, FunctionType)
-            and (value.__module__ or "").partition(".")[0] not in OTHERS
-        ):
-            value = rebound(value, _scope_of(value))
-        return _OTHERWISE[name](value) if name in _OTHERWISE else value
+        return _EXPORTED if value is mx else _otherwise(value)
 
 
 class _Made(threading.local):
@@ -187,14 +173,18 @@ def _exported(cls: Any) -> Any:
     methods = {name: each for base in bases for name, each in vars(base).items()}
     key = cls, *((n, m) for n, m in methods.items() if isinstance(m, FunctionType))
     if key not in _made.classes:
-        body = {name: _otherwise(method) for name, method in key[1:]}
+        body = {name: _otherwise(method, True) for name, method in key[1:]}
         _made.classes[key] = type(cls.__name__, (cls,), body)
     return _made.classes[key]
 
 
-def _otherwise(method: FunctionType) -> Any:
-    marked = marks.METHODS.get(f"{method.__module__}.{method.__qualname__}")
-    return marked or rebound(method, _scope_of(method))
+def _otherwise(value: Any, is_method: bool = False) -> Any:
+    """A function or method as twins have it; any other value itself."""
+    module, stock = str(getattr(value, "__module__", None)), value
+    if isinstance(value, FunctionType) and (is_method or module.partition(".")[0] not in OTHERS):
+        stock = rebound(value, _scope_of(value))
+    mark = marks.INSTEAD.get(f"{module}.{getattr(value, '__qualname__', None)}")
+    return stock if mark is None else lambda *args, **options: mark(stock, *args, **options)
 
 
 def rebound(function: Any, scope: dict[str, Any]) -> FunctionType:
