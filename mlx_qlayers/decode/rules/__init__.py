@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..graph import Graph, rewrite
 from .attention_step import TracedCaches, with_append_buffers
-from .canonical import ACTIVATIONS, NORMS, UNBROADCAST
+from .canonical import ACTIVATIONS, UNBROADCAST
 from .experts import COMBINED, EXPERTS, RESIDUAL
 from .latent import LATENT
 from .products import products
@@ -12,7 +12,7 @@ from .recurrent import RECURRENT
 from .routers import routed
 
 PASSES = (
-    [*UNBROADCAST, *NORMS, *ACTIVATIONS, *RECURRENT, *EXPERTS],
+    [*UNBROADCAST, *ACTIVATIONS, *RECURRENT, *EXPERTS],
     [*COMBINED, *LATENT],
 )
 

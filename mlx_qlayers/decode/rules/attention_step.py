@@ -24,7 +24,6 @@ from ..graph import Graph, Node, Pattern, Rule, Size, Spec, first_rows, rewrite
 from .heads import VIEWS, Heads, reshaped, turned, turned_heads
 
 ATTENTIONS = "Attention", "AttentionPacked"
-_VIEWS = "Broadcast", "ExpandDims", "Flatten", "Reshape", "Squeeze", "Unflatten"
 BATCHES = tuple(name for name in APPENDED if name.startswith("Batch"))
 
 
@@ -150,13 +149,6 @@ def attended(node: Node) -> Attended | None:
     return Attended(q, tuple(keys), tuple(values), mask, sinks, *node.arg[:2])
 
 
-def shown(mask: Node | None) -> Any:
-    """Of which cache a mask is, its window or 0, and whether it hides paddings; None of others."""
-    while mask is not None and mask.op in _VIEWS:
-        mask = mask.src[0]
-    return None if mask is None or mask.op != "Mask" else mask.arg
-
-
 def _is_at(offset: Node | None, number: int, caches: TracedCaches) -> bool:
     """Whether it is the position of a cache's token."""
     if offset is None:
@@ -183,8 +175,12 @@ def _step(
     """The node that takes the place of attention; None if nobody knows what its mask shows."""
     number, settings = keys.number, dict(caches.keys[keys.number][2:])
     tokens, batches = a.q.shape[2], caches.keys[number][0] in BATCHES
-    of, shows, padded = shown(a.mask) or (None, 0, False)
-    if a.mask is not None and (of is None or caches.first(of) != caches.first(number)):
+    of, shows, padded = number, 0, False
+    if a.mask is not None:
+        if a.mask.op != "Mask":
+            return None
+        of, shows, padded = a.mask.arg
+    if caches.first(of) != caches.first(number):
         return None
     # Sequences of a batch drop different numbers of tokens, which moves the rows of all buffers.
     causal = a.causal or a.mask is not None
@@ -217,7 +213,7 @@ def _step(
     )
     out = Spec((batch, tokens, a.q.shape[1] * values.new.shape[3]), a.q.dtype)
     parts = len(keys.buffers), len(values.buffers)
-    arg = a.scale * given.scale, given.rotation, given.epsilon, *parts
+    arg = a.scale, given.rotation, given.epsilon, *parts
     return Node("AttentionStep", src, arg, (out, *specs))
 
 

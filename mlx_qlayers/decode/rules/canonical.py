@@ -8,9 +8,7 @@ from __future__ import annotations
 from functools import partial
 from math import pi, sqrt
 
-import mlx.core as mx
-
-from ..graph import Node, P, Pattern, Rule, under
+from ..graph import Node, P, Pattern, Rule
 
 ELEMENTWISE = (
     *("Add", "Subtract", "Multiply", "Divide", "Power", "Maximum", "Minimum", "Select"),
@@ -33,31 +31,13 @@ def as_it_is(x: Node, root: Node) -> Node | None:
     return x if x.outputs == root.outputs else None
 
 
-def _scaled_or_shifted(norm: Node, array: Node, root: Node) -> Node | None:
-    """A norm times a weight, or one plus a bias."""
-    at, array = 1 if root.op == "Multiply" else 2, under(array)
-    if norm.src[at] or array.shape != norm.shape[-1:] or array.dtype != root.dtype:
-        return None
-    src = (*norm.src[:at], array, *norm.src[at + 1 :])
-    return root.like(norm.op, *src, arg=norm.arg)
-
-
 def _as(op: str, x: Node, root: Node) -> Node:
     return root.like(op, x)
 
 
-# Pairs that cancel: a cast to a wider type and back, an axis put in and taken out.
-CANCELLED: list[Rule] = [
-    (P("(Squeeze | ExpandDims)((Squeeze | ExpandDims)(x))"), as_it_is),
-    (P("AsType(wide(x))", wide=Pattern(("AsType",), arg=(mx.float32,))), as_it_is),
-]
 UNBROADCAST: list[Rule] = [
     (Pattern(ELEMENTWISE), _unbroadcast),
     (P("(Broadcast | Reshape | AsType)(x)"), as_it_is),
-]
-NORMS: list[Rule] = [
-    (P("Multiply(norm @ +(RMSNorm | LayerNorm), array)"), _scaled_or_shifted),
-    (P("Add(norm @ +LayerNorm, array)"), _scaled_or_shifted),
 ]
 _ERF = f"Erf(Divide(x, {sqrt(2)}))"
 _TANH = f"Tanh(Multiply(Add(x, Multiply(Power(x, 3), 0.044715)), {sqrt(2 / pi)}))"

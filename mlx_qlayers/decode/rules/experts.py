@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from math import inf
 
+import mlx.core as mx
+
 from ...options import Clipped
-from ..graph import Node, P, Rule, Spec, fits
-from .canonical import CANCELLED
+from ..graph import Node, P, Pattern, Rule, Spec, fits
+from .canonical import as_it_is
 from .products import GATES
 
 _LIMITED = P("Minimum(gate @ Experts, -limit) | gate @ Experts")
@@ -78,7 +80,8 @@ def _through(y: Node, other: Node, root: Node) -> Node | None:
 EXPERTS: list[Rule] = [(P("Multiply(first, second)"), _gated)]
 _SCALED = P("Multiply(~AsType(y @ +Experts), ~AsType(wide @ ExpandDims(scores)))")
 COMBINED: list[Rule] = [(P("Squeeze(sum @ Reduce(scaled))", scaled=_SCALED), _combined)]
-COMBINED += CANCELLED
+_FLOAT32 = Pattern(("AsType",), arg=lambda dtype: dtype == mx.float32)
+COMBINED += [(P("AsType(wide(x))", wide=_FLOAT32), as_it_is)]
 # Behind the rules of products.
 RESIDUAL: list[Rule] = [
     (P("Add(y @ +Combined, other)"), _added),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from ..capture import Unsupported
 from ..graph import Graph, Node, P, Rule, rewrite
 from .attention_step import ATTENTIONS, BATCHES, TracedCaches
-from .canonical import NORMS, UNBROADCAST
+from .canonical import UNBROADCAST
 from .padded import PaddedGraph, padded
 from .products import PRODUCT
 
@@ -34,7 +34,7 @@ def invariant(graph: Graph, caches: TracedCaches) -> PaddedGraph:
     Raises:
         Unsupported: something takes positions or paddings in a way that is not known.
     """
-    for rules in ([*UNBROADCAST, *NORMS], PRODUCT, _ALONE):
+    for rules in (UNBROADCAST, PRODUCT, _ALONE):
         graph = rewrite(graph, rules)
     made = padded(graph, caches)
     nodes = made.graph.nodes()

@@ -13,7 +13,6 @@ import mlx.core as mx
 from ...metal.attention.decode import MAX_QUERIES
 from ...options import Rotation
 from ..graph import Graph, Node, Pattern, Rule, Size, Spec, first_rows, rewrite
-from .attention_step import shown
 from .heads import VIEWS, finite, turned_heads
 
 
@@ -29,8 +28,7 @@ def serial(graph: Graph) -> Graph:
     counts: dict[Any, Node] = {}
     by_rows: Rule = Pattern(("Attention",)), lambda root: _by_rows(root, counts)
     normed: Rule = Pattern(("Products",)), _normed_first
-    packed: Rule = Pattern(("AttentionPacked",)), _packed
-    return rewrite(graph.replaced(places), [*VIEWS, by_rows, packed, normed])
+    return rewrite(graph.replaced(places), [*VIEWS, by_rows, normed])
 
 
 def _normed_first(root: Node) -> Node | None:
@@ -57,20 +55,10 @@ def _by_rows(root: Node, counts: dict[Any, Node]) -> Node | None:
     return root.like("AttentionRows", q, of_k, of_v, None, sinks, held, arg=arg)
 
 
-def _packed(root: Node) -> Node | None:
-    """Attention to packed rows, whose mask may be a rule."""
-    *others, mask, sinks = root.src
-    scale, _, *parts = root.arg
-    if not _is_causal(mask, root.shape[2], others[1].shape[2]):
-        return None
-    return root.like(root.op, *others, None, sinks, arg=(scale, True, *parts))
-
-
-def _is_causal(mask: Node | None, length: int, count: Size) -> bool:
+def _is_causal(mask: Node, length: int, count: Size) -> bool:
     """Whether each of the last tokens of a cache sees those up to itself."""
-    seen = shown(mask)
-    causal = seen is not None and not any(seen[1:])
-    return causal and mask is not None and mask.shape[-2:] == (length, count)
+    causal = mask.op == "Mask" and not any(mask.arg[1:])
+    return causal and mask.shape[-2:] == (length, count)
 
 
 def _update(rows: Node) -> tuple[Node | None, Node | None]:
