@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from .graph import Graph, Node, Size, Spec, Value, resolved
-from .marks import mark_of
+from .marks import SIGN, mark_of
 from .snapshot import alike
 from .twin import arrays_of, contents, leaves, twin
 
@@ -318,6 +318,8 @@ _BRANCH = "its code takes another branch for another batch size or position"
 def _marked(node: Node) -> Node:
     """The node that a mark stands for; any other node itself."""
     last = node.src[-1] if node.op == "Depends" else None
+    if last and last.op == "Numbers" and last.arg[0] == SIGN:
+        raise Differs("its code depends on the batch size or position")
     found = mark_of(last.arg[0].array) if last and last.op == "Constant" else None
     if found is None:
         return node

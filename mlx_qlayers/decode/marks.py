@@ -19,7 +19,8 @@ from ..reference.hadamard import rotated_heads
 # Operation, arguments and which sources are there, of each node so far, and its number.
 _numbers: dict[tuple[str, tuple[Any, ...], tuple[bool, ...]], int] = {}
 _count = count()
-_SIGN = 0x5EED_0000
+# The first of a mark's numbers: no model has it.
+SIGN = 0x5EED_0000
 
 
 def marked(
@@ -30,16 +31,15 @@ def marked(
     number = _numbers.setdefault(key, next(_count))
     given = [each for each in src if each is not None]
     like = [mx.zeros(each.shape, each.dtype) for each in results]
-    return mx.depends(like, [*given, mx.array([_SIGN, number])])
+    return mx.depends(like, [*given, mx.array([SIGN, number])])
 
 
 def mark_of(array: mx.array) -> tuple[str, tuple[Any, ...], tuple[bool, ...]] | None:
     """The operation, arguments and sources that are there of what a constant marks."""
     if array.shape != (2,) or array.dtype != mx.int32:
         return None
-    found: Any = array.tolist()
-    sign, number = found
-    return next((key for key, n in _numbers.items() if n == number and sign == _SIGN), None)
+    mark: Any = array.tolist()
+    return next((key for key, number in _numbers.items() if mark == [SIGN, number]), None)
 
 
 def _cast(like: mx.array, *arrays: mx.array | None) -> list[mx.array | None]:

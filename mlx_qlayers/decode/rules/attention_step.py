@@ -175,11 +175,9 @@ def _step(
     """The node that takes the place of attention; None if nobody knows what its mask shows."""
     number, settings = keys.number, dict(caches.keys[keys.number][2:])
     tokens, batches = a.q.shape[2], caches.keys[number][0] in BATCHES
-    of, shows, padded = number, 0, False
-    if a.mask is not None:
-        if a.mask.op != "Mask":
-            return None
-        of, shows, padded = a.mask.arg
+    if a.mask is not None and a.mask.op != "Mask":
+        return None
+    of, shows, padded = a.mask.arg if a.mask else (number, 0, False)
     if caches.first(of) != caches.first(number):
         return None
     # Sequences of a batch drop different numbers of tokens, which moves the rows of all buffers.
