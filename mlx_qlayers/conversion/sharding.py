@@ -207,15 +207,14 @@ def _own_experts(mixture: Any, names: list[str], group: mx.distributed.Group) ->
 def _experts_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class of mixtures that have some of the experts: what others have to give is zero."""
 
-    stock: Any = cls.__call__
-
     def call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
         experts = self.own_experts
         own = (indices >= experts.start) & (indices < experts.stop)
-        y: mx.array = stock(self, x, mx.where(own, indices - experts.start, 0))
+        y: mx.array = self._of_own(x, mx.where(own, indices - experts.start, 0))
         return mx.where(own[..., None], y, 0)
 
-    return made_class(cls, (cls,), {"__call__": call}, _experts_class)
+    body = {"__call__": call, "_of_own": cls.__call__}
+    return made_class(cls, (cls,), body, _experts_class)
 
 
 def _blame(model: nn.Module, error: BaseException, ranks: int) -> str:

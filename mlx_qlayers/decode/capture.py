@@ -9,12 +9,12 @@ from __future__ import annotations
 import linecache
 import traceback
 from collections.abc import Iterator, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from .graph import Graph, Node, Size, Spec, Value, resolved
+from .marks import SIGN, mark_of
 from .snapshot import alike
 from .twin import arrays_of, contents, leaves, twin
 
@@ -63,10 +63,6 @@ class Captured(NamedTuple):
 class Trace:
     """The records of one run of a model's code.
 
-    Attributes:
-        unsorted: the largest batch at which mlx-lm leaves rows in their order, if it does so here:
-            it sorts them by experts where 64 or more were chosen.
-
     Raises:
         Unsupported: the code cannot be captured; the reason names a line or a primitive.
     """
@@ -90,9 +86,6 @@ class Trace:
                 raise Unsupported("the model draws random numbers of mlx.random in a call")
             if each["name"] == "CustomKernel":  # no call can be made of its text
                 raise Unsupported(f"the model launches a kernel of its own: {each['arguments'][0]}")
-        gathered = (r for r in self.primitives if r["name"] in ("GatherQMM", "GatherMM"))
-        chosen = max((prod(r["inputs"][-1][1]) for r in gathered), default=0)
-        self.unsorted = 63 * setting.batch // chosen if 0 < chosen < 64 else None
 
     def _run(self, tokens: mx.array, *arrays: mx.array) -> list[mx.array]:
         tracers = dict(zip(self.given, arrays, strict=True))
@@ -106,6 +99,8 @@ class Trace:
         own = [twin(cache, swap, f"cache.{i}", made) for i, cache in enumerate(self.own)]
         for (number, name), value in self.setting.counters.items():
             vars(own[number])[name] = value
+        for number, c in enumerate(own):
+            vars(c)["number"] = number  # by which masks tell whose they are
         seen = [dict(vars(c)) for c in own]
         logits = model(tokens, cache=twin([*self.caches], swap, "", made))
         if not isinstance(logits, mx.array):
@@ -293,7 +288,8 @@ class Solver:
                 arg = self.number(one["arguments"], other["arguments"])
             except Differs as error:
                 raise Differs(f"{one['name']}: {error}") from None
-            self._put(Node(one["name"], src, arg, outputs), one["outputs"], other["outputs"])
+            node = _marked(Node(one["name"], src, arg, outputs))
+            self._put(node, one["outputs"], other["outputs"])
         if next(others, None) is not None:
             raise Differs(_BRANCH)
 
@@ -317,6 +313,19 @@ class Solver:
 
 _START = "start_position"
 _BRANCH = "its code takes another branch for another batch size or position"
+
+
+def _marked(node: Node) -> Node:
+    """The node that a mark stands for; any other node itself."""
+    last = node.src[-1] if node.op == "Depends" else None
+    if last and last.op == "Numbers" and last.arg[0] == SIGN:
+        raise Differs("its code depends on the batch size or position")
+    found = mark_of(last.arg[0].array) if last and last.op == "Constant" else None
+    if found is None:
+        return node
+    op, arg, there = found
+    src = iter(node.src[len(node.outputs) :])
+    return Node(op, tuple(next(src) if each else None for each in there), arg, node.outputs)
 
 
 def _frozen(value: Any) -> Any:

@@ -78,22 +78,20 @@ def captured(
     """A model's step, the two settings in which its code ran, and how far positions went on.
 
     The code runs twice for most models and positions: for the first tokens of a text, and far
-    behind, for sequences as many as mlx-lm treats alike. Where it takes another branch there, it
+    behind, for as many sequences as can be. Where it takes another branch there, it
     runs for nearer ones, or for other sequences.
 
     Raises:
         Unsupported: the code cannot be captured; the reason names a line or a primitive.
     """
-    where = settings(some, batch, length, batch, reach, low=True)[0]
-    first = Trace(model, caches, where)
-    most = min(MAX_BATCH, first.unsorted or MAX_BATCH)
+    most, first, last = MAX_BATCH, None, None
     tries = [(True, most, reach), (True, batch, reach), (False, most, reach)]
     tries += [(False, most, isqrt(reach)), (False, batch, reach), (False, most, -1)]
-    last: Differs | None = None
     for low, other, way in dict.fromkeys(tries):
         one, two = settings(some, batch, length, other, way, low)
+        if first is None or first.setting != one:
+            first = Trace(model, caches, one)
         try:
-            first = first if first.setting == one else Trace(model, caches, one)
             return Solver(first, Trace(model, caches, two)).solved(), one, two, way
         except Differs as error:
             last = error

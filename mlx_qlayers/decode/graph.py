@@ -216,11 +216,6 @@ def first_rows(node: Node) -> tuple[Node, Any]:
     return (whole, stop[2]) if first else (node, None)
 
 
-def under(node: Node) -> Node:
-    """The source of a broadcast; any other node itself."""
-    return node.src[0] if node.op == "Broadcast" else node
-
-
 # Operations whose operands may be in any order.
 _COMMUTES = ("Add", "Multiply", "Maximum", "Minimum", "LogicalAnd", "LogicalOr")
 
@@ -234,7 +229,7 @@ class Pattern:
         ways: in which else it may look, if all that follows is left out.
         src: patterns of its sources; None for any.
         name: what rules know it by; a name found twice is the same node.
-        arg: what its arguments are, or a function that says whether they fit; None for any.
+        arg: whether its arguments fit; None for any.
         number: whether it is a constant, which rules get as a number.
         near: about which number that is; None for any.
         once: whether no other node may take it.
@@ -245,7 +240,7 @@ class Pattern:
     ways: tuple[Pattern, ...] = ()
     src: tuple[Pattern, ...] | None = None
     name: str = ""
-    arg: tuple[Any, ...] | Callable[..., bool] | None = None
+    arg: Callable[..., bool] | None = None
     number: bool = False
     near: float | None = None
     once: bool = False
@@ -270,9 +265,7 @@ class Pattern:
             return
         if self.once and uses.get(node, 1) != 1:
             return
-        if callable(self.arg) and not self.arg(*node.arg):
-            return
-        if isinstance(self.arg, tuple) and self.arg != node.arg:
+        if self.arg is not None and not self.arg(*node.arg):
             return
         found = found | {self.name: node} if self.name else found
         if self.src is None:

@@ -82,13 +82,16 @@ def combined(node: Node, values: Mapping[str, int]) -> Any:
     return total
 
 
-def choices(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
-    """Products as the model's code has them."""
+def alone(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
+    """Products with the matrices that rows chose, as a layer computes them."""
 
-    def ordered(y: mx.array, order: mx.array | None = None) -> mx.array:
-        return y[..., None, :] if order is None else y.reshape(-1, 1, y.shape[-1])[order]
+    def products(x: mx.array, chosen: mx.array, _: None, *flat: Any) -> mx.array:
+        matrix, more = PackedMatrix(*flat), (-2,) if x.ndim > chosen.ndim else (-2, -3)
+        arrays = mx.expand_dims(x, more), *matrix[:3], None, chosen
+        y = gather_qmm(*arrays, True, *node.arg[:3]).squeeze(-2)
+        return y if matrix.bias is None else y + matrix.bias[chosen]
 
-    return ordered
+    return products
 
 
 def delta(node: Node, values: Mapping[str, int]) -> Any:

@@ -14,13 +14,12 @@ from ..ops.attention_step import ATTENTION_STEP
 from ..ops.embedding import QUANTIZED_ROWS
 from ..ops.experts import EXPERTS_CHOSEN
 from ..ops.fused_products import FUSED_PRODUCTS
-from ..ops.gather_qmm import gather_qmm
 from ..ops.latent_attention import LATENT_ATTENTION
 from ..ops.rotary import ROTARY
 from ..ops.swiglu import swiglu
 from . import mixtures
 from .graph import Node
-from .primitives import Dispatched, gathered
+from .primitives import Dispatched
 
 # From a node and the numbers that are known to what its arrays are given to.
 Maker = Callable[[Node, Mapping[str, int]], Callable[..., Any] | Dispatched]
@@ -33,10 +32,11 @@ def _attention(node: Node, values: Mapping[str, int]) -> Dispatched:
 
 
 def _attention_from(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
-    scale, causal = node.arg
+    scale, causal, *parts = node.arg
 
-    def attend(q: mx.array, k: mx.array, v: mx.array, *rest: mx.array | None) -> mx.array:
-        mask, sinks, starts = rest
+    def attend(q: mx.array, *rest: Any) -> mx.array:
+        *arrays, mask, sinks, starts = rest
+        k, v = (tuple(arrays[:3]), tuple(arrays[3:])) if parts else arrays
         starts = mx.zeros((len(q),), mx.int32) if starts is None else starts.astype(mx.int32)
         seen = "causal" if causal else mask
         return attention_from(starts, q, k, v, scale=scale, mask=seen, sinks=sinks)
@@ -77,14 +77,13 @@ OPERATIONS: dict[str, Maker] = {
     "AttentionPacked": _attention,
     "AttentionRows": lambda node, values: Dispatched(ATTENTION_ROWS, node.arg),
     "AttentionStep": lambda node, values: Dispatched(ATTENTION_STEP, node.arg),
-    "Choices": mixtures.choices,
     "Chosen": lambda node, values: Dispatched(EXPERTS_CHOSEN, node.arg),
     "Combined": mixtures.combined,
     "Depthwise": mixtures.depthwise,
     "Embedding": lambda node, values: Dispatched(QUANTIZED_ROWS, node.arg),
     "Experts": mixtures.experts,
+    "ExpertsAlone": mixtures.alone,
     "GatedDelta": mixtures.delta,
-    "GatheredProduct": lambda node, values: gathered(node, gather_qmm),
     "Gelu": lambda node, values: nn.gelu,
     "GeluApprox": lambda node, values: nn.gelu_approx,
     "Heads": mixtures.heads,

@@ -16,8 +16,7 @@ import mlx.core as mx
 from .. import formats
 from ..dispatch import Operation
 from ..runtime.devices import device_of
-from .graph import Node, number_of
-from .twin import FIRST_GROUP, GROUPS
+from .graph import Node
 
 MODES = tuple(formats.MODES)
 
@@ -129,15 +128,6 @@ def _rows(x: mx.array, *rest: Any) -> mx.array:
     return y.reshape(shape)
 
 
-def _depends(node: Node) -> Call:
-    """The first array; or its sum over ranks, see :mod:`.twin`."""
-    number = number_of(node.src[-1])
-    if not isinstance(number, int) or not 0 <= number - FIRST_GROUP < len(GROUPS):
-        return Call(_first)
-    group = GROUPS[number - FIRST_GROUP]
-    return Call(lambda x, _: mx.distributed.all_sum(x, group=group))
-
-
 def _convolution(node: Node) -> Call:
     *lists, groups, flip = node.arg
     stride, low, high, kernel, inputs = ([*each] for each in lists)
@@ -146,26 +136,23 @@ def _convolution(node: Node) -> Call:
     return Call(partial(mx.conv_general, **more))
 
 
-def gathered(node: Node, product: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """A product with matrices that rows chose, by MLX's function or this package's."""
+def _gathered(node: Node) -> Call:
     transpose, *is_sorted = node.arg[3:]
     more = _format(node.arg) | {"transpose": transpose, "sorted_indices": any(is_sorted)}
-    affine = node.arg[2] == 0
 
-    def call(x: mx.array, w: mx.array, scales: mx.array, *rest: mx.array) -> mx.array:
-        biases, lhs, rhs = rest if affine else (None, *rest)
-        return product(x, w, scales, biases, lhs, rhs, **more)
+    def call(x: mx.array, w: mx.array, scales: mx.array, *rest: Any) -> mx.array:
+        biases, lhs, rhs = rest if len(rest) == 3 else (None, *rest)
+        return mx.gather_qmm(x, w, scales, biases, lhs, rhs, **more)
 
-    return call
+    return Call(call)
 
 
 def _rope(node: Node) -> Call:
-    dims, traditional, base, scale, _ = node.arg
-    own = None if len(node.src) > 2 else base
+    dims, traditional, base, scale = node.arg
 
-    def call(x: mx.array, offset: mx.array, freqs: mx.array | None = None) -> mx.array:
+    def call(x: mx.array, offset: mx.array, freqs: mx.array | None) -> mx.array:
         return mx.fast.rope(
-            x, dims, traditional=traditional, base=own, scale=scale, offset=offset, freqs=freqs
+            x, dims, traditional=traditional, base=base, scale=scale, offset=offset, freqs=freqs
         )
 
     return Call(call)
@@ -228,6 +215,7 @@ _BITS = mx.bitwise_and, mx.bitwise_or, mx.bitwise_xor, mx.left_shift, mx.right_s
 CALLS: dict[str, Entry] = {
     **{"".join(map(str.capitalize, n.split("_"))): Call(getattr(mx, n)) for n in _PLAIN},
     "AddMM": lambda node: Call(lambda a, b, c: mx.addmm(c, a, b, *node.arg)),
+    "AllSum": lambda node: Call(partial(mx.distributed.all_sum, group=node.arg[0])),
     "Arange": lambda node: Call(partial(mx.arange, dtype=node.dtype), tuple),
     "At": _positions,
     "ArgPartition": Call(mx.argpartition, tuple),
@@ -239,19 +227,20 @@ CALLS: dict[str, Entry] = {
     "Concatenate": lambda node: Call(lambda *some: mx.concatenate([*some], node.arg[0])),
     "Convolution": _convolution,
     "Copy": Call(_first),
-    "Depends": _depends,
+    "Depends": Call(_first),
     "ExpandDims": Call(mx.expand_dims, _ONE),
     "Flatten": Call(mx.flatten, tuple),
     "Full": Call(mx.broadcast_to, _whole, shaped=True),
     "Gather": _gather,
     "GatherAxis": _along(mx.take_along_axis),
     "GatherMM": lambda node: Call(partial(mx.gather_mm, sorted_indices=any(node.arg))),
-    "GatherQMM": lambda node: Call(gathered(node, mx.gather_qmm)),
+    "GatherQMM": _gathered,
     "Hadamard": Call(mx.hadamard_transform, tuple),
     "LayerNorm": lambda node: Call(mx.fast.layer_norm, tuple),
     "Log": _one_of(mx.log2, mx.log10, mx.log),
     "LogAddExp": Call(mx.logaddexp),
     "LogSumExp": Call(partial(mx.logsumexp, axis=-1, keepdims=True)),
+    "Mask": Call(_first),
     "Numbers": lambda node: Call(
         lambda numbers: mx.array(numbers, node.dtype).reshape(node.shape), _whole
     ),

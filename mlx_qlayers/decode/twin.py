@@ -1,33 +1,27 @@
 """Copies of models and caches with other arrays: a capture runs them, so that neither changes.
 
 A twin of a model has the stock classes of its modules, so a capture shows one form whatever was
-converted. Primitives that the exporter cannot write are spelled otherwise, with the same values.
+converted. Its code calls some functions of MLX and mlx-lm as :mod:`.marks` has them.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..formats import MODES
 from ..layers.qlinear import Counterpart
-from ..reference.hadamard import rotated_heads
+from . import marks
+from .snapshot import OTHERS
 
 # From the path of an array and the array itself to what takes its place.
 Swap = Callable[[str, mx.array], mx.array]
 # The attributes of classes that stand in for others, which hold the class that they were made of.
 _MADE_OF = ("_patches", "_fuses", "_shards")
-# The groups of ranks over which captured steps add up, and what a node of the first depends on.
-GROUPS: list[Any] = []
-FIRST_GROUP = 0x5EED_0000
-# The first of the numbers that rows of an embedding depend on; the others are its format.
-EMBEDDING = 0x5EED_1000
 
 
 def twin(value: Any, swap: Swap, path: str = "", made: dict[int, Any] | None = None) -> Any:
@@ -113,21 +107,6 @@ def stock_class(cls: Any) -> Any:
     return cls
 
 
-class Embedding(nn.QuantizedEmbedding):
-    """Gives zeros that depend on what its rows are made of, and on a number that says so.
-
-    MLX has no primitive for unpacking on a CPU, and does it in ways that cannot all be written.
-    """
-
-    def __call__(self, x: mx.array) -> mx.array:
-        packed = [self[name] for name in ("weight", "scales", "biases") if name in self]
-        width = self["weight"].shape[1] * 32 // self.bits
-        dtype = self["scales"].dtype if self.mode == "affine" else mx.bfloat16
-        kind = mx.array([EMBEDDING, self.group_size, self.bits, [*MODES].index(self.mode)])
-        (rows,) = mx.depends([mx.zeros((*x.shape, width), dtype)], [x, *packed, kind])
-        return rows
-
-
 class _Instead:
     """A module of MLX's, with other things by some of its names."""
 
@@ -138,77 +117,14 @@ class _Instead:
         return getattr(self._module, name)
 
 
-def _all_sum(x: mx.array, *, group: Any = None, **options: Any) -> mx.array:
-    """An array like ``x``, not the sum over ranks, that depends on the number of their group."""
-    numbers = [i for i, each in enumerate(GROUPS) if each is group] or [len(GROUPS)]
-    GROUPS[numbers[0] :] = GROUPS[numbers[0] :] or [group]
-    (y,) = mx.depends([x], [mx.array(FIRST_GROUP + numbers[0])])
-    return y
-
-
-def _product(
-    *arrays: mx.array, transpose: bool, group_size: int, bits: tuple[int, int]
-) -> mx.array:
-    """A product with keys, or with values, each in bits of its own."""
-    product: Any = mx.quantized_matmul
-    return product(*arrays, transpose, group_size, bits[not transpose])
-
-
 # The exporter cannot write some operations: these are spelled otherwise, with the same values.
+_FAST = "rms_norm", "layer_norm", "rope", "scaled_dot_product_attention"
 _EXPORTED = _Instead(
     mx,
-    distributed=_Instead(mx.distributed, all_sum=_all_sum),
+    distributed=_Instead(mx.distributed, all_sum=marks.all_sum),
     contiguous=lambda x, *args, **options: x,
+    fast=_Instead(mx.fast, **{name: getattr(marks, name) for name in _FAST}),
 )
-_PRODUCTS = _Instead(mx, quantized_matmul=_product)
-
-
-def _in_formats(
-    attend: Callable[..., mx.array],
-    queries: mx.array,
-    keys: Any,
-    values: Any,
-    cache: Any,
-    scale: float,
-    mask: Any,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """mlx-lm's attention, by a cache whose keys and values are in formats that it does not take."""
-    own = {} if cache is None else vars(cache)
-    if "v_bits" not in own:
-        return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-    if sinks is not None:
-        raise ValueError("packed keys, and sinks")
-    from mlx_lm.models import base
-
-    turn: Callable[[mx.array], mx.array] = rotated_heads if own["hadamard"] else lambda x: x
-    stock = base.quantized_scaled_dot_product_attention
-    attend = rebound(stock, {**stock.__globals__, "mx": _PRODUCTS})
-    bits = own["bits"], own["v_bits"]
-    return turn(attend(turn(queries), keys, values, scale, mask, own["group_size"], bits))
-
-
-def _by_operators(update: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """mlx-lm's gated delta rule without its kernel for Metal, which the exporter cannot write."""
-    return update(*args, **{**options, "use_kernel": False})
-
-
-def _swiglu(stock: Any) -> Any:
-    """mlx-lm's function, whose factors are in an order that no other code's are in."""
-    from mlx_lm.models import activations
-
-    ours: Any = lambda gate, x: mx.sigmoid(gate) * gate * x  # noqa: E731
-    return ours if stock is activations.swiglu else stock
-
-
-# By the names of globals, what makes a twin's version of them.
-_OTHERWISE: dict[str, Callable[[Any], Any]] = {
-    "mx": lambda module: _EXPORTED if module is mx else module,
-    "sum_gradients": lambda _: lambda group: lambda x: x,  # it changes gradients alone
-    "scaled_dot_product_attention": lambda attend: partial(_in_formats, attend),
-    "gated_delta_update": lambda update: partial(_by_operators, update),
-    "swiglu": _swiglu,
-}
 
 
 class _Scope(dict[str, Any]):
@@ -224,7 +140,7 @@ class _Scope(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         value = self.names[name]
-        return _OTHERWISE[name](value) if name in _OTHERWISE else value
+        return _EXPORTED if value is mx else _otherwise(value)
 
 
 class _Made(threading.local):
@@ -235,6 +151,11 @@ class _Made(threading.local):
 
 
 _made = _Made()
+
+
+def _scope_of(function: FunctionType) -> _Scope:
+    names = function.__globals__
+    return _made.scopes.setdefault(id(names), _Scope(names))
 
 
 def assigned() -> list[str]:
@@ -248,18 +169,22 @@ def assigned() -> list[str]:
 
 def _exported(cls: Any) -> Any:
     """The class for a twin of a module: its methods, as they are now, in other scopes."""
-    if cls is nn.QuantizedEmbedding:
-        return Embedding
     bases = reversed([each for each in cls.__mro__ if each not in nn.Module.__mro__])
     methods = {name: each for base in bases for name, each in vars(base).items()}
     key = cls, *((n, m) for n, m in methods.items() if isinstance(m, FunctionType))
     if key not in _made.classes:
-        body = {}
-        for name, method in key[1:]:
-            scope = _made.scopes.setdefault(id(method.__globals__), _Scope(method.__globals__))
-            body[name] = rebound(method, scope)
+        body = {name: _otherwise(method, True) for name, method in key[1:]}
         _made.classes[key] = type(cls.__name__, (cls,), body)
     return _made.classes[key]
+
+
+def _otherwise(value: Any, is_method: bool = False) -> Any:
+    """A function or method as twins have it; any other value itself."""
+    module, stock = str(getattr(value, "__module__", None)), value
+    if isinstance(value, FunctionType) and (is_method or module.partition(".")[0] not in OTHERS):
+        stock = rebound(value, _scope_of(value))
+    mark = marks.INSTEAD.get(f"{module}.{getattr(value, '__qualname__', None)}")
+    return stock if mark is None else lambda *args, **options: mark(stock, *args, **options)
 
 
 def rebound(function: Any, scope: dict[str, Any]) -> FunctionType:

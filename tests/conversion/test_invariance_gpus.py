@@ -13,8 +13,7 @@ from batches import Batches, converted, rules_of
 from mlx_lm.models.cache import RotatingKVCache
 
 from mlx_qlayers import convert_model, use_backend
-from mlx_qlayers.decode import engine
-from mlx_qlayers.decode.rules import invariant
+from mlx_qlayers.decode import engine, operations
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention import decode
 from mlx_qlayers.ops.attention_invariant import ATTENTION_FROM, attention_from
@@ -167,7 +166,7 @@ def test_graphs_of_steps_give_the_bits_of_prompts(name, dtype, graphs):
 
 
 def test_a_model_whose_graphs_have_other_bits_runs_its_own_code(graphs, monkeypatch):
-    monkeypatch.setattr(invariant, "_scale", lambda attention: 0.2)
+    monkeypatch.setitem(operations.OPERATIONS, "AttentionFrom", lambda *_: lambda q, *rest: q)
     with rules_of("cuda"), use_backend("host"):
         model = converted("qwen2", mx.bfloat16)
         assert graphs  # which were compared

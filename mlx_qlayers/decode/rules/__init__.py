@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from ..graph import Graph, rewrite
-from .attention import ATTENTION
 from .attention_step import TracedCaches, with_append_buffers
-from .canonical import ACTIVATIONS, FAST, UNBROADCAST
-from .experts import COMBINED, EXPERTS, LIFTED, RESIDUAL
+from .canonical import ACTIVATIONS, UNBROADCAST
+from .experts import COMBINED, EXPERTS, RESIDUAL
 from .latent import LATENT
 from .products import products
-from .recurrent import RECURRENT, gated_deltas
-from .rotary import ROTARY
+from .recurrent import RECURRENT
 from .routers import routed
 
 PASSES = (
-    [*UNBROADCAST, *ROTARY, *FAST, *ACTIVATIONS, *ATTENTION, *RECURRENT, *EXPERTS],
-    LIFTED,
+    [*UNBROADCAST, *ACTIVATIONS, *RECURRENT, *EXPERTS],
     [*COMBINED, *LATENT],
 )
 
@@ -29,7 +26,7 @@ def fused(graph: Graph, caches: TracedCaches | None = None) -> Graph:
     """
     for rules in PASSES:
         graph = rewrite(graph, rules)
-    graph = gated_deltas(routed(graph))
+    graph = routed(graph)
     if caches is not None:
         graph = with_append_buffers(graph, caches)
     return rewrite(products(graph), RESIDUAL)

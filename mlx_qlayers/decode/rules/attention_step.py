@@ -20,10 +20,10 @@ import mlx.core as mx
 
 from ...options import row_words
 from ..caches import APPENDED
-from ..graph import Graph, Node, P, Pattern, Rule, Size, Spec, first_rows, fits, rewrite
+from ..graph import Graph, Node, Pattern, Rule, Size, Spec, first_rows, rewrite
 from .heads import VIEWS, Heads, reshaped, turned, turned_heads
-from .masks import shown
 
+ATTENTIONS = "Attention", "AttentionPacked"
 BATCHES = tuple(name for name in APPENDED if name.startswith("Batch"))
 
 
@@ -140,31 +140,13 @@ class Attended(NamedTuple):
     causal: bool = False
 
 
-def _packed(name: str) -> str:
-    return ", ".join(f"~Broadcast(~ExpandDims({name}{i}))" for i in range(3))
-
-
-_Q = "~Reshape(Multiply(q, -scale))"
-_SCORES = P(f"QuantizedMatmul[_, _, _, True]({_Q}, {_packed('k')})")
-_WEIGHTS = P("Softmax(Select(mask, scores, _) | scores)", scores=_SCORES)
-_PACKED = P(f"QuantizedMatmul[_, _, _, False](weights, {_packed('v')})", weights=_WEIGHTS)
-
-
 def attended(node: Node) -> Attended | None:
     """The parts of attention; None for other nodes."""
-    if node.op != "Attention":
-        return of_packed(node)
-    q, k, v, mask, sinks = node.src
-    return Attended(q, (k,), (v,), mask, sinks, *node.arg)
-
-
-def of_packed(node: Node) -> Attended | None:
-    """The parts of attention to packed keys and values, as mlx-lm spells it; None for others."""
-    found = fits(_PACKED, node) if node.op == "QuantizedMatmul" else None
-    if found is None or len(found["q"].shape) != 4:
+    if node.op not in ATTENTIONS:
         return None
-    keys, values = (tuple(found[f"{name}{i}"] for i in range(3)) for name in "kv")
-    return Attended(found["q"], keys, values, found.get("mask"), None, found["scale"])
+    q, *arrays, mask, sinks = node.src
+    keys, values = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
+    return Attended(q, tuple(keys), tuple(values), mask, sinks, *node.arg[:2])
 
 
 def _is_at(offset: Node | None, number: int, caches: TracedCaches) -> bool:
@@ -193,12 +175,14 @@ def _step(
     """The node that takes the place of attention; None if nobody knows what its mask shows."""
     number, settings = keys.number, dict(caches.keys[keys.number][2:])
     tokens, batches = a.q.shape[2], caches.keys[number][0] in BATCHES
-    shows = shown(a.mask, keys.row, keys.size, tokens, lambda name: caches.is_of(name, number))
-    if shows is None:
+    if a.mask is not None and a.mask.op != "Mask":
+        return None
+    of, shows, padded = a.mask.arg if a.mask else (number, 0, False)
+    if caches.first(of) != caches.first(number):
         return None
     # Sequences of a batch drop different numbers of tokens, which moves the rows of all buffers.
-    causal = a.causal or shows.causal
-    if tokens > 1 and (batches or keys.size or shows.window or not causal):
+    causal = a.causal or a.mask is not None
+    if tokens > 1 and (batches or keys.size or shows or not causal):
         return None
     if {a.q.dtype, keys.new.dtype, values.new.dtype} != {keys.buffers[-1].dtype}:
         return None
@@ -211,12 +195,12 @@ def _step(
     names = f"append.{number}.keys", f"append.{number}.values"
     appended = [_input(name, *spec) for name, spec in zip(names, specs, strict=True)]
     at, mask, keep = _input(f"at.{caches.first(number)}", (8,)), None, settings.get("keep", 0)
-    window = min([each for each in (shows.window, keys.size) if each], default=0)
-    if keep and shows.window and shows.window < settings["max_size"]:
+    window = min([each for each in (shows, keys.size) if each], default=0)
+    if keep and shows and shows < settings["max_size"]:
         return None
-    if window or shows.padded:
-        hidden = Spec((batch if shows.padded else 1, 1, 1, rows), mx.bool_)
-        settled = window, keep, keys.size, shows.padded
+    if window or padded:
+        hidden = Spec((batch if padded else 1, 1, 1, rows), mx.bool_)
+        settled = window, keep, keys.size, padded
         # Caches that count alike have as many rows, so one mask does for all of them.
         like = sizes.setdefault(caches.first(number), (keys.buffers[0], appended[0]))
         mask = Node("Shown", (at, *like), settled, (hidden,))
@@ -227,7 +211,7 @@ def _step(
     )
     out = Spec((batch, tokens, a.q.shape[1] * values.new.shape[3]), a.q.dtype)
     parts = len(keys.buffers), len(values.buffers)
-    arg = a.scale * given.scale, given.rotation, given.epsilon, *parts
+    arg = a.scale, given.rotation, given.epsilon, *parts
     return Node("AttentionStep", src, arg, (out, *specs))
 
 

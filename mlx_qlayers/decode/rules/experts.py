@@ -1,77 +1,24 @@
-"""Mixtures of experts: gathered products, what is made of two of them, and their sum by scores.
+"""Mixtures of experts: what is made of products with chosen matrices, and their sum by scores.
 
 An ``Experts`` node takes rows (..., K), or (..., J, K), the experts (..., J) of each, tile squares
 and four arrays of each of one or two matrices. Its arguments are group size, bits, mode, a gate and
 the epsilon of a norm. A ``Combined`` node takes rows (..., J, K), experts, scores, four arrays of a
-matrix and a residual. In between a ``Choices`` node has an axis more, as the model's code, or its
-rows as they were sorted by experts in some order.
+matrix and a residual.
 """
 
 from __future__ import annotations
 
 from math import inf
 
+import mlx.core as mx
+
 from ...options import Clipped
 from ..graph import Node, P, Pattern, Rule, Spec, fits
-from ..primitives import MODES
-from .canonical import CANCELLED, ELEMENTWISE, as_it_is
-from .products import GATES, is_weight
+from .canonical import as_it_is
+from .products import GATES
 
-_UNARY = ("Silu", "Gelu", "GeluApprox", "Sigmoid", "Tanh", "Square", "Sqrt", "AsType", "Negative")
-# Each row of x, in turn.
-_EVERY = P("~Broadcast(~Reshape(Arange[0, _, 1]()))")
-_IN_ORDER = P("Squeeze(Gather(flat, order @ ArgSort(flat)))", flat=P("Flatten(experts)"))
-_AGAIN = P("Gather(Choices(y, order), ArgSort(order))")
-_OF_ORDER = P("FloorDivide(order, -each)")
-_SORTED = P("Squeeze(Gather(Flatten(ExpandDims(rows)), at))", at=_OF_ORDER)
-_ROWS = P("ExpandDims(rows) | sorted | Choices(rows) | Choices(rows, order)", sorted=_SORTED)
-
-
-def _indices(right: Node | None, order: Node | None) -> Node | None:
-    """The experts of products, as they were before they were sorted."""
-    if order is None:
-        return right
-    found = fits(_IN_ORDER, right)
-    return found["experts"] if found and found["order"] is order else None
-
-
-def _experts(root: Node) -> Node | None:
-    """Products with the transposed matrices that rows chose."""
-    size, bits, mode, transposed, *_ = root.arg
-    x, w, scales, *biases, left, right = root.src
-    found = fits(_ROWS, x)
-    experts = _indices(right, found.get("order")) if found else None
-    affine = len(biases) == (mode == 0) and transposed
-    if found is None or experts is None or not affine or fits(_EVERY, left) is None:
-        return None
-    rows, width = found["rows"], w.shape[1]
-    each = found.get("each", experts.shape[-1])
-    alike = rows.shape[:-1] in (experts.shape, experts.shape[:-1])
-    whole = root.shape[-2] == 1 and ("order" in found or root.shape[:-2] == experts.shape)
-    packed = len(w.shape) == 3 and is_weight(w)
-    if not packed or not alike or not whole or each != experts.shape[-1]:
-        return None
-    matrix = (w, scales, *(biases or [None]), None)
-    spec = Spec((*experts.shape, width), root.dtype)
-    arg = size, bits, MODES[mode], None, None
-    y = Node("Experts", (rows, experts, None, *matrix), arg, (spec,))
-    order = [found["order"]] if "order" in found else []
-    return root.like("Choices", y, *order)
-
-
-def _biased(y: Node, choices: Node, bias: Node, right: Node, root: Node) -> Node | None:
-    """Products and a bias of each expert."""
-    order = [*choices.src[1:]]
-    fit = y.src[1] is _indices(right, order[0] if order else None) and y.src[6] is None
-    if not fit or len(y.src) != 7 or not is_weight(bias) or bias.dtype != root.dtype:
-        return None
-    y = Node(y.op, (*y.src[:6], bias), y.arg, y.outputs)
-    return root.like("Choices", y, *order)
-
-
-_GATE, _UP = (P(f"{n}_choices @ Choices({n} @ Experts, ...)") for n in ("gate", "up"))
-_LIMITED = P("Minimum(gate, -limit) | gate", gate=_GATE)
-_CLIPPED = P("Minimum(Maximum(up, -least), -most) | up", up=_UP)
+_LIMITED = P("Minimum(gate @ Experts, -limit) | gate @ Experts")
+_CLIPPED = P("Minimum(Maximum(up @ Experts, -least), -most) | up @ Experts")
 _SHIFTED = P("Add(up, -shift) | up", up=_CLIPPED)
 _SWISH = P("Multiply(g, Sigmoid(Multiply(g, -alpha)))")
 # The numbers of patterns where the model's code has none.
@@ -96,27 +43,7 @@ def _gated(first: Node, second: Node, root: Node) -> Node | None:
     if most != clip[0] or least != -most or (clipped and name != "silu"):
         return None
     arg = (*gate.arg[:3], Clipped(*clip) if clipped else name, gate.arg[4])
-    y = Node("Experts", (*gate.src, *up.src[3:]), arg, gate.outputs)
-    return root.like("Choices", y, *found["gate_choices"].src[1:])
-
-
-def _lifted(root: Node) -> Node | None:
-    """Elementwise operations move ahead of a change of the order of rows."""
-    first = next((s for s in root.src if s.op == "Choices"), None)
-    if first is None:
-        return None
-    inner, *order = first.src
-    alike = [s.op == "Choices" and [*s.src[1:]] == order for s in root.src]
-    if any(s.shape and not fit for s, fit in zip(root.src, alike, strict=True)):
-        return None
-    src = tuple(s.src[0] if fit else s for s, fit in zip(root.src, alike, strict=True))
-    made = Node(root.op, src, root.arg, (Spec(inner.shape, root.dtype),))
-    return root.like("Choices", made, *order)
-
-
-def _unsorted(y: Node, order: Node, root: Node) -> Node | None:
-    whole = root.shape == (*y.shape[:-1], 1, y.shape[-1])
-    return root.like("Choices", y) if whole else None
+    return Node("Experts", (*gate.src, *up.src[3:]), arg, gate.outputs)
 
 
 def _combined(y: Node, scores: Node, wide: Node, sum: Node, root: Node) -> Node | None:
@@ -150,19 +77,11 @@ def _through(y: Node, other: Node, root: Node) -> Node | None:
     return residual and root.like("Products", *y.src[:3], residual, *y.src[4:], arg=y.arg)
 
 
-_BIAS = P("ExpandDims(Squeeze(Gather(bias, right)))")
-EXPERTS: list[Rule] = [
-    (P("GatherQMM"), _experts),
-    (P("Add(choices @ +Choices(y @ Experts, ...), bias)", bias=_BIAS), _biased),
-    (P("Multiply(first, second)"), _gated),
-    (P("Unflatten(Squeeze(again))", again=_AGAIN), _unsorted),
-    (P("Squeeze(Choices(x))"), as_it_is),
-]
-# Behind these, for what is made of products in another way.
-LIFTED: list[Rule] = [(Pattern((*ELEMENTWISE, *_UNARY)), _lifted), *EXPERTS]
+EXPERTS: list[Rule] = [(P("Multiply(first, second)"), _gated)]
 _SCALED = P("Multiply(~AsType(y @ +Experts), ~AsType(wide @ ExpandDims(scores)))")
 COMBINED: list[Rule] = [(P("Squeeze(sum @ Reduce(scaled))", scaled=_SCALED), _combined)]
-COMBINED += CANCELLED
+_FLOAT32 = Pattern(("AsType",), arg=lambda dtype: dtype == mx.float32)
+COMBINED += [(P("AsType(wide(x))", wide=_FLOAT32), as_it_is)]
 # Behind the rules of products.
 RESIDUAL: list[Rule] = [
     (P("Add(y @ +Combined, other)"), _added),

@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any, NamedTuple
 
+import mlx.core as mx
+
 from ...options import Rotation
-from ..graph import Node, P, Pattern, Rule, Spec, fits
-from .rotary import finite
+from ..graph import Node, P, Pattern, Rule, Spec, Value
 
 # The axes of (B, H, L, D) as (B, L, H, D), and back.
 _TURN = 0, 2, 1, 3
+# Of reciprocals of rates.
+_MOST = Value(mx.array(1e30))
 _IN_ORDER = "Reshape", "Flatten", "Unflatten", "Squeeze", "ExpandDims"
 
 
@@ -100,7 +103,12 @@ def turned_heads(node: Node) -> Node:
     return Node("Transpose", (node,), (_TURN,), (Spec(shape, node.dtype),))
 
 
-_SCALED = P("Multiply(x, -scale)")
+def finite(freqs: Node | None) -> Node | None:
+    """Reciprocals of rates as this package's kernels take them: infinite ones are none."""
+    if freqs is None:
+        return None
+    most = Node("Constant", (), (_MOST,), (Spec((), mx.float32),))
+    return Node("Minimum", (freqs, most), (), freqs.outputs)
 
 
 class Turned(NamedTuple):
@@ -108,7 +116,6 @@ class Turned(NamedTuple):
 
     q: Node
     k: Node
-    scale: float
     rotation: Rotation = Rotation(0)
     epsilon: float = 0.0
     freqs: Node | None = None
@@ -117,20 +124,14 @@ class Turned(NamedTuple):
 
 def turned(q: Node, k: Node, at: Callable[[Node | None], bool]) -> Turned:
     """Queries and keys before the rotary embedding and norms that attention does as well."""
-    scale = 1.0
-    found = fits(_SCALED, q)  # by a number, which may as well be part of the scale
-    if found is not None and found["x"].shape == q.shape:
-        scale, q = found["scale"], found["x"]
     of_q, of_k = (Heads(x, x.shape[2]) for x in (q, k))
-    given = Turned(of_q.rows(), of_k.rows(), scale)
+    given = Turned(of_q.rows(), of_k.rows())
     (of_q, one), (of_k, other) = of_q.behind("RoPE"), of_k.behind("RoPE")
     if one is not None and other is not None:
         if (one.arg, one.src[1:]) != (other.arg, other.src[1:]) or not at(one.src[1]):
             return given
-        dims, traditional, base, factor, _ = one.arg
-        freqs = finite(one.src[2] if len(one.src) > 2 else None)
-        rotation = Rotation(dims, traditional, None if freqs else base, factor)
-        given = Turned(of_q.rows(), of_k.rows(), scale, rotation, freqs=freqs)
+        freqs = finite(one.src[2])
+        given = Turned(of_q.rows(), of_k.rows(), Rotation(*one.arg), freqs=freqs)
     elif one is not other:
         return given
     (of_q, one), (of_k, other) = of_q.behind("RMSNorm"), of_k.behind("RMSNorm")

@@ -2,27 +2,23 @@
 
 ``Products`` round each product before a gate or a residual. ``Swiglu`` nodes are mlx-lm's function,
 with tensor cores by this package's operation. An ``AttentionFrom`` node takes what an ``Attention``
-node does, and the number of rows ahead of each sequence, or None. ``GatheredProduct`` nodes are
-MLX's ``GatherQMM``, by this package's operation.
+node does, and the number of rows ahead of each sequence, or None. ``ExpertsAlone`` nodes are
+``Experts`` of one matrix, as a layer computes them.
 """
 
 from __future__ import annotations
 
-import mlx.core as mx
-
 from ...runtime.devices import device_of
 from ..capture import Unsupported
 from ..graph import Graph, Node, P, Pattern, Rule, rewrite
-from .attention import ATTENTION
-from .attention_step import BATCHES, TracedCaches
-from .canonical import FAST, UNBROADCAST
+from .attention_step import ATTENTIONS, BATCHES, TracedCaches
+from .canonical import UNBROADCAST
 from .padded import PaddedGraph, padded
 from .products import PRODUCT, ROUNDED, side_by_side
-from .rotary import ROTARY
 
 
-def _gathered(root: Node) -> Node:
-    return root.like("GatheredProduct", *root.src, arg=root.arg)
+def _experts(root: Node) -> Node:
+    return root.like("ExpertsAlone", *root.src, arg=root.arg)
 
 
 def _swiglu(act: Node, gate: Node, up: Node, root: Node) -> Node | None:
@@ -31,19 +27,12 @@ def _swiglu(act: Node, gate: Node, up: Node, root: Node) -> Node | None:
     return root.like("Swiglu", gate, up) if alike else None
 
 
-_GATHERED: list[Rule] = [(P("GatherQMM"), _gathered)]
+_EXPERTS: list[Rule] = [(P("Experts"), _experts)]
 # That of experts is an empty module, which all models share and nobody changes.
 _DENSE = Pattern(("Products", "Item"), name="gate")
 _SWIGLU: list[Rule] = [
     (P("Multiply(act @ Multiply(gate, Sigmoid(gate)), up)", gate=_DENSE), _swiglu)
 ]
-
-
-def _scale(attention: Node) -> float:
-    """The scale of scores as a model's code has it: what MLX spells out has it in q's dtype."""
-    scale, q = attention.arg[0], attention.src[0]
-    usual: float = q.shape[-1] ** -0.5
-    return usual if mx.array(usual, q.dtype).item() == scale else scale
 
 
 def invariant(graph: Graph, caches: TracedCaches) -> PaddedGraph:
@@ -53,8 +42,7 @@ def invariant(graph: Graph, caches: TracedCaches) -> PaddedGraph:
         Unsupported: something takes positions or paddings in a way that is not known.
     """
     gates = _SWIGLU if device_of().tensor_cores else []
-    known = [*UNBROADCAST, *ROTARY, *FAST, *ATTENTION, *_GATHERED]
-    for rules in (known, PRODUCT, gates, ROUNDED):
+    for rules in ([*UNBROADCAST, *_EXPERTS], PRODUCT, gates, ROUNDED):
         graph = rewrite(graph, rules)
     made = padded(side_by_side(graph), caches)
     nodes = made.graph.nodes()
@@ -62,8 +50,8 @@ def invariant(graph: Graph, caches: TracedCaches) -> PaddedGraph:
     if padding is None and any(kind in BATCHES for kind, *_ in caches.keys):
         raise Unsupported("paddings of a batch are not known")
     places = {
-        node: node.like("AttentionFrom", *node.src, padding, arg=(_scale(node), node.arg[1]))
+        node: node.like("AttentionFrom", *node.src, padding, arg=node.arg)
         for node in nodes
-        if node.op == "Attention"
+        if node.op in ATTENTIONS
     }
     return made._replace(graph=made.graph.replaced(places))

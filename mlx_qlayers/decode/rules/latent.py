@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..graph import Node, P, Rule, Spec, first_rows, fits, less, under
+from ..graph import Node, P, Rule, Spec, first_rows, fits, less
 from ..primitives import MODES
 from .products import is_weight
 
@@ -23,7 +23,7 @@ _MASK = P("Select(shown, beside, _) | beside", beside=_BESIDE)
 def _heads(root: Node) -> Node | None:
     size, bits, mode, transposed = root.arg
     x, *packed = root.src
-    matrices = [*map(under, packed)]
+    matrices = [each.src[0] if each.op == "Broadcast" else each for each in packed]
     if not transposed or not all(map(is_weight, matrices)):
         return None
     fit = len(matrices[0].shape) == 3 and x.shape[1:3] == (matrices[0].shape[0], 1)

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from ..capture import Unsupported
 from ..graph import Graph, Node, Size, Spec, less
-from .attention_step import TracedCaches
+from .attention_step import ATTENTIONS, TracedCaches
 from .canonical import ELEMENTWISE
 from .padding import Padding, from_0, is_position
 
@@ -26,7 +26,8 @@ _OF_ROWS = ("RMSNorm", "LayerNorm", "RoPE", "Quantize", "Products", "View", "Had
 _KEPT = (
     *(*ELEMENTWISE, *_RESHAPES, *_OF_ROWS, "Transpose", "Abs", "AsType", "Broadcast", "Copy"),
     *("Concatenate", "Cos", "Depends", "Exp", "Floor", "FloorDivide", "Full", "GatherAxis", "Log"),
-    *("Log1p", "LogicalNot", "Negative", "ScatterAxis", "Sigmoid", "Sin", "Sqrt", "Square", "Tanh"),
+    *("Log1p", "LogicalNot", "Mask", "Negative", "ScatterAxis", "Sigmoid", "Sin", "Sqrt"),
+    *("Square", "Tanh"),
 )
 # Operations that give zeros where they take zeros.
 _KEEP_ZEROS = (*_RESHAPES, "Transpose", "AsType", "Broadcast", "Copy", "Multiply")
@@ -164,11 +165,10 @@ def _rolled(now: Padding, node: Node) -> Node | None:
 
 def _product(now: Padding, node: Node, src: Sources) -> Node:
     """A product with keys, or with values by shares that are zero behind the rows that count."""
-    transposed = node.op == "QuantizedMatmul" and node.arg[3]
     (x, *others), old = src, node.src[1]
-    axis = len(old.shape) - (1 if transposed else 2)
+    axis = len(old.shape) - 2
     if is_position(old.shape[axis]):
-        if x not in now.zeros or transposed:
+        if x not in now.zeros:
             return _unknown(now, node, src)
         rows = now.narrowest((x.shape[-1], others[0].shape[axis]))
         x = now.resized(x, len(x.shape) - 1, rows)
@@ -207,14 +207,14 @@ def _partition(now: Padding, node: Node, src: Sources) -> Node:
 
 
 def _attention(now: Padding, node: Node, src: Sources) -> Node:
-    (q, k, v, mask, sinks), (scale, causal), keys = src, node.arg, node.src[1]
+    (q, *arrays, mask, sinks), (scale, causal, *parts), keys = src, node.arg, node.src[1]
     if not is_position(keys.shape[2]):
         return _same(now, node, src)
-    width = now.narrowest(each.shape[2] for each in (k, v))
-    k, v = (now.resized(each, 2, width) for each in (k, v))
+    width = now.narrowest(each.shape[2] for each in arrays)
+    arrays = [now.resized(each, 2, width) for each in arrays]
     seen = now.seen(keys.shape[2], width, 0, q.shape[2] if causal else 1)
-    src = q, k, v, _hidden(now, mask, seen), sinks
-    return now.make(node.op, src, (scale, False), *node.outputs)
+    src = q, *arrays, _hidden(now, mask, seen), sinks
+    return now.make(node.op, src, (scale, False, *parts), *node.outputs)
 
 
 def _hidden(now: Padding, mask: Node | None, seen: Node) -> Node:
@@ -245,7 +245,7 @@ _RULES: Mapping[str, Callable[[Padding, Node, Sources], Node]] = {
     **dict.fromkeys(_KEPT, _kept),
     "ArgPartition": _partition,
     "Arange": _arange,
-    "Attention": _attention,
+    **dict.fromkeys(ATTENTIONS, _attention),
     "Input": _input,
     "Item": _item,
     "Latent": _latent,
