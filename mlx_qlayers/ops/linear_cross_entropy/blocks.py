@@ -110,7 +110,7 @@ class Blocks(NamedTuple):
     @property
     def words(self) -> list[slice]:
         """Blocks of words."""
-        return _blocks(self.head.weight.shape[0], WORDS if on_cpu() else 6 * WORDS)
+        return _blocks(self.head.weight.shape[0], WORDS if on_cpu() else 5 * WORDS)
 
     @property
     def rows(self) -> list[slice]:
