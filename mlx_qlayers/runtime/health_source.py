@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from .source import Token, position, tokenize
 
@@ -20,7 +19,7 @@ _FINISH = f"health_finish({_WORDS});"
 
 def _added(text: str) -> Iterator[Token]:
     """Tokens that are in no line of the file."""
-    return (replace(token, line=0) for token in tokenize(text))
+    return (token._replace(line=0) for token in tokenize(text))
 
 
 def without_health(function: Iterable[Token]) -> tuple[Token, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 
 class SourceError(ValueError):
@@ -51,8 +52,7 @@ _OPERATORS = frozenset("+-*/%&|^<>=!:~.?#")
 _OPEN, _CLOSE = frozenset("([{"), frozenset(")]}")
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     """A word, number, string, mark, directive or newline, and whether a blank precedes it."""
 
     kind: str
@@ -61,9 +61,9 @@ class Token:
     spaced: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Item:
-    """One declaration at the top level of a file.
+    """One declaration at the top level of a file; the same object however a file is included.
 
     ``names`` are those that it introduces; of an operator, which has none to look for, the words of
     its parameters, since it is needed wherever their types are.
@@ -154,31 +154,41 @@ def read(path: Path, text: str | None = None) -> tuple[Item, ...]:
 
 @lru_cache(maxsize=256)
 def _items(path: Path, text: str) -> tuple[Item, ...]:
-    return tuple(_read(path, text, frozenset()))
+    return (*_read(path.resolve(), text, frozenset()),)
 
 
-def _read(path: Path, text: str, seen: frozenset[Path]) -> list[Item]:
+def _read(path: Path, text: str, seen: frozenset[Path]) -> dict[Item, None]:
+    """The declarations of a file, each once, without those of files that are being read."""
+    items: dict[Item, None] = {}
+    for part in _parts(path, text):
+        if isinstance(part, Item):
+            items[part] = None
+        elif part not in seen | {path}:
+            items |= _read(part, text_of(part), seen | {path})
+    return items
+
+
+@lru_cache(maxsize=256)
+def _parts(path: Path, text: str) -> tuple[Item | Path, ...]:
+    """The declarations of a file by itself, and the files that it includes, in order."""
     if odd := re.search(r"[^\x00-\x7f]", text):
         line = text.count("\n", 0, odd.start()) + 1
         raise SourceError(f"{path.name}:{line}: Metal sources must be ASCII")
-    items: list[Item] = []
+    parts: list[Item | Path] = []
     for tokens in _split(tokenize(text), path):
         first = tokens[0]
         if first.kind != "directive":
-            items.append(_item(tokens, path))
+            parts.append(_item(tokens, path))
         elif first.text.startswith("#define "):
             name = re.split(r"\W", first.text.removeprefix("#define "))[0]
-            items.append(Item(frozenset([name]), tuple(tokens), path.name))
+            parts.append(Item(frozenset([name]), tuple(tokens), path.name))
         elif first.text == f"#include {TENSOR_OPS}":
-            items.append(Item(frozenset(["mpp"]), (first,), path.name))
+            parts.append(Item(frozenset(["mpp"]), (first,), path.name))
         elif first.text.startswith("#include "):
-            found = _included(first, path)
-            if found is not None and found not in seen | {path}:
-                included = _read(found, text_of(found), seen | {path})
-                items += [item for item in included if item not in items]
+            parts += [found] if (found := _included(first, path)) is not None else []
         elif first.text != "#pragma once":
             raise SourceError(f"{path.name}:{first.line}: {first.text!r} is not in the dialect")
-    return items
+    return (*parts,)
 
 
 def _included(directive: Token, path: Path) -> Path | None:
