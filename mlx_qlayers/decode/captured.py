@@ -22,24 +22,15 @@ MAX_BATCH = 128
 
 @dataclass(eq=False)
 class CapturedStep:
-    """A captured step.
+    """A captured step, and where it holds."""
 
-    Attributes:
-        captured: the graph as the model's code has it.
-        batches: the smallest and the largest batch that it is for.
-        names: what a position is called in it, by the number of a cache and the attribute.
-        limits: by these names the least and the largest number.
-        rows: by these names the rows of buffers that are numbers in it.
-        programs: by batch size and what plans depend on.
-        forms: the graph after the rules, by the name of the form that runs it: one for all batch
-            sizes.
-    """
-
-    captured: Captured
-    batches: tuple[int, int]
+    captured: Captured  # the graph as the model's code has it
+    batches: tuple[int, int]  # the smallest and the largest batch that it is for
+    # The least and the largest number of positions, by their names in the graph.
     limits: dict[str, tuple[int, int]]
-    rows: dict[str, int]
-    programs: dict[Any, Any] = field(default_factory=dict)
+    rows: dict[str, int]  # of buffers that are numbers in the graph, by the same names
+    programs: dict[Any, Any] = field(default_factory=dict)  # by batch size and what plans depend on
+    # Graphs after the rules by the names of forms: one for all batch sizes.
     forms: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -78,11 +69,8 @@ def captured(
     """A model's step, the two settings in which its code ran, and how far positions went on.
 
     The code runs twice for most models and positions: for the first tokens of a text, and far
-    behind, for as many sequences as can be. Where it takes another branch there, it
-    runs for nearer ones, or for other sequences.
-
-    Raises:
-        Unsupported: the code cannot be captured; the reason names a line or a primitive.
+    behind, for as many sequences as can be. Where it takes another branch there, it runs for nearer
+    ones, or for other sequences. ``Unsupported`` names a line or a primitive.
     """
     most, first, last = MAX_BATCH, None, None
     tries = [(True, most, reach), (True, batch, reach), (False, most, reach)]
@@ -101,8 +89,7 @@ def captured(
 def check(step: Captured, batch: int) -> bool:
     """Leave out of a captured step what takes the place of equal arrays of the model; if there is.
 
-    Raises:
-        Unsupported: what it takes the place of is not equal.
+    ``Unsupported`` says that what it takes the place of is not equal.
     """
     outputs = step.graph.outputs
     if changed := {n: outputs.pop(n) for n in [*outputs] if n.startswith("model.")}:

@@ -28,10 +28,7 @@ _NUMBERS = re.compile(r"^%\d+ = |%[\d.]+(?:, )?")
 def graphs(model: Any) -> tuple[Graph, Graph]:
     """The graph of a step with the caches that a model makes: as captured, and after the rules.
 
-    No number is computed.
-
-    Raises:
-        Unsupported: the model's code cannot be captured; the reason names a line or a primitive.
+    No number is computed. ``Unsupported`` names the line or the primitive that cannot be captured.
     """
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -58,12 +55,9 @@ def graphs(model: Any) -> tuple[Graph, Graph]:
 
 
 def lines(graph: Graph, layer: int | None = None, brief: bool = False) -> Iterator[str]:
-    """A line for each node: its number, operation, arguments, sources and shape.
+    """A line for each node, or each of a decoder layer: number, operation, sources and shape.
 
-    Args:
-        graph: to be drawn.
-        layer: the number of a decoder layer, if only its nodes are wanted.
-        brief: without arguments and shapes, and with the last names of arrays.
+    In brief it has no arguments and shapes, and the last names of arrays.
     """
     nodes = graph.nodes()
     shown = [n for n in nodes if n.op not in ("Input", "Constant", "Item")]

@@ -27,11 +27,7 @@ _Source = tuple[str, Callable[[], Any], Callable[[Any], Any]]
 
 
 class Effects:
-    """A record of everything that may change while a model's code is captured.
-
-    Args:
-        parts: the model and the modules in it.
-    """
+    """A record of everything that may change while the code of these modules is captured."""
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         parts = [*parts]

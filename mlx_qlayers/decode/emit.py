@@ -36,14 +36,10 @@ _KEPT = 8
 
 
 class Program:
-    """The list of calls that computes a step.
+    """The list of calls that computes a step, for a batch size.
 
-    Args:
-        graph: what to compute.
-        batch: sequences.
-        weights: the arrays of the model by their names.
-        binds: whether calls are bound. Who keeps the program answers for it that the context, the
-            epoch and the device are those of its first run.
+    Who ``binds`` calls, and keeps the program, answers for it that the context, the epoch and the
+    device are those of its first run.
     """
 
     def __init__(
@@ -166,7 +162,7 @@ class Program:
     def run(
         self, arrays: Mapping[str, Any], positions: Mapping[str, int], goes_on: bool | None = None
     ) -> dict[str, mx.array]:
-        """Compute a step.
+        """The outputs of a step by their names.
 
         Args:
             arrays: ``tokens``, and those of the caches by their names.
@@ -175,9 +171,6 @@ class Program:
                 into the same arrays: then nobody else holds their memory where it is written to,
                 and launches go by lists, which the second run makes. Else None: lists that there
                 are serve once MLX has written there, who copies what others hold.
-
-        Returns:
-            The outputs by their names.
         """
         registers = self.start.copy()
         for register, name in self.inputs:

@@ -242,12 +242,10 @@ def _kind(plain: str, form: CacheFormat) -> Any:
 def quantized(
     c: Any, group_size: int = 64, bits: int = 8, v_bits: int | None = None, hadamard: bool = False
 ) -> Any:
-    """A cache of mlx-lm's with its keys and values packed.
+    """A cache of mlx-lm's with its keys and values packed: see :class:`CacheFormat`.
 
-    Args:
-        c: plain, full or empty; mlx-lm's quantized one becomes one that can be merged into a
-            batch, others are given back as they are.
-        group_size, bits, v_bits, hadamard: as in :class:`CacheFormat`.
+    It may be full or empty. mlx-lm's quantized one becomes one that can be merged into a batch;
+    others are given back.
     """
     form = CacheFormat(group_size, bits, v_bits or bits, hadamard)
     if isinstance(c, stock.CacheList):

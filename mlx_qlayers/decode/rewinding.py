@@ -22,9 +22,10 @@ _COUNTED = {"KVCache", "QuantizedKVCache", "PackedKVCache"}
 def rewound(model: Any, caches: Sequence[Any], count: int, gone: mx.array | None = None) -> bool:
     """Whether the last tokens of caches were dropped so that the next step goes on as it would.
 
+    Else they stay as they are: the model's last step with them has to be by a graph.
+
     Args:
-        model: whose last step with these caches was by a graph, else they stay as they are.
-        caches: as mlx-lm makes them; those whose tokens are dropped by their count alone.
+        model, caches: caches as mlx-lm makes them, whose tokens are dropped by their count alone.
         count: tokens, of those taken since somebody last looked at the caches.
         gone: by how many positions went back before, see :func:`moved_back`.
     """

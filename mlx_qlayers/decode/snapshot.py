@@ -23,17 +23,9 @@ class Snapshot:
     """The contents of modules, to see later whether these changed: by identity, and in place.
 
     That is to say, in their lists and dictionaries as well, in objects with attributes, and in
-    attributes of their classes.
-
-    Args:
-        parts: the modules.
-        others: more dictionaries to look at.
-        types: more classes to look at.
-        arrays: more arrays to look at.
-
-    Attributes:
-        owners: what is in dictionaries and lists that hold modules, and ``owned`` what was:
-            modules are not the same if their dictionaries are equal.
+    attributes of their classes; and in more dictionaries, classes and arrays. ``owners`` are what
+    is in dictionaries and lists that hold modules, and ``owned`` what was: modules are not the same
+    if their dictionaries are equal.
     """
 
     def __init__(

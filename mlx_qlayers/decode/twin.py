@@ -25,13 +25,9 @@ _MADE_OF = ("_patches", "_fuses", "_shards")
 
 
 def twin(value: Any, swap: Swap, path: str = "", made: dict[int, Any] | None = None) -> Any:
-    """A copy of modules, caches and what holds them; everything else is shared.
+    """A copy of modules, caches and what holds them, with other arrays; everything else is shared.
 
-    Args:
-        value: a module, a cache, an array, or a list, tuple or dict of such.
-        swap: what takes the place of arrays.
-        path: of ``value``, with dots.
-        made: twins so far, by the identity of what they are of.
+    ``path`` is that of ``value``, with dots, and ``made`` are twins so far, by what they are of.
     """
     made = {} if made is None else made
     if id(value) in made:

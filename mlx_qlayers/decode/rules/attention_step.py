@@ -28,15 +28,10 @@ BATCHES = tuple(name for name in APPENDED if name.startswith("Batch"))
 
 
 class TracedCaches(NamedTuple):
-    """The facts that rules know of the caches that a step was captured with.
+    """The facts that rules know of the caches that a step was captured with."""
 
-    Attributes:
-        keys: class, case and attributes of each cache, as in :class:`~..caches.Facts`.
-        names: the names of counts in the graph, by ``NUMBER.ATTRIBUTE``.
-    """
-
-    keys: Sequence[tuple[Any, ...]]
-    names: Mapping[str, str]
+    keys: Sequence[tuple[Any, ...]]  # class, case and attributes of each cache, as in `Facts`
+    names: Mapping[str, str]  # of counts in the graph, by `NUMBER.ATTRIBUTE`
 
     def first(self, number: int) -> int:
         """The first of the caches that hold as many tokens and count alike."""
@@ -59,21 +54,13 @@ class TracedCaches(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Keys or values of a cache that attention takes.
+    """Keys or values of a cache that attention takes."""
 
-    Attributes:
-        number: of the cache.
-        buffers: what is written into; three of packed ones.
-        new: the tokens', (B, Hkv, L, D).
-        row: where the first is written.
-        size: of a ring that goes round, else 0.
-    """
-
-    number: int
-    buffers: tuple[Node, ...]
-    new: Node
-    row: Size
-    size: int
+    number: int  # of the cache
+    buffers: tuple[Node, ...]  # what is written into; three of packed ones
+    new: Node  # the tokens', (B, Hkv, L, D)
+    row: Size  # where the first is written
+    size: int  # of a ring that goes round, else 0
 
 
 def written(nodes: Sequence[Node], name: str, caches: TracedCaches) -> Written | None:

@@ -116,13 +116,10 @@ class Padding:
         return self.made[number, dtype]
 
     def seen(self, count: Size, width: Any, behind: int, length: int = 1) -> Node:
-        """Which rows count.
+        """Which rows count, of those that are there: ``count`` do for the last token.
 
-        Args:
-            count: how many, for the last token.
-            width: how many are there.
-            behind: axes behind; of several tokens that is none.
-            length: tokens, whose axis is ahead: each sees the rows up to its own.
+        ``behind`` are axes behind; none of several tokens, whose axis is ahead: each sees the rows
+        up to its own.
         """
         rows = self.make("Arange", (), (0, width, 1), Spec((width,), mx.int32))
         shape, spec = (width, *(1,) * behind), Spec((), mx.int32)
