@@ -103,7 +103,7 @@ class Program:
             self.start[at] = node.arg[0].array
             return None
         function, more = self._function(node)
-        if len(node.outputs) > 1 or (isinstance(function, Dispatched) and function.listed):
+        if len(node.outputs) > 1 or isinstance(function, Dispatched):
             target = slice(at, at + len(node.outputs))
         if not isinstance(function, Dispatched):
             return _made(function, [*given, *more], target)
@@ -214,7 +214,7 @@ def _made(
 def _bind(found: BoundCalls, at: int, call: Called, *arrays: Any) -> Any:
     """Run an operation, and have it called as it was now from the next time on."""
     assert call.binds is not None
-    operation, static, _ = call.binds
+    operation, static = call.binds
     with mode(Mode.INFERENCE):
         made = dispatch(operation, arrays, static)
         known = planned(operation, arrays, static)
@@ -233,9 +233,8 @@ def _bind(found: BoundCalls, at: int, call: Called, *arrays: Any) -> Any:
 
 
 def _dispatched(call: Dispatched, count: int, *arrays: Any) -> Any:
-    made = dispatch(call.operation, arrays, call.static)
     # A kernel may give more than its operation does, for a gradient.
-    return made[:count] if call.listed else made
+    return dispatch(call.operation, arrays, call.static)[:count]
 
 
 def resolver(args: Sequence[Any]) -> Callable[[Mapping[str, int]], Sequence[Any]]:

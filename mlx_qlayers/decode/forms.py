@@ -44,6 +44,9 @@ class Form:
     :class:`.emit.Program`.
     """
 
+    # Of a form whose positions are an array: which of them go on with the tokens.
+    moving: mx.array
+
     def __init__(self, captured: Captured, graph: Graph, batch: int, binds: bool = False) -> None:
         self.length: int = graph.outputs["logits"].shape[1]  # tokens of each sequence
         self.program = Program(graph, batch, captured.weights, binds)
@@ -71,9 +74,10 @@ class Form:
         Positions of append buffers, which are arrays, may have gone back by ``gone`` before.
         """
         at, array = state
-        names = {*self.counters}
-        items = [{"offset": vars(c)["offset"] - count} for c in own]
-        return ({name: v - count * (name in names) for name, v in at.items()}, array), items
+        before = {name: v - count * (name in self.counters) for name, v in at.items()}
+        if isinstance(array, mx.array):
+            array = array - count * self.moving
+        return (before, array), [{"offset": vars(c)["offset"] - count} for c in own]
 
     def run(self, tokens: mx.array, own: Sequence[Any], state: Any) -> tuple[mx.array, Progress]:
         """The logits, and what the next step with the same caches goes on with."""
@@ -149,15 +153,6 @@ class PaddedForm(Form):
         with traced(arrays, self.weights):
             made = self.program.run({POSITIONS: at, **given}, rows)
         return [at + self.more, *(made[name] for name in ("logits", *self.states))]
-
-    def dropped(
-        self, own: Sequence[Any], state: Any, count: int, gone: mx.array | None = None
-    ) -> tuple[Any, list[dict[str, Any]]] | None:
-        found, (_, array) = super().dropped(own, state, count), state
-        if found is None:
-            return None
-        (at, _), items = found
-        return (at, None if array is None else array - count * self.moving), items
 
     def computed(self, arrays: dict[str, mx.array], at: dict[str, int], array: Any) -> Any:
         if not isinstance(array, mx.array):

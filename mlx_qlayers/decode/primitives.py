@@ -35,7 +35,6 @@ class Dispatched(NamedTuple):
 
     operation: Operation  # what is dispatched
     static: tuple[Any, ...]  # its other arguments
-    listed: bool = True  # whether it gives a list of arrays, also of one
 
 
 # A call, or a function that makes one of a node.

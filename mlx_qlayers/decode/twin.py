@@ -176,11 +176,16 @@ def _exported(cls: Any) -> Any:
 
 def _otherwise(value: Any, is_method: bool = False) -> Any:
     """A function or method as twins have it; any other value itself."""
-    module, stock = str(getattr(value, "__module__", None)), value
-    if isinstance(value, FunctionType) and (is_method or module.partition(".")[0] not in OTHERS):
+    name, stock = full_name(value), value
+    if isinstance(value, FunctionType) and (is_method or name.partition(".")[0] not in OTHERS):
         stock = rebound(value, _scope_of(value))
-    mark = marks.INSTEAD.get(f"{module}.{getattr(value, '__qualname__', None)}")
+    mark = marks.INSTEAD.get(name)
     return stock if mark is None else lambda *args, **options: mark(stock, *args, **options)
+
+
+def full_name(value: Any) -> str:
+    """The names of the module and of a function or method in it."""
+    return f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', None)}"
 
 
 def rebound(function: Any, scope: dict[str, Any]) -> FunctionType:
