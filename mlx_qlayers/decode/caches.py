@@ -201,7 +201,7 @@ def settings(
     for number, each in enumerate(some):
         if each.rows is None:
             continue
-        moved, rows = _moved(each, ways, length, reach)
+        moved, rows = _moved(each, ways, reach)
         if _goes_round(each):
             moved["_idx"] = each.at + ways_round[each.at]
         for name, value in each.counters.items():
@@ -256,9 +256,7 @@ def _ways_round(some: Sequence[Facts]) -> dict[int, int]:
     return found
 
 
-def _moved(
-    each: Facts, ways: dict[int, int], length: int, reach: int
-) -> tuple[dict[str, int], int]:
+def _moved(each: Facts, ways: dict[int, int], reach: int) -> tuple[dict[str, int], int]:
     """Counters and rows of a cache at another position."""
     assert each.rows is not None
     kind, case, *rest = each.key

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from .caches import REACH, Facts, settings
-from .capture import Captured, Differs, Setting, Solver, Trace, Unsupported
+from .capture import Captured, Differs, Solver, Trace, Unsupported
 from .emit import Program
 from .graph import Graph
 from .rules import fused
@@ -29,6 +29,8 @@ class CapturedStep:
     # The least and the largest number of positions, by their names in the graph.
     limits: dict[str, tuple[int, int]]
     rows: dict[str, int]  # of buffers that are numbers in the graph, by the same names
+    reach: int  # how far positions went on
+    replaces: bool  # whether the code puts equal arrays in the place of the model's
     programs: dict[Any, Any] = field(default_factory=dict)  # by batch size and what plans depend on
     # Graphs after the rules by the names of forms: one for all batch sizes.
     forms: dict[str, Any] = field(default_factory=dict)
@@ -46,18 +48,6 @@ class CapturedStep:
         return all(a <= at[n] <= b for n, (a, b) in self.limits.items())
 
 
-def step_of(step: Captured, one: Setting, other: Setting) -> CapturedStep:
-    """A captured step with where it holds: wherever both settings are alike."""
-    limits = {}
-    for (number, name), value in one.counters.items():
-        pair = sorted((value, other.counters[number, name]))
-        if name in ("offset", "_offset") or pair[1] - pair[0] > 2:
-            limits[f"{number}.{name}"] = pair[0], pair[1]
-    batches = one.batch, max(one.batch, other.batch)
-    rows = {f"{i}.rows": n for i, n in one.rows.items() if n == other.rows[i]}
-    return CapturedStep(step, batches, limits, rows)
-
-
 def captured(
     model: Any,
     caches: Sequence[Any],
@@ -65,12 +55,12 @@ def captured(
     batch: int,
     length: int,
     reach: int = REACH,
-) -> tuple[Captured, Setting, Setting, int]:
-    """A model's step, the two settings in which its code ran, and how far positions went on.
+) -> CapturedStep:
+    """A model's step, with where it holds: wherever two settings are alike, in which its code runs.
 
-    The code runs twice for most models and positions: for the first tokens of a text, and far
-    behind, for as many sequences as can be. Where it takes another branch there, it runs for nearer
-    ones, or for other sequences. ``Unsupported`` names a line or a primitive.
+    They are for most models and positions the first tokens of a text, and those far behind, for as
+    many sequences as can be. Where the code takes another branch there, it runs for nearer ones, or
+    for other sequences. ``Unsupported`` names a line or a primitive.
     """
     most, first, last = MAX_BATCH, None, None
     tries = [(True, most, reach), (True, batch, reach), (False, most, reach)]
@@ -80,13 +70,23 @@ def captured(
         if first is None or first.setting != one:
             first = Trace(model, caches, one)
         try:
-            return Solver(first, Trace(model, caches, two)).solved(), one, two, way
+            step = Solver(first, Trace(model, caches, two)).solved()
+            break
         except Differs as error:
             last = error
-    raise last or AssertionError
+    else:
+        raise last or AssertionError
+    limits = {}
+    for (number, name), value in one.counters.items():
+        least, largest = sorted((value, two.counters[number, name]))
+        if name in ("offset", "_offset") or largest - least > 2:
+            limits[f"{number}.{name}"] = least, largest
+    batches = one.batch, max(one.batch, two.batch)
+    rows = {f"{i}.rows": n for i, n in one.rows.items() if n == two.rows[i]}
+    return CapturedStep(step, batches, limits, rows, way, _replaces(step, batch))
 
 
-def check(step: Captured, batch: int) -> bool:
+def _replaces(step: Captured, batch: int) -> bool:
     """Leave out of a captured step what takes the place of equal arrays of the model; if there is.
 
     ``Unsupported`` says that what it takes the place of is not equal.

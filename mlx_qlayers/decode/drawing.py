@@ -10,12 +10,11 @@ import mlx.core as mx
 
 from .caches import blank, facts
 from .capture import Unsupported, stopping_line
-from .captured import captured, check
+from .captured import captured
 from .effects import Effects
 from .graph import Graph, Node, number_of
 from .rules import fused
 from .rules.attention_step import TracedCaches
-from .snapshot import Snapshot
 from .twin import leaves, twin
 
 _PARTS = ("scales", "biases", "bias")
@@ -36,20 +35,14 @@ def graphs(model: Any) -> tuple[Graph, Graph]:
     # Some models keep arrays of their first call.
     model = twin(model, lambda path, array: array)
     effects, changed = Effects(model.modules()), None
-    classes = Snapshot((), types=map(type, model.modules()))
     try:
         model(mx.zeros((1, 2), mx.int32), cache=caches)
         blank(own := [*leaves(caches)])
         some = [facts(c, 1) for c in own]
-        step, *_ = captured(model, caches, some, 1, 1)
-        check(step, 1)
+        step = captured(model, caches, some, 1, 1).captured
     except Exception as error:
         changed = stopping_line(error)
-    changed = effects.undo() or changed
-    if not classes.holds():
-        changed = f"the model changes {', '.join(classes.difference())} in a call"
-        classes.restore()
-    if changed:
+    if changed := effects.undo() or changed:
         raise Unsupported(changed)
     return step.graph, fused(step.graph, TracedCaches([each.key for each in some], step.names))
 

@@ -20,7 +20,7 @@ from .append_buffers import released
 from .append_form import AppendForm
 from .caches import REACH, Facts, arrays_of, facts, more_steps
 from .capture import Differs, Unsupported, stopping_line
-from .captured import MAX_BATCH, CapturedStep, captured, check, step_of
+from .captured import MAX_BATCH, CapturedStep, captured
 from .effects import Effects
 from .emit import Program
 from .forms import Form, PaddedForm, Progress
@@ -310,10 +310,9 @@ class Steps:
             raise Unsupported(changed) from error
         if found is None:
             raise error or Unsupported("nothing was captured")
-        reach = found[3]
-        self.reaches[key] = reach if reach == REACH else 4 * max(reach, 1)
-        self.replaces |= check(found[0], batch)
-        return step_of(*found[:3])
+        self.reaches[key] = REACH if found.reach == REACH else 4 * max(found.reach, 1)
+        self.replaces |= found.replaces
+        return found
 
 
 def _alike(some: Sequence[Facts]) -> tuple[int, ...]:
