@@ -177,9 +177,7 @@ def _parts_of(c: Any, plain: Any) -> list[Any]:
 
 
 def _joined(parts: list[Any], form: CacheFormat) -> Any:
-    kind = _kind(type(parts[0]).__name__, form)
-    c: Any = kind.__new__(kind)
-    _set_format(c, form)
+    c = _new(type(parts[0]).__name__, form)
     _Quantized._take(c, parts)
     return c
 
@@ -233,10 +231,13 @@ for _each in (QuantizedKVCache, *_KINDS.values()):
     vars(stock).setdefault(_each.__name__, _each)
 
 
-def _kind(plain: str, form: CacheFormat) -> Any:
-    """The class for a format, mlx-lm's where it has it: of 3, 5 and 6 bits its rows do not fit."""
+def _new(plain: str, form: CacheFormat) -> Any:
+    """A cache in a format, mlx-lm's where it has it: of 3, 5 and 6 bits its rows do not fit."""
     own = form.v_bits in (None, form.bits) and not form.hadamard and form.bits in (2, 4, 8)
-    return QuantizedKVCache if plain == "KVCache" and own else _KINDS[plain]
+    kind: Any = QuantizedKVCache if plain == "KVCache" and own else _KINDS[plain]
+    c = kind.__new__(kind)
+    _set_format(c, form)
+    return c
 
 
 def quantized(
@@ -256,10 +257,8 @@ def quantized(
         return found
     if type(c).__name__ not in _KINDS:
         return c
-    kind = _kind(type(c).__name__, form)
-    found = kind.__new__(kind)
+    found = _new(type(c).__name__, form)
     vars(found).update(vars(c))
-    _set_format(found, form)
     if c.keys is not None:
         found.keys, found.values = map(tuple, form.packed(c.keys, c.values))
     return found
