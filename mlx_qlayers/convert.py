@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .conversion.attention_patch import is_patched, stock_class
+from .conversion.attention_patch import is_patched
 from .conversion.config import QuantizationConfig
 from .conversion.heads import find_heads, is_converted, read_heads
 from .conversion.invariance import check_can_be, check_model
@@ -28,10 +28,10 @@ from .conversion.plan import (
     stock_of,
 )
 from .conversion.report import QUANTIZED, REVERTED, ConversionReport
-from .conversion.sharding import sharding_class, stock_model_class
+from .conversion.sharding import sharding_class
 from .conversion.stepping import planned, step_class
 from .conversion.verify import verify_steps
-from .decode.twin import stock_class as stock_of_whole
+from .decode.twin import stock_class
 from .decode.weights import arrange
 from .layers.int8_linear import join_int8, leave_int8
 from .layers.qlinear import Counterpart
@@ -136,7 +136,7 @@ def convert_model(
     if verify:
         verify_steps(model, [step for step in steps if step.cls is not None])
     has_swapped = any(s.cls is not None and issubclass(s.cls, Counterpart) for s in changes)
-    if has_swapped and hasattr(model, "shard") and stock_model_class(type(model)) is type(model):
+    if has_swapped and hasattr(model, "shard") and "_shards" not in vars(type(model)):
         changes = [*changes, Change(model, None, sharding_class(_class_after(model, changes)))]
     _make(changes)
     if batch_invariant:
@@ -301,7 +301,7 @@ def revert_model(model: nn.Module) -> ConversionReport:
     """
     _check_module(model)
     leave_int8(model)
-    changes = [Change(model, None, stock_of_whole(type(model)))]
+    changes = [Change(model, None, stock_class(type(model)))]
     for path, module in modules(model):
         if (stock := stock_of(module)) is not None:
             row = row_of(path, kind_of(module) or "linear", module, REVERTED)

@@ -18,7 +18,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..decode.twin import rebound
+from ..decode.twin import full_name, rebound
 from ..layers.fused_attention import FusedAttention
 from ..ops.attention import attention
 from ..ops.attention_invariant import attention_from
@@ -75,14 +75,17 @@ def patched_swiglu(gate: mx.array, x: mx.array) -> mx.array:
     return swiglu(gate, x)
 
 
+# By the full names of the functions that they stand in for.
+_STAND_INS: dict[str, Any] = {
+    "mlx_lm.models.activations.swiglu": patched_swiglu,
+    "mlx_lm.models.base.scaled_dot_product_attention": patched_attention,
+    "mlx_lm.models.gated_delta.gated_delta_ops": patched_gated_delta,
+}
+
+
 def is_patched(module: nn.Module) -> bool:
     """Whether ``module`` is of a class that :func:`patched_class` made."""
     return "_patches" in type(module).__dict__
-
-
-def stock_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that a patched class was made from; any other class itself."""
-    return cls.__dict__.get("_patches", cls)
 
 
 @cache
@@ -152,13 +155,7 @@ def _uses_shared(
 
 def _ours(value: object) -> Any:
     """The stand-in for a function that mlx-lm's architectures share; None for other objects."""
-    from mlx_lm.models import activations, base, gated_delta
-
-    if value is base.scaled_dot_product_attention:
-        return patched_attention
-    if value is gated_delta.gated_delta_ops:
-        return patched_gated_delta
-    return patched_swiglu if value is activations.swiglu else None
+    return _STAND_INS.get(full_name(value))
 
 
 def _attends(value: object) -> bool:

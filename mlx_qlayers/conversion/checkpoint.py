@@ -32,16 +32,8 @@ _HEADER_LIMIT = 100_000_000  # bytes, the limit of the safetensors library
 def check_directory(path: Path) -> dict[str, Any]:
     """Check that ``path`` holds a whole mlx-lm model and return its ``config.json``.
 
-    Args:
-        path: a directory with ``config.json``, ``model*.safetensors`` and a tokenizer.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        FileNotFoundError: ``path`` or one of the files that it needs does not exist.
-        NotADirectoryError: ``path`` is something else than a directory.
-        ValueError: a file is damaged. The message names the file, the key and the value.
+    That is ``config.json``, ``model*.safetensors`` and a tokenizer. A ``FileNotFoundError``,
+    ``NotADirectoryError`` or ``ValueError`` names the file, the key and the value that is wrong.
 
     Example:
         >>> check_directory(Path("models/tales-qwen2"))["model_type"]
@@ -90,9 +82,7 @@ def digests(path: Path) -> dict[str, str]:
 def check_adapter(path: Path) -> None:
     """Check the files of an adapter, and its rank, which mlx-lm would allocate unseen.
 
-    Raises:
-        FileNotFoundError: a file does not exist.
-        ValueError: a file is damaged, or the configuration contradicts the arrays.
+    A ``FileNotFoundError`` or ``ValueError`` names the file, and what is damaged or contradicts it.
     """
     file = path / "adapter_config.json"
     config, header = read_object(file, "configuration"), read_header(path / "adapters.safetensors")
@@ -129,9 +119,8 @@ def read_json(path: Path) -> Any:
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
     """The entries of a safetensors file by tensor name, each checked against the file.
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is cut short, or its header contradicts itself or the file's size.
+    A ``FileNotFoundError`` or ``ValueError`` names the file: it is not there, cut short, or its
+    header contradicts itself or the file's size.
     """
     _check_kind(path)
     size = path.stat().st_size

@@ -78,24 +78,15 @@ _ARCHITECTURES = {
 def read_gguf(
     path: Path, folder: Path, *, dtype: mx.Dtype | None = None
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Build mlx-lm's model of a GGUF file.
+    """mlx-lm's model of a GGUF file, its weights not evaluated, and its configuration.
 
     Q4_0, Q4_1 and Q8_0 blocks become MLX's packed weights in groups of 32, code for code. Q6_K,
-    which a Q4_0 file has in its head or embedding, is unpacked: MLX has no such blocks.
+    which a Q4_0 file has in its head or embedding, is unpacked: MLX has no such blocks. ``dtype``
+    is that of what is not packed, scales and biases included: by default float16, as in the file,
+    and bfloat16 for Gemma. ``config.json`` and the tokenizer's files are written into ``folder``.
 
-    Args:
-        path: the file; llama, qwen2, qwen3, gemma, gemma2, gemma3, phi2 or phi3.
-        folder: where its ``config.json`` and the files of its tokenizer are written.
-        dtype: of what is not packed, scales and biases included; by default float16, as in the
-            file, and bfloat16 for Gemma.
-
-    Returns:
-        The model, its weights not evaluated, and its configuration.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, or has an architecture, tensors or a tokenizer that cannot
-            be read; the message says which.
+    A ``FileNotFoundError`` or ``ValueError`` names the file, and what is damaged in it, or of a
+    kind that cannot be read: the architecture, a tensor or the tokenizer.
 
     Example:
         >>> model, config = read_gguf(Path("qwen2.5-0.5b-instruct-q4_0.gguf"), Path())

@@ -32,16 +32,10 @@ _MOST_DIMS = 4
 
 
 class Tensor(NamedTuple):
-    """A tensor as the header describes it.
+    """A tensor as the header describes it."""
 
-    Attributes:
-        shape: rows first.
-        kind: ``"Q4_0"``, ``"Q4_1"`` or ``"Q8_0"``, which stay packed; ``"F32"``, ``"F16"``,
-            ``"BF16"`` or ``"Q6_K"``, which llama.cpp gives the head of a Q4_0 file.
-    """
-
-    shape: tuple[int, ...]
-    kind: str
+    shape: tuple[int, ...]  # rows first
+    kind: str  # `Q4_0`, `Q4_1` and `Q8_0` stay packed, the others of `_TYPES` do not
 
 
 class Header(NamedTuple):
@@ -54,10 +48,8 @@ class Header(NamedTuple):
 def read_header(path: Path) -> Header:
     """The metadata and the tensors of a GGUF file, each checked against the file's size.
 
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: the file is cut short, contradicts itself, or has tensors that MLX does not
-            read as they are. The message names the file and the entry.
+    A ``FileNotFoundError`` or ``ValueError`` names the file, and the entry where it is cut short,
+    contradicts itself, or has tensors that MLX does not read as they are.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")

@@ -29,21 +29,13 @@ _AS_NORM = ".input_layernorm"
 
 
 class HeadLayout(NamedTuple):
-    """How an architecture stores heads.
+    """How an architecture stores heads."""
 
-    Attributes:
-        layers: the pattern of their names: the number of a head, and the part of it.
-        parts: what parts are called here; all others are those of a decoder layer.
-        shared: the pattern of the names of parts that all heads have.
-        first: whether the numbers begin behind those of the model's layers.
-        embedding_first, normed: see :class:`Head`.
-    """
-
-    layers: str
-    parts: dict[str, str]
-    shared: str = "$"
-    first: bool = False
-    embedding_first: bool = True
+    layers: str  # the pattern of their names: the number of a head, and the part of it
+    parts: dict[str, str]  # what parts are called here; all others are those of a decoder layer
+    shared: str = "$"  # the pattern of the names of parts that all heads have
+    first: bool = False  # whether the numbers begin behind those of the model's layers
+    embedding_first: bool = True  # see `Head`, also for `normed`
     normed: bool = True
 
 
@@ -113,8 +105,7 @@ def find_heads(name: str | os.PathLike[str], model: Any, revision: str | None = 
 def read_heads(path: Path, model: Any) -> Heads:
     """The heads of a model from a directory or a file, quantized like its layers.
 
-    Raises:
-        ValueError: the architecture has none that are known, or the files have none.
+    A ``ValueError`` says that the architecture has none that are known, or the files have none.
     """
     layout, owner = layout_of(model), getattr(model, "language_model", model)
     found = _sanitized(model, _raw(path, layout, len(owner.model.layers)))

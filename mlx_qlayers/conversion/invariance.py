@@ -91,8 +91,7 @@ def _check_layers(model: nn.Module) -> None:
 def check_model(model: nn.Module) -> None:
     """Compare logits alone, in a batch, in chunks and of several tokens, bit by bit.
 
-    Raises:
-        ValueError: something in the model depends on what else is computed with it.
+    A ``ValueError`` says that something in the model depends on what else is computed with it.
     """
     from mlx_lm.models.cache import make_prompt_cache
 

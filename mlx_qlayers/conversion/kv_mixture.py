@@ -36,18 +36,15 @@ def value_mixture(
     go where they take off most for their size, as in :func:`.gptq.quantize_model`.
 
     Args:
-        model: converted by :func:`mlx_qlayers.convert_model`.
-        tokenizer: what came with it.
+        model, tokenizer: converted by :func:`mlx_qlayers.convert_model`, and what came with it.
         bits_per_value: of keys and values, scales and biases included.
         form: group size and rotation.
         text: to measure with; by default the texts in ``models/data``, but for their ends.
-        samples: sequences of it.
-        length: tokens of each.
+        samples, length: sequences of it, and tokens of each.
 
-    Raises:
-        FileNotFoundError: no ``text`` was given and the repository's are not there.
-        ValueError: so few bits are less than 2 with their scales, the text is too short, or the
-            model is of a kind whose layers cannot be run one by one.
+    A ``FileNotFoundError`` says that there is no text, a ``ValueError`` that so few bits are less
+    than 2 with their scales, the text is too short, or layers of such a model cannot be run one by
+    one.
 
     Example:
         >>> model, tokenizer = load("models/tales-qwen2")

@@ -65,19 +65,12 @@ def stages(model: nn.Module, batches: Sequence[mx.array]) -> Iterator[Stage]:
 
 
 class CachedLayer(NamedTuple):
-    """A decoder layer with the cache that it has filled.
+    """A decoder layer with the cache that it has filled."""
 
-    Attributes:
-        output: what it gives for all tokens.
-        cache: its own, with all tokens; None if it has none.
-        at: where it stands among the caches of the model; -1 likewise.
-        run: the same with another cache in the place of that one.
-    """
-
-    output: mx.array
-    cache: Any
-    at: int
-    run: Callable[[Any], mx.array]
+    output: mx.array  # what it gives for all tokens
+    cache: Any  # its own, with all tokens; None if it has none
+    at: int  # where it stands among the caches of the model; -1 likewise
+    run: Callable[[Any], mx.array]  # the same with another cache in the place of that one
 
 
 def cached_layers(model: nn.Module, tokens: mx.array) -> Iterator[CachedLayer]:

@@ -225,11 +225,8 @@ def _check_packed(
     """Compare quantized weights with the layer that is to have them: for groups of 0 MLX exits."""
     from mlx_lm.utils import infer_quant_config
 
-    packed, scales, shape = (
-        weights.get(f"{path}.weight"),
-        weights[f"{path}.scales"],
-        module["weight"].shape,
-    )
+    packed, scales = weights.get(f"{path}.weight"), weights[f"{path}.scales"]
+    shape = module["weight"].shape
     if packed is None or packed.dtype != mx.uint32:  # of another tool
         return
     if not scales.size or scales.shape[:-1] != shape[:-1] or shape[-1] % scales.shape[-1]:

@@ -88,9 +88,11 @@ class Planner:
             return None
         row = row_of(path, kind, module, SWAPPED)
         step = Change(module, replace(row, reason=self.shares.get(id(module), "")))
+        switch, is_done = True, is_patched(module) or isinstance(module, Counterpart)
+        plan: Callable[[str, Change], Change]
         if kind == "module":
-            return self._registered(path, step)
-        if kind in PATCHED:
+            plan, is_done = self._registered, registered_for(type(module)) is None
+        elif kind in PATCHED:
             plan = self._patched
             switch = self.attention if kind == "attention" else self.linear
         else:
@@ -98,7 +100,7 @@ class Planner:
             if _is_packed(module):
                 self._check(path, module, key, said)
             plan, switch = self._linear, self.linear
-        if is_patched(module) or isinstance(module, Counterpart):
+        if is_done:
             return Change(module, replace(step.row, action=ALREADY))
         if not switch:
             return step.left(f"{'attention' if kind == 'attention' else 'linear'}=False")
@@ -108,10 +110,7 @@ class Planner:
 
     def _registered(self, path: str, step: Change) -> Change:
         registration = registered_for(type(step.module))
-        if registration is None:
-            return Change(step.module, replace(step.row, action=ALREADY))
-        if not self.predicate(path, step.module):
-            return step.left("the predicate says so")
+        assert registration is not None
         reason = f"{registration.counterpart.__name__} for {registration.stock.__name__}"
         reason += "" if registration.example else ", not compared: registered without an example"
         return Change(step.module, replace(step.row, reason=reason), registration.counterpart)

@@ -116,16 +116,8 @@ def dequantize_checkpoint(
 ) -> Written:
     """Write a quantized checkpoint without its quantization, as for tools that have none.
 
-    Args:
-        path_or_hf_repo: a quantized model: a directory, or a repository of the Hub.
-        target: as in :func:`quantize_checkpoint`.
-        dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``; by default that of the scales, and
-            bfloat16 where they are no numbers.
-        revision, trust_remote_code: likewise.
-
-    Raises:
-        OSError: as in :func:`quantize_checkpoint`.
-        ValueError: the model is not quantized, or a file is damaged.
+    Arguments and errors are those of :func:`quantize_checkpoint`; by default ``dtype`` is that of
+    the scales, and bfloat16 where they are no numbers.
 
     Example:
         >>> print(dequantize_checkpoint("Qwen/Qwen2-7B-Instruct-MLX", "qwen2-7b"))
@@ -154,20 +146,8 @@ def quantize_calibrated(
     """Quantize a checkpoint with :func:`~mlx_qlayers.conversion.gptq.quantize_model`.
 
     Finished layers are kept beside ``target`` until it is written: whenever this is stopped, the
-    same call goes on where it was.
-
-    Args:
-        path_or_hf_repo: see :func:`quantize_checkpoint`.
-        target: likewise.
-        text: a file in UTF-8 to calibrate with.
-        trust_remote_code: run Python code that the model brings along.
-        options: ``method``, ``bits`` and others of ``quantize_model``.
-
-    Raises:
-        FileExistsError: there is something at ``target``.
-        FileNotFoundError: the model, a file of it or the text is missing.
-        OSError: the disk has not enough room.
-        ValueError: the arguments do not fit together or the model, or a file is damaged.
+    same call goes on where it was. ``text`` is a file in UTF-8 to calibrate with, and ``options``
+    are those of ``quantize_model``; else as :func:`quantize_checkpoint`.
 
     Example:
         >>> print(quantize_calibrated("Qwen/Qwen2-0.5B-Instruct", "qwen2-rtn", method="rtn"))
@@ -195,18 +175,9 @@ def convert_gguf(
 ) -> Written:
     """Write the model of a GGUF file into a directory that mlx-lm loads, its codes as they are.
 
-    Args:
-        file: see :func:`mlx_qlayers.conversion.gguf.read_gguf`; or ``"OWNER/REPO/FILE.gguf"``, a
-            file of a repository of the Hub.
-        target: as in :func:`quantize_checkpoint`.
-        dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``, of what is not packed; by default
-            float16, and bfloat16 for Gemma.
-
-    Raises:
-        FileExistsError: there is something at ``target``.
-        FileNotFoundError: there is no such file.
-        OSError: the disk has not enough room.
-        ValueError: the file is damaged, or holds what cannot be read.
+    ``file`` is as for :func:`mlx_qlayers.conversion.gguf.read_gguf`, or ``"OWNER/REPO/FILE.gguf"``,
+    a file of a repository of the Hub; ``dtype`` is that of what is not packed, by default float16,
+    and bfloat16 for Gemma. Else as :func:`quantize_checkpoint`.
 
     Example:
         >>> print(convert_gguf("qwen2.5-0.5b-instruct-q4_0.gguf", "qwen2.5"))

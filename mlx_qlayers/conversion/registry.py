@@ -11,17 +11,11 @@ Example = Callable[[Any], Sequence[Any]]
 
 
 class Registration(NamedTuple):
-    """A registration of a counterpart for a class.
+    """A registration of a counterpart for a class."""
 
-    Attributes:
-        stock: the class.
-        counterpart: what its modules become.
-        example: arguments of a call of a module, for the verification; or None.
-    """
-
-    stock: type[nn.Module]
-    counterpart: type[nn.Module]
-    example: Example | None
+    stock: type[nn.Module]  # the class
+    counterpart: type[nn.Module]  # what its modules become
+    example: Example | None  # arguments of a call of a module, for the verification; or None
 
 
 _by_stock: dict[type, Registration] = {}

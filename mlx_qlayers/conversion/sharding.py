@@ -15,10 +15,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..decode.twin import stock_class
 from ..formats import Format
 from ..layers.qlinear import Counterpart
 from ..runtime.explain import note
-from .attention_patch import made_class, stock_class
+from .attention_patch import made_class
 from .plan import copied, counterpart_of, modules
 
 # Attributes that a class keeps of the one that it was made of.
@@ -56,11 +57,6 @@ def sharding_class(cls: type[nn.Module]) -> type[nn.Module]:
     return made
 
 
-def stock_model_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that :func:`sharding_class` was made from; any other class itself."""
-    return cls.__dict__.get("_shards", cls)
-
-
 def _shard(model: Any, group: mx.distributed.Group, experts: bool) -> None:
     ranks, before = group.size(), dict(modules(model))
     converted = {path for path, module in before.items() if isinstance(module, Counterpart)}
@@ -74,7 +70,7 @@ def _shard(model: Any, group: mx.distributed.Group, experts: bool) -> None:
     for _, mixture, names in mixtures:
         mixture.update_modules({name: nn.Module() for name in names})
     try:
-        stock_model_class(type(model)).shard(model, group)  # type: ignore[attr-defined]
+        stock_class(type(model)).shard(model, group)
     except (ValueError, AttributeError, AssertionError) as error:
         raise ValueError(_blame(model, error, ranks)) from error
     for path, mixture, names in mixtures:

@@ -13,11 +13,11 @@ import mlx.nn as nn
 from ..decode.capture import Unsupported
 from ..decode.drawing import graphs
 from ..decode.engine import step
-from ..decode.twin import is_stepped
+from ..decode.twin import is_stepped, stock_class
 from ..layers.sharded import LINEARS
 from ..runtime.backend import current, within
 from ..runtime.devices import device_of
-from .attention_patch import made_class, stock_class
+from .attention_patch import made_class
 from .long_prompts import in_turn
 from .plan import Change, Predicate, is_stage
 from .report import ALREADY, FUSED, INVARIANT, FusionReport
@@ -32,10 +32,8 @@ def step_class(
 ) -> type[nn.Module] | None:
     """The class that stands in for that of a whole model; None for other modules.
 
-    Args:
-        cls: of the model.
-        invariant: whether it is batch-invariant: its steps are computed as its prompts are.
-        by_graphs: whether a batch-invariant one has graphs of steps, on a GPU.
+    Steps of an ``invariant`` model are computed as its prompts are, on a GPU by graphs if
+    ``by_graphs``.
     """
     function = inspect.getattr_static(cls, "__call__", None)
     if not isinstance(function, FunctionType):

@@ -34,25 +34,18 @@ Buffer = Any  # an array, or three of packed rows
 class AppendBuffer(NamedTuple):
     """The keys and values of caches that hold as many tokens.
 
-    Attributes:
-        buffers: of all caches in turn (B, Hkv, S, D) and Dv, of which ``start`` rows count; or
-            packed, scales and biases. Those that somebody took are None.
-        arrays: (B, Hkv, R, D) and Dv: the rows behind them; or where launches share arrays
-            (2 B, Hkv, R, D), those of both keys and values.
-        start: how many rows of the buffers count.
-        first: which row the first one of the append buffer takes, and the ones behind it in turn.
-        held: how many tokens are in the append buffer.
-        left: how many more it has room for.
-        keep: the row that comes behind the last one, of a ring.
+    The buffers of the caches are (B, Hkv, S, D) and Dv, or packed, scales and biases. The rows
+    behind them are arrays (B, Hkv, R, D) and Dv, or where launches share arrays (2 B, Hkv, R, D),
+    both of them.
     """
 
-    buffers: list[Buffer]
+    buffers: list[Buffer]  # of all caches in turn; those that somebody took are None
     arrays: list[mx.array]
-    start: int
-    first: int
-    held: int
-    left: int
-    keep: int
+    start: int  # how many rows of the buffers count
+    first: int  # which row the first one of `arrays` takes, and the ones behind it in turn
+    held: int  # how many tokens are in the append buffer
+    left: int  # how many more it has room for
+    keep: int  # the row that comes behind the last one, of a ring
 
     def merged(self, number: int) -> Buffer:
         """A buffer with the append buffer in it."""
@@ -67,8 +60,7 @@ class AppendBuffer(NamedTuple):
 def append_buffer_of(caches: Sequence[Any], tokens: int) -> AppendBuffer:
     """A new append buffer of caches, with room for a step's tokens of each sequence.
 
-    Raises:
-        Unsupported: they do not hold the same tokens, or not as mlx-lm's caches do.
+    It raises ``Unsupported`` if they do not hold the same tokens, or not as mlx-lm's caches do.
     """
     first = vars(caches[0])
     buffers: list[Buffer] = [vars(c)[name] for c in caches for name in ("keys", "values")]

@@ -39,37 +39,20 @@ _TYPICAL_ROWS = 4096
 
 
 class AppendState(NamedTuple):
-    """The arrays that a step's compiled function takes and gives.
+    """The arrays that a step's compiled function takes and gives."""
 
-    Attributes:
-        append_buffers: of the groups of caches.
-        at: the positions of the next tokens in them.
-        fixed: other arrays that it takes, and ``states`` those that it changed.
-    """
-
-    append_buffers: list[AppendBuffer]
-    at: list[mx.array]
-    fixed: list[mx.array]
-    states: list[mx.array]
+    append_buffers: list[AppendBuffer]  # of the groups of caches
+    at: list[mx.array]  # the positions of the next tokens in them
+    fixed: list[mx.array]  # other arrays that it takes
+    states: list[mx.array]  # other arrays that it changed
 
 
 class AppendForm(Form):
     """A captured step whose positions are arrays, for one batch size.
 
-    Args:
-        captured: the step.
-        graph: the same after the rules, with append buffers: one for all batch sizes.
-        batch: sequences.
-        caches: what rules know of the caches.
-        weights: where arrays of the model lie.
-
-    Attributes:
-        caches: what rules know of the caches.
-        groups: the numbers of caches that hold as many tokens and have an append buffer together.
-        counting: of each group what its caches count.
-
-    Raises:
-        Unsupported: something else than attention depends on positions.
+    Its graph is that after the rules, with append buffers, and one for all batch sizes. ``caches``
+    are what rules know of the caches, and ``weights`` where arrays of the model lie. It raises
+    ``Unsupported`` where something else than attention depends on positions.
     """
 
     def __init__(
@@ -86,6 +69,7 @@ class AppendForm(Form):
             raise Unsupported("its code computes with positions")
         if self.length > 1 and self.states:
             raise Unsupported("tokens that are dropped take states back, and all rows with them")
+        # The numbers of caches that hold as many tokens, which have an append buffer together.
         groups: dict[int, list[int]] = {}
         for number in sorted({int(n.split(".")[1]) for n in graph.outputs if "append." in n}):
             groups.setdefault(caches.first(number), []).append(number)

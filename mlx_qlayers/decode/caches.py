@@ -44,28 +44,19 @@ _MODULES = "mlx_lm.models.cache", f"{__package__}.quantized_caches"
 
 
 class Facts(NamedTuple):
-    """The facts about a cache that a capture depends on.
+    """The facts about a cache that a capture depends on."""
 
-    Attributes:
-        key: what a capture is for: class, dtypes, settings, and which of the cache's cases it is.
-        counters: by name.
-        rows: of its buffers; None for states.
-        at: the row that the next token is written to.
-        last: the largest position at which this case ends; None if it does not.
-    """
-
-    key: tuple[Any, ...]
-    counters: dict[str, int]
-    rows: int | None
-    at: int
-    last: int | None
+    key: tuple[Any, ...]  # what a capture is for: class, case, dtypes and settings
+    counters: dict[str, int]  # by name
+    rows: int | None  # of its buffers; None for states
+    at: int  # the row that the next token is written to
+    last: int | None  # the largest position at which this case ends; None if it does not
 
 
 def facts(c: Any, length: int) -> Facts:
     """Make room for tokens in a cache, and say what matters of it.
 
-    Raises:
-        Unsupported: the cache is of a class that no step is captured for.
+    ``Unsupported`` says that the cache is of a class that no step is captured for.
     """
     kind, own = type(c).__name__, vars(c)
     if kind not in _COUNTERS or type(c).__module__ not in _MODULES:
@@ -200,15 +191,8 @@ def settings(
 ) -> tuple[Setting, Setting]:
     """The setting that a step is captured for, and another case of the same graph.
 
-    Equal positions are equal in both: MLX makes one constant of equal numbers.
-
-    Args:
-        some: the caches as they are.
-        batch: sequences.
-        length: tokens of each.
-        other_batch: sequences of the other setting.
-        reach: how far positions go on to the other.
-        low: whether the first is as far back as caches can be, not where they are.
+    Equal positions are equal in both: MLX makes one constant of equal numbers. ``reach`` is how far
+    positions go on to the other; with ``low`` the first is as far back as caches can be.
     """
     one = Setting(batch, length, {}, {})
     other = Setting(other_batch, length, {}, {})
@@ -217,7 +201,7 @@ def settings(
     for number, each in enumerate(some):
         if each.rows is None:
             continue
-        moved, rows = _moved(each, ways, length, reach)
+        moved, rows = _moved(each, ways, reach)
         if _goes_round(each):
             moved["_idx"] = each.at + ways_round[each.at]
         for name, value in each.counters.items():
@@ -272,9 +256,7 @@ def _ways_round(some: Sequence[Facts]) -> dict[int, int]:
     return found
 
 
-def _moved(
-    each: Facts, ways: dict[int, int], length: int, reach: int
-) -> tuple[dict[str, int], int]:
+def _moved(each: Facts, ways: dict[int, int], reach: int) -> tuple[dict[str, int], int]:
     """Counters and rows of a cache at another position."""
     assert each.rows is not None
     kind, case, *rest = each.key

@@ -10,25 +10,16 @@ from .primitives import Dispatched
 
 
 class Called(NamedTuple):
-    """A call of a function with registers.
+    """A call of a function with registers."""
 
-    Attributes:
-        function: what is called.
-        taken: takes its arrays out of the registers.
-        more: what a launch takes behind them, all in a list; None for what takes arrays one by one.
-        target: the register of the result, or those of several.
-        free: registers that nobody needs any more.
-        given: those of its arrays.
-        binds: what may be bound to a launch.
-    """
-
-    function: Callable[..., Any]
-    taken: Callable[[Sequence[Any]], Sequence[Any]]
+    function: Callable[..., Any]  # what is called
+    taken: Callable[[Sequence[Any]], Sequence[Any]]  # takes its arrays out of the registers
+    # What a launch takes behind them, all in a list; None for what takes arrays one by one.
     more: Sequence[Any] | None
-    target: int | slice
-    free: tuple[int, ...]
-    given: list[int]
-    binds: Dispatched | None = None
+    target: int | slice  # the register of the result, or those of several
+    free: tuple[int, ...]  # registers that nobody needs any more
+    given: list[int]  # those of its arrays
+    binds: Dispatched | None = None  # what may be bound to a launch
 
 
 def made_by(target: int | slice) -> range:

@@ -28,43 +28,31 @@ class Differs(Unsupported):
 
 
 class Setting(NamedTuple):
-    """The sizes and positions with which a model's code runs.
+    """The sizes and positions with which a model's code runs."""
 
-    Attributes:
-        batch: sequences.
-        length: tokens of each.
-        counters: by the number of a cache and the name of an attribute what that is.
-        rows: by the number of a cache how many rows its buffers have; none for those of states.
-    """
-
-    batch: int
-    length: int
-    counters: dict[tuple[int, str], int]
-    rows: dict[int, int]
+    batch: int  # sequences
+    length: int  # tokens of each
+    counters: dict[tuple[int, str], int]  # by the number of a cache and the name of an attribute
+    rows: dict[int, int]  # of the buffers of caches by their numbers; none for those of states
 
 
 class Captured(NamedTuple):
     """A captured step.
 
-    Attributes:
-        graph: its inputs are ``tokens``, ``model.PATH`` and ``cache.NUMBER.NAME``; its outputs
-            ``logits`` and ``cache.NUMBER.NAME``, of those that the step changed.
-        counts: by the same names numbers of the caches that the step changed.
-        weights: the arrays of the model by their names.
-        names: what counts of caches are called in the graph, by the number and the attribute.
+    Inputs of its graph are ``tokens``, ``model.PATH`` and ``cache.NUMBER.NAME``; its outputs
+    ``logits`` and ``cache.NUMBER.NAME``, of those that the step changed.
     """
 
     graph: Graph
-    counts: dict[str, Any]
-    weights: dict[str, mx.array]
-    names: dict[str, str]
+    counts: dict[str, Any]  # by the same names numbers of the caches that the step changed
+    weights: dict[str, mx.array]  # the arrays of the model by their names
+    names: dict[str, str]  # of counts in the graph, by `NUMBER.ATTRIBUTE`
 
 
 class Trace:
     """The records of one run of a model's code.
 
-    Raises:
-        Unsupported: the code cannot be captured; the reason names a line or a primitive.
+    ``Unsupported`` says that the code cannot be captured, and names a line or a primitive.
     """
 
     def __init__(self, model: Any, caches: Sequence[Any], setting: Setting) -> None:
@@ -211,11 +199,7 @@ class Solver:
         raise Differs(f"{one} becomes {other} with another batch size and position")
 
     def solved(self) -> Captured:
-        """The graph of both.
-
-        Raises:
-            Differs: it would be none of both.
-        """
+        """The graph of both; ``Differs`` if it would be none of both."""
         one, other = self.one, self.other
         if one.results != other.results or one.counts.keys() != other.counts.keys():
             raise Differs(_BRANCH)

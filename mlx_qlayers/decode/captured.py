@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from .caches import REACH, Facts, settings
-from .capture import Captured, Differs, Setting, Solver, Trace, Unsupported
+from .capture import Captured, Differs, Solver, Trace, Unsupported
 from .emit import Program
 from .graph import Graph
 from .rules import fused
@@ -22,24 +22,17 @@ MAX_BATCH = 128
 
 @dataclass(eq=False)
 class CapturedStep:
-    """A captured step.
+    """A captured step, and where it holds."""
 
-    Attributes:
-        captured: the graph as the model's code has it.
-        batches: the smallest and the largest batch that it is for.
-        names: what a position is called in it, by the number of a cache and the attribute.
-        limits: by these names the least and the largest number.
-        rows: by these names the rows of buffers that are numbers in it.
-        programs: by batch size and what plans depend on.
-        forms: the graph after the rules, by the name of the form that runs it: one for all batch
-            sizes.
-    """
-
-    captured: Captured
-    batches: tuple[int, int]
+    captured: Captured  # the graph as the model's code has it
+    batches: tuple[int, int]  # the smallest and the largest batch that it is for
+    # The least and the largest number of positions, by their names in the graph.
     limits: dict[str, tuple[int, int]]
-    rows: dict[str, int]
-    programs: dict[Any, Any] = field(default_factory=dict)
+    rows: dict[str, int]  # of buffers that are numbers in the graph, by the same names
+    reach: int  # how far positions went on
+    replaces: bool  # whether the code puts equal arrays in the place of the model's
+    programs: dict[Any, Any] = field(default_factory=dict)  # by batch size and what plans depend on
+    # Graphs after the rules by the names of forms: one for all batch sizes.
     forms: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -55,18 +48,6 @@ class CapturedStep:
         return all(a <= at[n] <= b for n, (a, b) in self.limits.items())
 
 
-def step_of(step: Captured, one: Setting, other: Setting) -> CapturedStep:
-    """A captured step with where it holds: wherever both settings are alike."""
-    limits = {}
-    for (number, name), value in one.counters.items():
-        pair = sorted((value, other.counters[number, name]))
-        if name in ("offset", "_offset") or pair[1] - pair[0] > 2:
-            limits[f"{number}.{name}"] = pair[0], pair[1]
-    batches = one.batch, max(one.batch, other.batch)
-    rows = {f"{i}.rows": n for i, n in one.rows.items() if n == other.rows[i]}
-    return CapturedStep(step, batches, limits, rows)
-
-
 def captured(
     model: Any,
     caches: Sequence[Any],
@@ -74,15 +55,12 @@ def captured(
     batch: int,
     length: int,
     reach: int = REACH,
-) -> tuple[Captured, Setting, Setting, int]:
-    """A model's step, the two settings in which its code ran, and how far positions went on.
+) -> CapturedStep:
+    """A model's step, with where it holds: wherever two settings are alike, in which its code runs.
 
-    The code runs twice for most models and positions: for the first tokens of a text, and far
-    behind, for as many sequences as can be. Where it takes another branch there, it
-    runs for nearer ones, or for other sequences.
-
-    Raises:
-        Unsupported: the code cannot be captured; the reason names a line or a primitive.
+    They are for most models and positions the first tokens of a text, and those far behind, for as
+    many sequences as can be. Where the code takes another branch there, it runs for nearer ones, or
+    for other sequences. ``Unsupported`` names a line or a primitive.
     """
     most, first, last = MAX_BATCH, None, None
     tries = [(True, most, reach), (True, batch, reach), (False, most, reach)]
@@ -92,17 +70,26 @@ def captured(
         if first is None or first.setting != one:
             first = Trace(model, caches, one)
         try:
-            return Solver(first, Trace(model, caches, two)).solved(), one, two, way
+            step = Solver(first, Trace(model, caches, two)).solved()
+            break
         except Differs as error:
             last = error
-    raise last or AssertionError
+    else:
+        raise last or AssertionError
+    limits = {}
+    for (number, name), value in one.counters.items():
+        least, largest = sorted((value, two.counters[number, name]))
+        if name in ("offset", "_offset") or largest - least > 2:
+            limits[f"{number}.{name}"] = least, largest
+    batches = one.batch, max(one.batch, two.batch)
+    rows = {f"{i}.rows": n for i, n in one.rows.items() if n == two.rows[i]}
+    return CapturedStep(step, batches, limits, rows, way, _replaces(step, batch))
 
 
-def check(step: Captured, batch: int) -> bool:
+def _replaces(step: Captured, batch: int) -> bool:
     """Leave out of a captured step what takes the place of equal arrays of the model; if there is.
 
-    Raises:
-        Unsupported: what it takes the place of is not equal.
+    ``Unsupported`` says that what it takes the place of is not equal.
     """
     outputs = step.graph.outputs
     if changed := {n: outputs.pop(n) for n in [*outputs] if n.startswith("model.")}:

@@ -10,12 +10,11 @@ import mlx.core as mx
 
 from .caches import blank, facts
 from .capture import Unsupported, stopping_line
-from .captured import captured, check
+from .captured import captured
 from .effects import Effects
 from .graph import Graph, Node, number_of
 from .rules import fused
 from .rules.attention_step import TracedCaches
-from .snapshot import Snapshot
 from .twin import leaves, twin
 
 _PARTS = ("scales", "biases", "bias")
@@ -28,10 +27,7 @@ _NUMBERS = re.compile(r"^%\d+ = |%[\d.]+(?:, )?")
 def graphs(model: Any) -> tuple[Graph, Graph]:
     """The graph of a step with the caches that a model makes: as captured, and after the rules.
 
-    No number is computed.
-
-    Raises:
-        Unsupported: the model's code cannot be captured; the reason names a line or a primitive.
+    No number is computed. ``Unsupported`` names the line or the primitive that cannot be captured.
     """
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -39,31 +35,22 @@ def graphs(model: Any) -> tuple[Graph, Graph]:
     # Some models keep arrays of their first call.
     model = twin(model, lambda path, array: array)
     effects, changed = Effects(model.modules()), None
-    classes = Snapshot((), types=map(type, model.modules()))
     try:
         model(mx.zeros((1, 2), mx.int32), cache=caches)
         blank(own := [*leaves(caches)])
         some = [facts(c, 1) for c in own]
-        step, *_ = captured(model, caches, some, 1, 1)
-        check(step, 1)
+        step = captured(model, caches, some, 1, 1).captured
     except Exception as error:
         changed = stopping_line(error)
-    changed = effects.undo() or changed
-    if not classes.holds():
-        changed = f"the model changes {', '.join(classes.difference())} in a call"
-        classes.restore()
-    if changed:
+    if changed := effects.undo() or changed:
         raise Unsupported(changed)
     return step.graph, fused(step.graph, TracedCaches([each.key for each in some], step.names))
 
 
 def lines(graph: Graph, layer: int | None = None, brief: bool = False) -> Iterator[str]:
-    """A line for each node: its number, operation, arguments, sources and shape.
+    """A line for each node, or each of a decoder layer: number, operation, sources and shape.
 
-    Args:
-        graph: to be drawn.
-        layer: the number of a decoder layer, if only its nodes are wanted.
-        brief: without arguments and shapes, and with the last names of arrays.
+    In brief it has no arguments and shapes, and the last names of arrays.
     """
     nodes = graph.nodes()
     shown = [n for n in nodes if n.op not in ("Input", "Constant", "Item")]

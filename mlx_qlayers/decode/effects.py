@@ -27,11 +27,7 @@ _Source = tuple[str, Callable[[], Any], Callable[[Any], Any]]
 
 
 class Effects:
-    """A record of everything that may change while a model's code is captured.
-
-    Args:
-        parts: the model and the modules in it.
-    """
+    """A record of everything that may change while the code of these modules is captured."""
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         parts = [*parts]
@@ -40,7 +36,7 @@ class Effects:
         cells = {id(c): c for each in functions for c in each.__closure__ or ()}
         self.cells = [(c, c.cell_contents) for c in cells.values() if _is_filled(c)]
         enclosed = {number: value for number, (_, value) in enumerate(self.cells)}
-        self.held = Snapshot((), *scopes.values(), enclosed)
+        self.held = Snapshot((), *scopes.values(), enclosed, types=map(type, parts))
         values = [*enclosed.values(), *chain.from_iterable(s.values() for s in scopes.values())]
         attributes = (each.values() for part in parts for each in (part, vars(part)))
         self.sources = [*_sources(chain(values, *attributes))]

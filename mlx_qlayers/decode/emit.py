@@ -36,14 +36,10 @@ _KEPT = 8
 
 
 class Program:
-    """The list of calls that computes a step.
+    """The list of calls that computes a step, for a batch size.
 
-    Args:
-        graph: what to compute.
-        batch: sequences.
-        weights: the arrays of the model by their names.
-        binds: whether calls are bound. Who keeps the program answers for it that the context, the
-            epoch and the device are those of its first run.
+    Who ``binds`` calls, and keeps the program, answers for it that the context, the epoch and the
+    device are those of its first run.
     """
 
     def __init__(
@@ -107,7 +103,7 @@ class Program:
             self.start[at] = node.arg[0].array
             return None
         function, more = self._function(node)
-        if len(node.outputs) > 1 or (isinstance(function, Dispatched) and function.listed):
+        if len(node.outputs) > 1 or isinstance(function, Dispatched):
             target = slice(at, at + len(node.outputs))
         if not isinstance(function, Dispatched):
             return _made(function, [*given, *more], target)
@@ -166,7 +162,7 @@ class Program:
     def run(
         self, arrays: Mapping[str, Any], positions: Mapping[str, int], goes_on: bool | None = None
     ) -> dict[str, mx.array]:
-        """Compute a step.
+        """The outputs of a step by their names.
 
         Args:
             arrays: ``tokens``, and those of the caches by their names.
@@ -175,9 +171,6 @@ class Program:
                 into the same arrays: then nobody else holds their memory where it is written to,
                 and launches go by lists, which the second run makes. Else None: lists that there
                 are serve once MLX has written there, who copies what others hold.
-
-        Returns:
-            The outputs by their names.
         """
         registers = self.start.copy()
         for register, name in self.inputs:
@@ -221,7 +214,7 @@ def _made(
 def _bind(found: BoundCalls, at: int, call: Called, *arrays: Any) -> Any:
     """Run an operation, and have it called as it was now from the next time on."""
     assert call.binds is not None
-    operation, static, _ = call.binds
+    operation, static = call.binds
     with mode(Mode.INFERENCE):
         made = dispatch(operation, arrays, static)
         known = planned(operation, arrays, static)
@@ -240,9 +233,8 @@ def _bind(found: BoundCalls, at: int, call: Called, *arrays: Any) -> Any:
 
 
 def _dispatched(call: Dispatched, count: int, *arrays: Any) -> Any:
-    made = dispatch(call.operation, arrays, call.static)
     # A kernel may give more than its operation does, for a gradient.
-    return made[:count] if call.listed else made
+    return dispatch(call.operation, arrays, call.static)[:count]
 
 
 def resolver(args: Sequence[Any]) -> Callable[[Mapping[str, int]], Sequence[Any]]:

@@ -20,7 +20,7 @@ from .append_buffers import released
 from .append_form import AppendForm
 from .caches import REACH, Facts, arrays_of, facts, more_steps
 from .capture import Differs, Unsupported, stopping_line
-from .captured import MAX_BATCH, CapturedStep, captured, check, step_of
+from .captured import MAX_BATCH, CapturedStep, captured
 from .effects import Effects
 from .emit import Program
 from .forms import Form, PaddedForm, Progress
@@ -40,15 +40,9 @@ _KEPT = 32
 
 
 def step(model: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None:
-    """The logits of some tokens of each sequence, with caches that have them behind it.
+    """The logits (B, L, vocabulary) of tokens (B, L), with caches that have some behind them.
 
-    Args:
-        model: called with tokens and caches.
-        tokens: (B, L).
-        caches: as mlx-lm makes them.
-
-    Returns:
-        (B, L, vocabulary), or None where the step is left to the model: :func:`stopped` says why.
+    None where the step is left to the model: :func:`stopped` says why.
     """
     if tokens.ndim != 2 or tokens.shape[1] > MAX_LENGTH or tokens.shape[0] > MAX_BATCH:
         return None
@@ -96,11 +90,7 @@ def place_now() -> Any:
 
 
 class Steps:
-    """The graphs of a model as it is now.
-
-    Attributes:
-        stopped: why steps with some caches are left to the model, by what these are.
-    """
+    """The graphs of a model as it is now."""
 
     def __init__(self, model: Any, before: Steps | None = None) -> None:
         self.model = weakref.ref(model)
@@ -108,7 +98,7 @@ class Steps:
         inside = [part for part in model.modules() if part is not model]
         self.items, self.type = dict(model), type(model)
         self.snapshot = Snapshot(inside, vars(model), self.items, types=[type(model)])
-        self.stopped: dict[Any, str] = {}
+        self.stopped: dict[Any, str] = {}  # why steps are left to the model, by their caches
         # Where those were that are not alike any two of which are captured.
         self.branches: dict[Any, dict[str, int]] = {}
         vain = before is not None and before.failed()
@@ -183,8 +173,7 @@ class Steps:
     def outputs(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """The logits of a step inside another graph; the caches stay as they are.
 
-        Raises:
-            Unsupported: the step is left to the model.
+        ``Unsupported`` says that the step is left to the model.
         """
         own, (batch, length) = [*leaves(caches)], tokens.shape
         some = [facts(c, length) for c in own]
@@ -253,8 +242,7 @@ class Steps:
     def _forms(self, found: CapturedStep, batch: int, some: Sequence[Facts]) -> Iterator[Form]:
         """The forms that can run a step with such caches, the fastest first.
 
-        Raises:
-            Unsupported: none has the bits of a batch-invariant model.
+        ``Unsupported`` says that none has the bits of a batch-invariant model.
         """
         place, caches = where(), TracedCaches([each.key for each in some], found.captured.names)
         alike = current.get().invariant
@@ -322,10 +310,9 @@ class Steps:
             raise Unsupported(changed) from error
         if found is None:
             raise error or Unsupported("nothing was captured")
-        reach = found[3]
-        self.reaches[key] = reach if reach == REACH else 4 * max(reach, 1)
-        self.replaces |= check(found[0], batch)
-        return step_of(*found[:3])
+        self.reaches[key] = REACH if found.reach == REACH else 4 * max(found.reach, 1)
+        self.replaces |= found.replaces
+        return found
 
 
 def _alike(some: Sequence[Facts]) -> tuple[int, ...]:

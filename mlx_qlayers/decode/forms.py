@@ -24,21 +24,13 @@ from .weights import traced
 
 
 class Progress(NamedTuple):
-    """The state from which the next step with the same caches goes on.
+    """The state from which the next step with the same caches goes on."""
 
-    Attributes:
-        step: the form that goes on.
-        held: what all caches have.
-        state: what the form goes on with.
-        left: for how many more tokens of each sequence.
-        asked: shape and dtype of tokens, and what the step's program belongs to.
-    """
-
-    step: Form
-    held: Held
-    state: Any
-    left: int = RECHECK_AFTER
-    asked: Any = None
+    step: Form  # the form that goes on
+    held: Held  # what all caches have
+    state: Any  # what the form goes on with
+    left: int = RECHECK_AFTER  # for how many more tokens of each sequence
+    asked: Any = None  # shape and dtype of tokens, and what the step's program belongs to
 
     def holds(self, own: Sequence[Any]) -> bool:
         """Whether the caches are as the step left them, and have room for another such step."""
@@ -48,18 +40,15 @@ class Progress(NamedTuple):
 class Form:
     """A captured step whose calls run one by one. Its state are positions, by name.
 
-    Args:
-        captured: the step.
-        graph: the same after the rules.
-        batch: sequences.
-        binds: whether calls are bound, see :class:`.emit.Program`.
-
-    Attributes:
-        length: tokens of each sequence.
+    Its graph is that after the rules; ``binds`` is whether calls are bound, see
+    :class:`.emit.Program`.
     """
 
+    # Of a form whose positions are an array: which of them go on with the tokens.
+    moving: mx.array
+
     def __init__(self, captured: Captured, graph: Graph, batch: int, binds: bool = False) -> None:
-        self.length: int = graph.outputs["logits"].shape[1]
+        self.length: int = graph.outputs["logits"].shape[1]  # tokens of each sequence
         self.program = Program(graph, batch, captured.weights, binds)
         names = [name for _, name in self.program.inputs if name.startswith("cache.")]
         self.given = [*zip(names, places(names), strict=True)]
@@ -71,15 +60,9 @@ class Form:
         self.counted = resolver(tuple(captured.counts.values()))
 
     def begun(self, own: Sequence[Any], at: dict[str, int], goes_on: bool = False) -> Any:
-        """The state of the first step with some caches.
+        """The state of the first step with some caches; whether another left them as they are.
 
-        Args:
-            own: the caches.
-            at: their positions.
-            goes_on: whether another step left them as they are.
-
-        Raises:
-            Unsupported: they hold tokens in another way than those of the capture.
+        ``Unsupported`` says that they hold tokens in another way than those of the capture.
         """
         return at, False if goes_on else None
 
@@ -91,9 +74,10 @@ class Form:
         Positions of append buffers, which are arrays, may have gone back by ``gone`` before.
         """
         at, array = state
-        names = {*self.counters}
-        items = [{"offset": vars(c)["offset"] - count} for c in own]
-        return ({name: v - count * (name in names) for name, v in at.items()}, array), items
+        before = {name: v - count * (name in self.counters) for name, v in at.items()}
+        if isinstance(array, mx.array):
+            array = array - count * self.moving
+        return (before, array), [{"offset": vars(c)["offset"] - count} for c in own]
 
     def run(self, tokens: mx.array, own: Sequence[Any], state: Any) -> tuple[mx.array, Progress]:
         """The logits, and what the next step with the same caches goes on with."""
@@ -138,16 +122,8 @@ class PaddedForm(Form):
 
     A step writes its rows into the buffers where that array says, so that one graph serves as long
     as they do not grow: see :mod:`.rules.padded`. MLX writes in place where nobody else holds a
-    buffer, so what goes on from a step holds those behind it alone.
-
-    Args:
-        captured: the step.
-        graph: what :func:`.rules.padded.padded` gives of it.
-        batch: sequences.
-        weights: where arrays of the model lie.
-
-    Raises:
-        Unsupported: a position becomes something else than one further on.
+    buffer, so what goes on from a step holds those behind it alone. ``Unsupported`` says that a
+    position becomes something else than one further on.
     """
 
     def __init__(
@@ -178,15 +154,6 @@ class PaddedForm(Form):
             made = self.program.run({POSITIONS: at, **given}, rows)
         return [at + self.more, *(made[name] for name in ("logits", *self.states))]
 
-    def dropped(
-        self, own: Sequence[Any], state: Any, count: int, gone: mx.array | None = None
-    ) -> tuple[Any, list[dict[str, Any]]] | None:
-        found, (_, array) = super().dropped(own, state, count), state
-        if found is None:
-            return None
-        (at, _), items = found
-        return (at, None if array is None else array - count * self.moving), items
-
     def computed(self, arrays: dict[str, mx.array], at: dict[str, int], array: Any) -> Any:
         if not isinstance(array, mx.array):
             array = mx.array([at[name] for name in self.positions] + self.unused, mx.int32)
@@ -195,11 +162,7 @@ class PaddedForm(Form):
 
 
 def _more(name: str, count: Any) -> int:
-    """By how much a position goes on. Where it begins anew, the next step takes it from the cache.
-
-    Raises:
-        Unsupported: it becomes something else.
-    """
+    """By how much a position goes on. Where it begins anew, the next step asks the cache."""
     if count is None or isinstance(count, int):
         return 0
     if count.terms != ((name, 1),):

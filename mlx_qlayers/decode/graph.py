@@ -43,11 +43,7 @@ class Size(NamedTuple):
 
 
 def resolved(value: Any, values: Mapping[str, int]) -> Any:
-    """Arguments of a node with numbers in the place of sizes.
-
-    Raises:
-        KeyError: a size has a name that is not in ``values``.
-    """
+    """Arguments of a node with numbers in the place of sizes; a name may not be missing."""
     if isinstance(value, Size):
         return value.at(values)
     if isinstance(value, tuple):
@@ -85,20 +81,12 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class Node:
-    """An operation that gives one array or several.
+    """An operation that gives one array or several."""
 
-    Attributes:
-        op: the name of a primitive of MLX, or ``Input``, ``Constant``, ``Item`` (of a node that
-            gives several arrays), or of an operation of this package.
-        src: the nodes that its arrays come from; None for one that is left out.
-        arg: its other arguments; ``Input`` has its name, ``Item`` its number.
-        outputs: what it gives.
-    """
-
-    op: str
-    src: tuple[Any, ...]
-    arg: tuple[Any, ...]
-    outputs: tuple[Spec, ...]
+    op: str  # a primitive of MLX, `Input`, `Constant`, `Item` of several arrays, or of this package
+    src: tuple[Any, ...]  # the nodes that its arrays come from; None for one that is left out
+    arg: tuple[Any, ...]  # its other arguments; `Input` has its name, `Item` its number
+    outputs: tuple[Spec, ...]  # what it gives
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -222,29 +210,17 @@ _COMMUTES = ("Add", "Multiply", "Maximum", "Minimum", "LogicalAnd", "LogicalOr")
 
 @dataclass(frozen=True)
 class Pattern:
-    """A description of a node and its sources.
+    """A description of a node and its sources."""
 
-    Attributes:
-        ops: names of operations, any of which it is; none for any node.
-        ways: in which else it may look, if all that follows is left out.
-        src: patterns of its sources; None for any.
-        name: what rules know it by; a name found twice is the same node.
-        arg: whether its arguments fit; None for any.
-        number: whether it is a constant, which rules get as a number.
-        near: about which number that is; None for any.
-        once: whether no other node may take it.
-        more: whether it may have further sources than ``src``.
-    """
-
-    ops: tuple[str, ...] = ()
-    ways: tuple[Pattern, ...] = ()
-    src: tuple[Pattern, ...] | None = None
-    name: str = ""
-    arg: Callable[..., bool] | None = None
-    number: bool = False
-    near: float | None = None
-    once: bool = False
-    more: bool = False
+    ops: tuple[str, ...] = ()  # names of operations, any of which it is; none for any node
+    ways: tuple[Pattern, ...] = ()  # in which else it may look, if all that follows is left out
+    src: tuple[Pattern, ...] | None = None  # of its sources; None for any
+    name: str = ""  # what rules know it by; a name found twice is the same node
+    arg: Callable[..., bool] | None = None  # whether its arguments fit; None for any
+    number: bool = False  # whether it is a constant, which rules get as a number
+    near: float | None = None  # about which number that is; None for any
+    once: bool = False  # whether no other node may take it
+    more: bool = False  # whether it may have further sources than `src`
 
     def match(
         self, node: Node | None, found: dict[str, Any], uses: Mapping[Node, int]

@@ -39,12 +39,8 @@ def run_listed(
 ) -> None:
     """Run the calls of a step by lists, which the first such step makes.
 
-    Args:
-        found: the calls, with the lists made so far.
-        registers: the arrays of the step.
-        start: those that are there in each.
-        outputs: the registers that it gives.
-        advancing: indices of rows that nobody has seen.
+    ``start`` has the arrays that are there in each step, ``outputs`` the registers that it gives,
+    and ``advancing`` the indices of rows that nobody has seen.
     """
     if checking():
         return called(found.calls, registers)

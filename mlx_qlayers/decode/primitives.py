@@ -22,31 +22,19 @@ MODES = tuple(formats.MODES)
 
 
 class Call(NamedTuple):
-    """A call of a primitive.
+    """A call of a primitive."""
 
-    Attributes:
-        function: of its arrays and what ``more`` gives.
-        more: further arguments, made of those of the node once they are numbers.
-        shaped: whether ``more`` takes the shape of the node instead.
-    """
-
-    function: Callable[..., Any]
+    function: Callable[..., Any]  # of its arrays and what `more` gives
+    # Further arguments, made of those of the node once they are numbers.
     more: Callable[[tuple[Any, ...]], tuple[Any, ...]] = lambda arg: ()
-    shaped: bool = False
+    shaped: bool = False  # whether `more` takes the shape of the node instead
 
 
 class Dispatched(NamedTuple):
-    """An operation of this package, of the arrays of a node in turn.
+    """An operation of this package, of the arrays of a node in turn."""
 
-    Attributes:
-        operation: what is dispatched.
-        static: its other arguments.
-        listed: whether it gives a list of arrays, also of one.
-    """
-
-    operation: Operation
-    static: tuple[Any, ...]
-    listed: bool = True
+    operation: Operation  # what is dispatched
+    static: tuple[Any, ...]  # its other arguments
 
 
 # A call, or a function that makes one of a node.
@@ -277,10 +265,6 @@ CALLS: dict[str, Entry] = {
 
 
 def call_of(node: Node) -> Call:
-    """The call of a primitive.
-
-    Raises:
-        KeyError: there is none for such a node.
-    """
+    """The call of a primitive; a ``KeyError`` says that there is none for such a node."""
     entry = CALLS[node.op]
     return entry if isinstance(entry, Call) else entry(node)

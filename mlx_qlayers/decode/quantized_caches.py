@@ -68,9 +68,9 @@ class _Quantized:
     hadamard: bool
     unsaved = ""  # an attribute that mlx-lm's states lack, and so its caches that are made of them
 
-    def __init__(self, *settings: Any, form: CacheFormat = EIGHT_BITS) -> None:
+    def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
-        _set_format(self, form)
+        _set_format(self, EIGHT_BITS)
 
     @property
     def bits(self) -> int:
@@ -177,9 +177,7 @@ def _parts_of(c: Any, plain: Any) -> list[Any]:
 
 
 def _joined(parts: list[Any], form: CacheFormat) -> Any:
-    kind = _kind(type(parts[0]).__name__, form)
-    c: Any = kind.__new__(kind)
-    _set_format(c, form)
+    c = _new(type(parts[0]).__name__, form)
     _Quantized._take(c, parts)
     return c
 
@@ -233,21 +231,22 @@ for _each in (QuantizedKVCache, *_KINDS.values()):
     vars(stock).setdefault(_each.__name__, _each)
 
 
-def _kind(plain: str, form: CacheFormat) -> Any:
-    """The class for a format, mlx-lm's where it has it: of 3, 5 and 6 bits its rows do not fit."""
+def _new(plain: str, form: CacheFormat) -> Any:
+    """A cache in a format, mlx-lm's where it has it: of 3, 5 and 6 bits its rows do not fit."""
     own = form.v_bits in (None, form.bits) and not form.hadamard and form.bits in (2, 4, 8)
-    return QuantizedKVCache if plain == "KVCache" and own else _KINDS[plain]
+    kind: Any = QuantizedKVCache if plain == "KVCache" and own else _KINDS[plain]
+    c = kind.__new__(kind)
+    _set_format(c, form)
+    return c
 
 
 def quantized(
     c: Any, group_size: int = 64, bits: int = 8, v_bits: int | None = None, hadamard: bool = False
 ) -> Any:
-    """A cache of mlx-lm's with its keys and values packed.
+    """A cache of mlx-lm's with its keys and values packed: see :class:`CacheFormat`.
 
-    Args:
-        c: plain, full or empty; mlx-lm's quantized one becomes one that can be merged into a
-            batch, others are given back as they are.
-        group_size, bits, v_bits, hadamard: as in :class:`CacheFormat`.
+    It may be full or empty. mlx-lm's quantized one becomes one that can be merged into a batch;
+    others are given back.
     """
     form = CacheFormat(group_size, bits, v_bits or bits, hadamard)
     if isinstance(c, stock.CacheList):
@@ -258,10 +257,8 @@ def quantized(
         return found
     if type(c).__name__ not in _KINDS:
         return c
-    kind = _kind(type(c).__name__, form)
-    found = kind.__new__(kind)
+    found = _new(type(c).__name__, form)
     vars(found).update(vars(c))
-    _set_format(found, form)
     if c.keys is not None:
         found.keys, found.values = map(tuple, form.packed(c.keys, c.values))
     return found

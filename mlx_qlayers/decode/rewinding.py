@@ -22,11 +22,9 @@ _COUNTED = {"KVCache", "QuantizedKVCache", "PackedKVCache"}
 def rewound(model: Any, caches: Sequence[Any], count: int, gone: mx.array | None = None) -> bool:
     """Whether the last tokens of caches were dropped so that the next step goes on as it would.
 
-    Args:
-        model: whose last step with these caches was by a graph, else they stay as they are.
-        caches: as mlx-lm makes them; those whose tokens are dropped by their count alone.
-        count: tokens, of those taken since somebody last looked at the caches.
-        gone: by how many positions went back before, see :func:`moved_back`.
+    Else they stay as they are: the last step with them has to be by a graph of the model, and they
+    drop tokens by their count alone. ``count`` are those of the tokens taken since somebody last
+    looked at the caches, ``gone`` by how many positions went back before, see :func:`moved_back`.
     """
     own = leaves(caches)
     if (found := _last(model, own)) is None:
@@ -47,14 +45,9 @@ def moved_back(
     """Whether the next steps begin before the last tokens, whose number is not known here yet.
 
     So these are launched before the last one was read. Until :func:`rewound` is told the number,
-    caches count all tokens, and nobody may look at them.
-
-    Args:
-        model: whose last step with these caches had append buffers, else nothing changes.
-        caches: as for :func:`rewound`.
-        count: () int32.
-        most: what that is at most.
-        lengths: tokens of the next steps, which go on with the same append buffers.
+    which is () int32 and at ``most`` so many, caches count all tokens, and nobody may look at them.
+    The last step has to have append buffers, with which the next ones, of so many tokens each, go
+    on.
     """
     own = leaves(caches)
     if (found := _last(model, own)) is None:

@@ -23,17 +23,9 @@ class Snapshot:
     """The contents of modules, to see later whether these changed: by identity, and in place.
 
     That is to say, in their lists and dictionaries as well, in objects with attributes, and in
-    attributes of their classes.
-
-    Args:
-        parts: the modules.
-        others: more dictionaries to look at.
-        types: more classes to look at.
-        arrays: more arrays to look at.
-
-    Attributes:
-        owners: what is in dictionaries and lists that hold modules, and ``owned`` what was:
-            modules are not the same if their dictionaries are equal.
+    attributes of their classes; and in more dictionaries and classes. ``owners`` are what is in
+    dictionaries and lists that hold modules, and ``owned`` what was: modules are not the same if
+    their dictionaries are equal.
     """
 
     def __init__(
@@ -41,7 +33,6 @@ class Snapshot:
         parts: Iterable[nn.Module],
         *others: dict[Any, Any],
         types: Iterable[type] = (),
-        arrays: Iterable[mx.array] = (),
     ) -> None:
         self.parts = [*parts]
         self.types = [*map(type, self.parts)]
@@ -64,7 +55,7 @@ class Snapshot:
         self.attributes = [*map(vars, self.classes)]
         self.before_of_classes = [*map(dict, self.attributes)]
         values = chain(self.owned, *(each.values() for each in (*self.before, *self.attributes)))
-        self.held = Held(each for each in (*values, *arrays) if isinstance(each, mx.array))
+        self.held = Held(each for each in values if isinstance(each, mx.array))
 
     def holds(self) -> bool:
         """Whether nothing in them was replaced, or changed in place."""

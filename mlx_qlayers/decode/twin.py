@@ -25,13 +25,9 @@ _MADE_OF = ("_patches", "_fuses", "_shards")
 
 
 def twin(value: Any, swap: Swap, path: str = "", made: dict[int, Any] | None = None) -> Any:
-    """A copy of modules, caches and what holds them; everything else is shared.
+    """A copy of modules, caches and what holds them, with other arrays; everything else is shared.
 
-    Args:
-        value: a module, a cache, an array, or a list, tuple or dict of such.
-        swap: what takes the place of arrays.
-        path: of ``value``, with dots.
-        made: twins so far, by the identity of what they are of.
+    ``path`` is that of ``value``, with dots, and ``made`` are twins so far, by what they are of.
     """
     made = {} if made is None else made
     if id(value) in made:
@@ -180,11 +176,16 @@ def _exported(cls: Any) -> Any:
 
 def _otherwise(value: Any, is_method: bool = False) -> Any:
     """A function or method as twins have it; any other value itself."""
-    module, stock = str(getattr(value, "__module__", None)), value
-    if isinstance(value, FunctionType) and (is_method or module.partition(".")[0] not in OTHERS):
+    name, stock = full_name(value), value
+    if isinstance(value, FunctionType) and (is_method or name.partition(".")[0] not in OTHERS):
         stock = rebound(value, _scope_of(value))
-    mark = marks.INSTEAD.get(f"{module}.{getattr(value, '__qualname__', None)}")
+    mark = marks.INSTEAD.get(name)
     return stock if mark is None else lambda *args, **options: mark(stock, *args, **options)
+
+
+def full_name(value: Any) -> str:
+    """The names of the module and of a function or method in it."""
+    return f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', None)}"
 
 
 def rebound(function: Any, scope: dict[str, Any]) -> FunctionType:

@@ -44,9 +44,7 @@ def arrange(model: nn.Module) -> None:
 def traced(given: Sequence[mx.array], weights: Sequence[View]) -> Iterator[None]:
     """The context of a trace: launches share arrays, and CUDA's kernels are compiled together.
 
-    Args:
-        given: what the graph takes; arrays like these leave it, as they are.
-        weights: where arrays of the model lie.
+    Arrays that the graph takes leave it as they are. ``weights`` are where arrays of the model lie.
     """
     with mode(Mode.INFERENCE), compiled_in_parallel(), arena(given, weights):
         yield

@@ -18,12 +18,7 @@ PASSES = (
 
 
 def fused(graph: Graph, caches: TracedCaches | None = None) -> Graph:
-    """The graph after all rules.
-
-    Args:
-        graph: as it was captured.
-        caches: the model's caches, if attention is to take append buffers.
-    """
+    """The graph after all rules; with caches attention takes append buffers."""
     for rules in PASSES:
         graph = rewrite(graph, rules)
     graph = routed(graph)

@@ -28,15 +28,10 @@ BATCHES = tuple(name for name in APPENDED if name.startswith("Batch"))
 
 
 class TracedCaches(NamedTuple):
-    """The facts that rules know of the caches that a step was captured with.
+    """The facts that rules know of the caches that a step was captured with."""
 
-    Attributes:
-        keys: class, case and attributes of each cache, as in :class:`~..caches.Facts`.
-        names: the names of counts in the graph, by ``NUMBER.ATTRIBUTE``.
-    """
-
-    keys: Sequence[tuple[Any, ...]]
-    names: Mapping[str, str]
+    keys: Sequence[tuple[Any, ...]]  # class, case and attributes of each cache, as in `Facts`
+    names: Mapping[str, str]  # of counts in the graph, by `NUMBER.ATTRIBUTE`
 
     def first(self, number: int) -> int:
         """The first of the caches that hold as many tokens and count alike."""
@@ -48,32 +43,19 @@ class TracedCaches(NamedTuple):
         settings = [dict(attributes).get(n) for n in ("keep", "max_size", "bits", "v_bits")]
         return kind, case, counts, settings
 
-    def is_of(self, name: str, number: int) -> bool:
-        """Whether an input, by its name, is an array of a cache that counts alike."""
-        where, other, *_ = name.split(".")
-        return where == "cache" and self.first(int(other)) == self.first(number)
-
     def counter(self, number: int, attribute: str, more: int = 0) -> Size:
         """A count of a cache as it is in the graph, and so many more."""
         return Size(more, ((self.names[f"{number}.{attribute}"], 1),))
 
 
 class Written(NamedTuple):
-    """Keys or values of a cache that attention takes.
+    """Keys or values of a cache that attention takes."""
 
-    Attributes:
-        number: of the cache.
-        buffers: what is written into; three of packed ones.
-        new: the tokens', (B, Hkv, L, D).
-        row: where the first is written.
-        size: of a ring that goes round, else 0.
-    """
-
-    number: int
-    buffers: tuple[Node, ...]
-    new: Node
-    row: Size
-    size: int
+    number: int  # of the cache
+    buffers: tuple[Node, ...]  # what is written into; three of packed ones
+    new: Node  # the tokens', (B, Hkv, L, D)
+    row: Size  # where the first is written
+    size: int  # of a ring that goes round, else 0
 
 
 def written(nodes: Sequence[Node], name: str, caches: TracedCaches) -> Written | None:
@@ -128,27 +110,6 @@ def _part(node: Node, caches: TracedCaches) -> tuple[int, Size, int, str, Node, 
     return int(number), row, size, name, buffer, new
 
 
-class Attended(NamedTuple):
-    """Attention of some tokens: queries (B, H, L, D), and arrays of keys and of values."""
-
-    q: Node
-    keys: tuple[Node, ...]
-    values: tuple[Node, ...]
-    mask: Node | None
-    sinks: Node | None
-    scale: float
-    causal: bool = False
-
-
-def attended(node: Node) -> Attended | None:
-    """The parts of attention; None for other nodes."""
-    if node.op not in ATTENTIONS:
-        return None
-    q, *arrays, mask, sinks = node.src
-    keys, values = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
-    return Attended(q, tuple(keys), tuple(values), mask, sinks, *node.arg[:2])
-
-
 def _is_at(offset: Node | None, number: int, caches: TracedCaches) -> bool:
     """Whether it is the position of a cache's token."""
     if offset is None:
@@ -157,7 +118,8 @@ def _is_at(offset: Node | None, number: int, caches: TracedCaches) -> bool:
         return offset.op == "Numbers" and offset.arg == (caches.counter(number, "offset"),)
     name = offset.arg[0] if offset.op == "Input" else ""
     # Caches that count alike have equal offsets: the form that runs the graph checks it.
-    return name.endswith(".offset") and caches.is_of(name, number)
+    of_cache = name.startswith("cache.") and name.endswith(".offset")
+    return of_cache and caches.first(int(name.split(".")[1])) == caches.first(number)
 
 
 def _input(name: str, shape: tuple[Any, ...], dtype: mx.Dtype = mx.int32) -> Node:
@@ -165,7 +127,7 @@ def _input(name: str, shape: tuple[Any, ...], dtype: mx.Dtype = mx.int32) -> Nod
 
 
 def _step(
-    a: Attended,
+    node: Node,
     keys: Written,
     values: Written,
     caches: TracedCaches,
@@ -173,20 +135,21 @@ def _step(
     sizes: dict[int, Any],
 ) -> Node | None:
     """The node that takes the place of attention; None if nobody knows what its mask shows."""
+    (q, *_, mask, sinks), (scale, causal, *_) = node.src, node.arg
     number, settings = keys.number, dict(caches.keys[keys.number][2:])
-    tokens, batches = a.q.shape[2], caches.keys[number][0] in BATCHES
-    if a.mask is not None and a.mask.op != "Mask":
+    tokens, batches = q.shape[2], caches.keys[number][0] in BATCHES
+    if mask is not None and mask.op != "Mask":
         return None
-    of, shows, padded = a.mask.arg if a.mask else (number, 0, False)
+    of, shows, padded = mask.arg if mask else (number, 0, False)
     if caches.first(of) != caches.first(number):
         return None
     # Sequences of a batch drop different numbers of tokens, which moves the rows of all buffers.
-    causal = a.causal or a.mask is not None
+    causal = causal or mask is not None
     if tokens > 1 and (batches or keys.size or shows or not causal):
         return None
-    if {a.q.dtype, keys.new.dtype, values.new.dtype} != {keys.buffers[-1].dtype}:
+    if {q.dtype, keys.new.dtype, values.new.dtype} != {keys.buffers[-1].dtype}:
         return None
-    given = turned(a.q, keys.new, lambda offset: _is_at(offset, number, caches))
+    given = turned(q, keys.new, lambda offset: _is_at(offset, number, caches))
     (batch, kv_heads, *_), rows = keys.buffers[0].shape, Size(0, (("append", 1),))
     specs = []
     for each in (keys, values):
@@ -194,7 +157,7 @@ def _step(
         specs.append(Spec((batch, kv_heads, rows, width), each.buffers[0].dtype))
     names = f"append.{number}.keys", f"append.{number}.values"
     appended = [_input(name, *spec) for name, spec in zip(names, specs, strict=True)]
-    at, mask, keep = _input(f"at.{caches.first(number)}", (8,)), None, settings.get("keep", 0)
+    at, shown, keep = _input(f"at.{caches.first(number)}", (8,)), None, settings.get("keep", 0)
     window = min([each for each in (shows, keys.size) if each], default=0)
     if keep and shows and shows < settings["max_size"]:
         return None
@@ -203,15 +166,15 @@ def _step(
         settled = window, keep, keys.size, padded
         # Caches that count alike have as many rows, so one mask does for all of them.
         like = sizes.setdefault(caches.first(number), (keys.buffers[0], appended[0]))
-        mask = Node("Shown", (at, *like), settled, (hidden,))
+        shown = Node("Shown", (at, *like), settled, (hidden,))
     src = (
         *(given.q, given.k, Heads(values.new, tokens).rows()),
         *(*keys.buffers, *values.buffers, *appended, at),
-        *(given.freqs, mask, a.sinks, *given.norms, _input(f"semaphores.{count}", (8,))),
+        *(given.freqs, shown, sinks, *given.norms, _input(f"semaphores.{count}", (8,))),
     )
-    out = Spec((batch, tokens, a.q.shape[1] * values.new.shape[3]), a.q.dtype)
+    out = Spec((batch, tokens, q.shape[1] * values.new.shape[3]), q.dtype)
     parts = len(keys.buffers), len(values.buffers)
-    arg = a.scale, given.rotation, given.epsilon, *parts
+    arg = scale, given.rotation, given.epsilon, *parts
     return Node("AttentionStep", src, arg, (out, *specs))
 
 
@@ -220,16 +183,20 @@ def with_append_buffers(graph: Graph, caches: TracedCaches) -> Graph:
     places, outputs, at = dict[Node, Node](), dict(graph.outputs), dict[str, Any]()
     sizes: dict[int, Any] = {}
     for node in graph.nodes():
-        a = attended(node)
-        if a is None:
+        if node.op not in ATTENTIONS:
             continue
-        keys, values = written(a.keys, "keys", caches), written(a.values, "values", caches)
+        q, *arrays, _, _ = node.src
+        half = len(arrays) // 2
+        keys, values = (
+            written(some, name, caches)
+            for name, some in (("keys", arrays[:half]), ("values", arrays[half:]))
+        )
         if keys is None or values is None or keys.number != values.number:
             continue
-        if (step := _step(a, keys, values, caches, len(places), sizes)) is None:
+        if (step := _step(node, keys, values, caches, len(places), sizes)) is None:
             continue
         batch, tokens, _ = step.shape
-        heads = reshaped(step.item(0), (batch, tokens, a.q.shape[1], node.shape[-1]))
+        heads = reshaped(step.item(0), (batch, tokens, q.shape[1], node.shape[-1]))
         places[node] = reshaped(turned_heads(heads) if tokens > 1 else heads, node.shape)
         for number, (name, each) in enumerate((("keys", keys), ("values", values)), 1):
             # Several attentions to one cache make the same append buffer.

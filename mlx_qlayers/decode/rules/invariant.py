@@ -38,8 +38,7 @@ _SWIGLU: list[Rule] = [
 def invariant(graph: Graph, caches: TracedCaches) -> PaddedGraph:
     """A captured step with positions as an array, whose rows have the bits of those of prompts.
 
-    Raises:
-        Unsupported: something takes positions or paddings in a way that is not known.
+    ``Unsupported`` says that something takes positions or paddings in a way that is not known.
     """
     gates = _SWIGLU if device_of().tensor_cores else []
     for rules in ([*UNBROADCAST, *_EXPERTS], PRODUCT, gates, ROUNDED):

@@ -261,17 +261,16 @@ _RULES: Mapping[str, Callable[[Padding, Node, Sources], Node]] = {
 
 
 class PaddedGraph(NamedTuple):
-    """A graph with positions as an array, and their names in it in turn."""
+    """A graph with positions as an array."""
 
     graph: Graph
-    positions: list[str]
+    positions: list[str]  # their names in turn
 
 
 def padded(graph: Graph, caches: TracedCaches) -> PaddedGraph:
     """The graph with positions as an array.
 
-    Raises:
-        Unsupported: something takes the rows that count in a way that is not known.
+    ``Unsupported`` says that something takes the rows that count in a way that is not known.
     """
     now = Padding(caches)
     for node in graph.nodes():

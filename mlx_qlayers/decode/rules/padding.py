@@ -28,22 +28,16 @@ def rows_of(name: str) -> str:
 
 
 class Padding:
-    """One pass over a graph.
-
-    Attributes:
-        new: what takes the place of a node.
-        names: of positions, in the order in which the array has them.
-        zeros: nodes that are zero in the rows behind those that count, along their last axis.
-        ends: those whose last rows are those that count.
-        rows: of caches by their numbers.
-    """
+    """One pass over a graph."""
 
     def __init__(self, caches: TracedCaches) -> None:
-        self.new: dict[Node, Node] = {}
+        self.new: dict[Node, Node] = {}  # what takes the place of a node
         self.made: dict[Any, Node] = {}
-        self.names: list[str] = []
-        self.zeros, self.ends = set[Node](), set[Node]()
-        self.caches, self.rows = caches, dict[str, Any]()
+        self.names: list[str] = []  # of positions, in the order in which the array has them
+        self.zeros = set[Node]()  # in the rows behind those that count, along their last axis
+        self.ends = set[Node]()  # those whose last rows are those that count
+        self.caches = caches
+        self.rows: dict[str, Any] = {}  # of caches by their numbers
         for name, other in caches.names.items():
             number, _, kind = name.partition(".")
             if kind == "rows":
@@ -116,13 +110,10 @@ class Padding:
         return self.made[number, dtype]
 
     def seen(self, count: Size, width: Any, behind: int, length: int = 1) -> Node:
-        """Which rows count.
+        """Which rows count, of those that are there: ``count`` do for the last token.
 
-        Args:
-            count: how many, for the last token.
-            width: how many are there.
-            behind: axes behind; of several tokens that is none.
-            length: tokens, whose axis is ahead: each sees the rows up to its own.
+        ``behind`` are axes behind; none of several tokens, whose axis is ahead: each sees the rows
+        up to its own.
         """
         rows = self.make("Arange", (), (0, width, 1), Spec((width,), mx.int32))
         shape, spec = (width, *(1,) * behind), Spec((), mx.int32)
