@@ -80,31 +80,13 @@ class Launcher:
         self,
         kernel: Kernel,
         others: Sequence[Spec],
-        chosen: Layout,
-        rows: tuple[int, int],
-        output_shapes: Sequence[Sequence[int]],
-        init_value: float | None = None,
-        **values: TemplateValue,
-    ) -> Bound:
-        """The launch of as many threadgroups as own so many rows of so many heads.
-
-        Its arrays are q, k, v, the broadcast mask, ``others``, sizes and factors.
-        """
-        grid = chosen.threads * -(-rows[0] // chosen.rows), rows[1], self.batch
-        threads, values = (chosen.threads, 1, 1), chosen.template() | values
-        return self.bound(kernel, others, grid, threads, output_shapes, init_value, **values)
-
-    def bound(
-        self,
-        kernel: Kernel,
-        others: Sequence[Spec],
         grid: Size,
         threadgroup: Size,
         output_shapes: Sequence[Sequence[int]],
         init_value: float | None = None,
         **values: TemplateValue,
     ) -> Bound:
-        """The launch of a grid, likewise."""
+        """A launch, whose arrays are q, k, v, the broadcast mask, ``others``, sizes and factors."""
         # Gradients are bound later, maybe where another backend was asked for.
         with use_backend(self.asked):
             return kernel.bind(
@@ -127,7 +109,7 @@ class Launcher:
         norms = self.batch, self.heads, self.queries, 2
         shapes = [(self.batch, self.queries, self.heads, self.v_width), norms]
         others = [sinks, mean if self.average else nothing]
-        launch = self.bound(kernel, others, grid, threadgroup, shapes, **values)
+        launch = self.bind(kernel, others, grid, threadgroup, shapes, **values)
 
         def run(*arrays: mx.array | None) -> list[mx.array]:
             out, norms = launch(forward_inputs(self, *arrays))
@@ -157,9 +139,8 @@ def attention_forward(at: Launcher, chosen: Layout | None = None) -> Callable[..
     chosen = chosen or at.layout("packed" if bits else "forward")
     values = {"K": mx.uint32 if bits else at.q.dtype, "BITS": bits, "BITS_V": v_bits}
     values["GROUP"] = group_size
-    grid = chosen.threads * -(-at.queries // chosen.rows), at.heads, at.batch
-    kernel, threads = _PACKED if bits else _FORWARD, (chosen.threads, 1, 1)
-    return at.forward(kernel, grid, threads, **chosen.template() | values)
+    grid = chosen.grid(at.queries, at.heads, at.batch)
+    return at.forward(_PACKED if bits else _FORWARD, *grid, **chosen.template() | values)
 
 
 def forward_inputs(at: Launcher, q: Any, *others: Any) -> list[mx.array]:

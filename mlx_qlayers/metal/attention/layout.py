@@ -11,7 +11,7 @@ import mlx.core as mx
 from ...measurements.thresholds import row_of, tabled
 from ...runtime.backend import backend
 from ...runtime.devices import device_of
-from ...runtime.launch import TemplateValue
+from ...runtime.launch import Size, TemplateValue
 
 # The largest head that the kernels take, and that of the forward kernel alone, in 16 bits.
 WIDEST, WIDEST_FORWARD = 256, 576
@@ -51,6 +51,10 @@ class Layout:
     def rows(self) -> int:
         """Rows that a threadgroup owns."""
         return 16 * self.blocks * self.simds // (self.slices * self.roles)
+
+    def grid(self, rows: int, heads: int, batch: int) -> tuple[Size, Size]:
+        """The grid of as many threadgroups as own so many rows, and their threads."""
+        return (self.threads * -(-rows // self.rows), heads, batch), (self.threads, 1, 1)
 
     def template(self) -> dict[str, TemplateValue]:
         """The values of the template parameters; ``ROLES`` is of keys and values alone."""
