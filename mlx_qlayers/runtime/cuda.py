@@ -130,8 +130,7 @@ def _text(
 
 def _constant(name: str, value: TemplateValue) -> str:
     if isinstance(value, mx.Dtype):
-        kind = type_name(value)
-        return f"using {name}={kind};\n"
+        return f"using {name}={type_name(value)};\n"
     kind = "bool" if isinstance(value, bool) else "int"
     return f"constexpr {kind} {name}={str(value).lower()};\n"
 
@@ -157,11 +156,7 @@ def whole_threadgroups(grid: Size, threadgroup: Size) -> Size:
 
 
 def cuda_source(
-    program: Program,
-    threadgroup: Size,
-    surplus: bool,
-    resident: int = 1,
-    lockstep: bool = False,
+    program: Program, threadgroup: Size, surplus: bool, resident: int = 1, lockstep: bool = False
 ) -> tuple[str, str]:
     """A kernel's ``header`` and ``source`` for ``mx.fast.cuda_kernel``, for one threadgroup size.
 
