@@ -12,8 +12,8 @@ import mlx.core as mx
 from ...runtime.launch import Bound
 from ...runtime.proof import first_proven
 from ...runtime.spec import Spec
-from ..common.kernels import strided_kernel
-from .forward import LOG2E, Launcher, absent
+from ..common.kernels import LOG2E, strided_kernel
+from .forward import Launcher, absent
 from .hopper import backward_once, cut
 from .layout import memory, registers
 from .tensor import tensor_gradients, tensor_mask_gradient

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from math import e, log2
 from typing import Any, cast
 
 import mlx.core as mx
@@ -14,13 +13,12 @@ from ...runtime.backend import backend, requested, use_backend
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, Size, TemplateValue
 from ...runtime.spec import Spec
-from ..common.kernels import strided_kernel, without
+from ..common.kernels import LOG2E, strided_kernel, without
 from ..record import rounded
 from .layout import Layout, layout, memory, registers
 
 # More queries or keys than there can be: positions are 32-bit numbers, and so are their sums.
 FAR = 2**28
-LOG2E = log2(e)
 _NO_MASK, _BOOLEAN, _ADDED = range(3)
 
 _GROUPS = ("k_scales", "k_biases", "v_scales", "v_biases")
@@ -67,14 +65,9 @@ class Launcher:
         self.mask_shape = (8, self.batch, self.heads, self.queries, self.keys)
         seen = Spec.of(absent()) if mask is None else Spec(self.mask_shape, mask.dtype)
         self._inputs = [q, *k, *v, seen]
-        self._template: dict[str, TemplateValue] = {
-            "T": q.dtype,
-            "M": seen.dtype,
-            "D": self.width,
-            "DV": self.v_width,
-            "MASK": _NO_MASK if mask is None else _BOOLEAN if mask.dtype == mx.bool_ else _ADDED,
-            "SOFTCAP": cap is not None,
-        }
+        kind = _NO_MASK if mask is None else _BOOLEAN if mask.dtype == mx.bool_ else _ADDED
+        self._template: dict[str, TemplateValue] = {"T": q.dtype, "M": seen.dtype, "MASK": kind}
+        self._template |= {"D": self.width, "DV": self.v_width, "SOFTCAP": cap is not None}
 
     def bind(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from operator import itemgetter
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +16,7 @@ from ...options import MatmulCall, PackedMatrix
 from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
-from ..common.kernels import large_kernel, numbered, without
+from ..common.kernels import large_kernel, numbered, of_kernel, without
 from .qmv import GATES, Gate
 from .tile import packed_template
 
@@ -25,7 +26,6 @@ COLUMNS = 32
 _AT_ONCE = 4
 # Elements behind each row of an unpacked part, as packed_runs.metal has it.
 _PADDING = 8
-TENSOR_TILING = ("rows", "tile_k", "simds_m", "simds_n", "ragged", "staged")
 
 
 @dataclass(frozen=True)
@@ -109,34 +109,15 @@ def why_no_codes(call: MatmulCall) -> str | None:
     return "rows are of float32" if call.x.dtype == mx.float32 else None
 
 
-def _part(
-    bits: int, group: int, transposed: bool, tile_k: int, simds_n: int
-) -> tuple[int, int, int]:
-    """Rows, words and groups of the packed part of a step."""
-    width = COLUMNS * simds_n
-    rows, columns = (width, tile_k) if transposed else (tile_k, width)
-    return rows, columns * bits // 32, max(columns // group, 1)
-
-
-def threadgroup_memory(
-    T: mx.Dtype,
-    mode: int,
-    group: int,
-    bits: int,
-    transposed: bool,
-    tile_k: int,
-    simds_n: int,
-    staged: bool,
-    **_: object,
-) -> int:
+def threadgroup_memory(T: mx.Dtype, **told: Any) -> int:
     """The bytes of packed words, scales and biases of two steps, or of two unpacked parts."""
-    if staged:
-        width = COLUMNS * simds_n
-        outer, inner = (width, tile_k) if transposed else (tile_k, width)
-        return 2 * outer * (inner + _PADDING) * T.size + 12
-    rows, words, groups = _part(bits, group, transposed, tile_k, simds_n)
-    affine = mode == 0
-    return 8 * rows * (words + groups * (1 + affine)) + (0 if affine else 4) + 16
+    at = SimpleNamespace(**told)
+    width, affine = COLUMNS * at.simds_n, at.mode == 0
+    rows, columns = (width, at.tile_k) if at.transposed else (at.tile_k, width)
+    if at.staged:
+        return int(2 * rows * (columns + _PADDING) * T.size + 12)
+    words, groups = columns * at.bits // 32, max(columns // at.group, 1)
+    return int(8 * rows * (words + groups * (1 + affine)) + (0 if affine else 4) + 16)
 
 
 def registers(
@@ -222,7 +203,7 @@ def qmm_tensor(
         )
     launch = kernel.bind(
         [*(spec for spec in specs if spec is not None), *more, sizes],
-        template={name: values[name] for name, _ in kernel.program.template},
+        template=of_kernel(kernel, values),
         grid=(-(-m // config.tile_m) * threads, -(-n // config.tile_n), 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(*x.shape[:-1], n)],
