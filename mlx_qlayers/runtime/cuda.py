@@ -87,21 +87,15 @@ def _kernel(
     threadgroup: Size,
     surplus: bool,
     template: tuple[tuple[str, TemplateValue], ...],
-) -> Callable[..., list[mx.array]]:
+) -> Any:
     """The kernel for one choice of the template's parameters, which its text and name hold.
 
     As arguments of each call they would be formatted there, which takes longer than all the rest.
     """
     name, header, body = _text(program, threadgroup, surplus, template)
-    return make(
-        name=name,
-        input_names=_input_names(program, surplus),
-        output_names=program.output_names,
-        source=body,
-        header=header,
-        ensure_row_contiguous=program.ensure_row_contiguous,
-        shared_memory=cast(int, dict(template).get(_SHARED, 0)),
-    )
+    text = {"name": name, "source": body, "header": header}
+    inputs, shared = _input_names(program, surplus), cast(int, dict(template).get(_SHARED, 0))
+    return program.made(make, **text, input_names=inputs, shared_memory=shared)
 
 
 def _input_names(program: Program, surplus: bool) -> list[str]:
