@@ -87,15 +87,21 @@ def _kernel(
     threadgroup: Size,
     surplus: bool,
     template: tuple[tuple[str, TemplateValue], ...],
-) -> Any:
+) -> Callable[..., list[mx.array]]:
     """The kernel for one choice of the template's parameters, which its text and name hold.
 
     As arguments of each call they would be formatted there, which takes longer than all the rest.
     """
     name, header, body = _text(program, threadgroup, surplus, template)
-    text = {"name": name, "source": body, "header": header}
-    inputs, shared = _input_names(program, surplus), cast(int, dict(template).get(_SHARED, 0))
-    return program.made(make, **text, input_names=inputs, shared_memory=shared)
+    return make(
+        name=name,
+        input_names=_input_names(program, surplus),
+        output_names=program.output_names,
+        source=body,
+        header=header,
+        ensure_row_contiguous=program.ensure_row_contiguous,
+        shared_memory=cast(int, dict(template).get(_SHARED, 0)),
+    )
 
 
 def _input_names(program: Program, surplus: bool) -> list[str]:
@@ -124,7 +130,8 @@ def _text(
 
 def _constant(name: str, value: TemplateValue) -> str:
     if isinstance(value, mx.Dtype):
-        return f"using {name}={type_name(value)};\n"
+        kind = type_name(value)
+        return f"using {name}={kind};\n"
     kind = "bool" if isinstance(value, bool) else "int"
     return f"constexpr {kind} {name}={str(value).lower()};\n"
 
@@ -150,7 +157,11 @@ def whole_threadgroups(grid: Size, threadgroup: Size) -> Size:
 
 
 def cuda_source(
-    program: Program, threadgroup: Size, surplus: bool, resident: int = 1, lockstep: bool = False
+    program: Program,
+    threadgroup: Size,
+    surplus: bool,
+    resident: int = 1,
+    lockstep: bool = False,
 ) -> tuple[str, str]:
     """A kernel's ``header`` and ``source`` for ``mx.fast.cuda_kernel``, for one threadgroup size.
 

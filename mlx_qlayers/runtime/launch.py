@@ -64,17 +64,27 @@ class LaunchOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """All that a launch needs but for its arrays; ``runtime/README.md`` lists what is promised."""
+    """All that a launch needs but for its arrays; ``runtime/README.md`` lists what is promised.
 
-    program: Program  # the kernel's text and parameters, the same object for all launches of it
-    inputs: list[Spec]  # in the order of `program.input_names`
-    template: list[tuple[str, TemplateValue]]  # in declared order, as MLX takes them
-    grid: Size  # the number of threads
-    threadgroup: Size  # the threads of one threadgroup
-    # One for each output.
+    Attributes:
+        program: the kernel's text and parameters, the same object for all launches of it.
+        inputs: shapes and dtypes of the inputs, in the order of ``program.input_names``.
+        template: names and values in declared order, as MLX takes them.
+        grid: the number of threads in x, y and z.
+        threadgroup: the threads of one threadgroup in x, y and z.
+        output_shapes: one shape for each output.
+        output_dtypes: one dtype for each output.
+        init_value: what outputs are filled with first, or None to leave them unset.
+    """
+
+    program: Program
+    inputs: list[Spec]
+    template: list[tuple[str, TemplateValue]]
+    grid: Size
+    threadgroup: Size
     output_shapes: list[tuple[int, ...]]
     output_dtypes: list[mx.Dtype]
-    init_value: float | None = None  # what outputs are filled with first; None leaves them unset
+    init_value: float | None = None
 
     def rows(self, backend: str) -> tuple[Row]:
         """The row that a backend counts with each launch, for :func:`~mlx_qlayers.explain`."""

@@ -42,4 +42,12 @@ def widened(text: str) -> str:
 def _kernel(make: Callable[..., Any], program: Program) -> Callable[..., list[mx.array]]:
     # The GPUs of few registers are those without bfloat: see common/fragment.metal.
     header = widened(program.header) if device_of("metal").few_registers else program.header
-    return program.made(make, header=header, atomic_outputs=program.atomic_outputs)
+    return make(
+        name=program.name,
+        input_names=program.input_names,
+        output_names=program.output_names,
+        source=program.source,
+        header=header,
+        ensure_row_contiguous=program.ensure_row_contiguous,
+        atomic_outputs=program.atomic_outputs,
+    )

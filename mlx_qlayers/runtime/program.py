@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 # MLX passes inputs with fewer elements in the constant address space.
 CONSTANT_BELOW = 8
@@ -54,11 +52,6 @@ class Program:
     def cooperative(self) -> bool:
         """Whether threads exchange data, so that the grid must be whole threadgroups."""
         return bool(_COOPERATIVE.search(self.header + self.source))
-
-    def made(self, make: Callable[..., Any], **changes: Any) -> Any:
-        """The kernel that a function of ``mx.fast`` makes of it, with changes."""
-        names = "name", "input_names", "output_names", "source", "header", "ensure_row_contiguous"
-        return make(**{name: getattr(self, name) for name in names} | changes)
 
     def cite(self, message: str, text: str) -> str:
         """A compiler's message with the lines of the user's file for those of a generated text."""

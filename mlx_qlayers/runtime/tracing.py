@@ -52,8 +52,14 @@ def trace() -> Iterator[list[Record]]:
 
 def record(backend: str, launch: Launch) -> None:
     """Add a launch to the traces that are open."""
-    how = launch.grid, launch.threadgroup, dict(launch.template)
-    shapes = tuple(x.shape for x in launch.inputs), tuple(launch.output_shapes)
-    made = Record(launch.program.name, backend, *how, *shapes)
+    made = Record(
+        kernel=launch.program.name,
+        backend=backend,
+        grid=launch.grid,
+        threadgroup=launch.threadgroup,
+        template=dict(launch.template),
+        input_shapes=tuple(x.shape for x in launch.inputs),
+        output_shapes=tuple(launch.output_shapes),
+    )
     for records in list(_active.values()):
         records.append(made)

@@ -15,18 +15,29 @@ from ..tuning.calibrate import same_random_state
 
 # The method by which each class makes logits.
 _METHODS: dict[type[nn.Module], str] = {
-    **dict.fromkeys((nn.Linear, nn.QuantizedLinear, QLinear), "__call__"),
-    **dict.fromkeys((nn.Embedding, nn.QuantizedEmbedding, QEmbedding), "as_linear"),
+    nn.Linear: "__call__",
+    nn.QuantizedLinear: "__call__",
+    QLinear: "__call__",
+    nn.Embedding: "as_linear",
+    nn.QuantizedEmbedding: "as_linear",
+    QEmbedding: "as_linear",
 }
 
 
 class Head(NamedTuple):
-    """The logits of a model: ``softcap`` of ``scale`` times the output of a layer."""
+    """The logits of a model: ``softcap`` of ``scale`` times the output of a layer.
 
-    name: str  # of the layer in the model
+    Attributes:
+        name: of the layer in the model.
+        module: the layer.
+        scale: a factor behind it.
+        softcap: the c of ``c tanh(logits / c)`` behind that, or None.
+    """
+
+    name: str
     module: nn.Module
-    scale: float  # a factor behind it
-    softcap: float | None  # the c of `c tanh(logits / c)` behind that
+    scale: float
+    softcap: float | None
 
     def loss(self, x: mx.array, targets: mx.array, mask: mx.array) -> mx.array:
         """The sum of the cross entropies of rows that the layer is given."""
@@ -34,11 +45,17 @@ class Head(NamedTuple):
         bias = layer.get("bias")
         if self.scale != 1:
             x, bias = x * self.scale, None if bias is None else bias * self.scale
-        matrix = (layer.get(name) for name in ("weight", "scales", "biases"))
-        names = ("group_size", "bits", "mode") if "scales" in layer else ()
-        options = {name: getattr(layer, name) for name in names} | {"softcap": self.softcap}
-        options |= {"bias": bias, "mask": mask, "reduction": "sum"}
-        return linear_cross_entropy(x, targets, *matrix, **options)
+        packed = "scales" in layer
+        return linear_cross_entropy(
+            x,
+            targets,
+            *(layer.get(name) for name in ("weight", "scales", "biases")),
+            bias=bias,
+            **{k: getattr(layer, k) for k in ("group_size", "bits", "mode") if packed},
+            mask=mask,
+            softcap=self.softcap,
+            reduction="sum",
+        )
 
 
 class FusedLoss:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
-from types import SimpleNamespace
-from typing import Any, Self
+from typing import Self
 
 import mlx.core as mx
 
@@ -39,20 +38,31 @@ def _memory(
     return (queries + shares) * T.size + 32 * simds * columns
 
 
-def _registers(*, T: mx.Dtype, bits: int, bits_v: int = 0, **told: Any) -> int:
+def _registers(
+    *,
+    T: mx.Dtype,
+    D: int,
+    bits: int,
+    seen: int,
+    columns: int,
+    simds: int,
+    blocks: int,
+    slice: int,
+    run: int,
+    bits_v: int = 0,
+    **_: object,
+) -> int:
     """Words of the arrays of a thread: keys and values on their way, queries, sums and scores."""
-    at, packed = SimpleNamespace(**told), bits > 0
-    run, columns = at.run, at.columns
-    # Codes of fewer bits than 4 are held as those of 4.
+    packed = bits > 0  # codes of fewer bits than 4 are held as those of 4
     width, width_v = ((max(n, 4) if packed else 8 * T.size) for n in (bits, bits_v or bits))
-    steps, run_v = -(-at.D // (4 * run)), min(at.slice // 8, 8 if packed else 16 // T.size)
-    keys = 2 * at.blocks * steps * (run * width // 32 + packed)
-    values = at.simds * at.blocks * at.slice // (2 * run_v) * (run_v * width_v // 32 + packed)
+    steps, run_v = -(-D // (4 * run)), min(slice // 8, 8 if packed else 16 // T.size)
+    keys = 2 * blocks * steps * (run * width // 32 + packed)
+    values = simds * blocks * slice // (2 * run_v) * (run_v * width_v // 32 + packed)
     queries = columns * steps * run // 4
     kept = queries * T.size if queries <= 16 else T.size
     # Of each row the largest score, its sum, its position and where its mask is; of all, scores.
-    rows = columns * (4 + 2 + 4 * (at.seen >= _BOOLEAN) + 4 * at.blocks)
-    return int(keys + values + kept + rows + columns * at.slice // 4)
+    rows = columns * (4 + 2 + 4 * (seen >= _BOOLEAN) + 4 * blocks)
+    return keys + values + kept + rows + columns * slice // 4
 
 
 _SPLIT = strided_kernel(

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -33,18 +32,36 @@ _MOST_WORDS = 176
 _COPYING = 16
 
 
-def _memory(*, T: mx.Dtype, bits: int, joined: bool, normed: bool = True, **told: Any) -> int:
+def _memory(
+    *,
+    T: mx.Dtype,
+    D: int,
+    Dv: int,
+    bits: int,
+    columns: int,
+    simds: int,
+    blocks: int,
+    slice: int,
+    teams: int = 1,
+    tokens: int = 1,
+    joined: bool = False,
+    normed: bool = True,
+    **_: object,
+) -> int:
     """The bytes of threadgroup memory: rows of q, keys and p with their padding, and sums."""
-    at, chunk = SimpleNamespace(**told), 4 * _run(T, bits)
-    columns, every, rows = at.columns, at.simds * at.teams, 8 * at.columns + at.tokens
-    queries = rows * (-(-at.D // chunk) * chunk + 16 // T.size)
-    weights = 16 * at.blocks * every * (8 * columns + (8 if columns % 2 == 0 else 0))
-    values = at.tokens * at.Dv if bits else 1
-    taken = 32 * at.simds * at.slice * columns * (at.teams - 1) or 4
-    sums = 32 * (every + at.teams + at.tokens) * columns
-    of_parts = 32 * columns * _MOST_JOINED * joined or 4
-    used = (queries + weights + values) * T.size + sums + taken + of_parts
-    return int(used + 4 * (rows * normed + 1))
+    chunk, every = 4 * _run(T, bits), simds * teams
+    width = -(-D // chunk) * chunk
+    queries = (8 * columns + tokens) * (width + 16 // T.size)
+    weights = 16 * blocks * every * (8 * columns + (8 if columns % 2 == 0 else 0))
+    taken = 32 * simds * slice * columns * (teams - 1) or 4
+    sums = 32 * (every + teams + tokens) * columns
+    return (
+        (queries + weights + (tokens * Dv if bits else 1)) * T.size
+        + sums
+        + taken
+        + (32 * columns * _MOST_JOINED * joined or 4)
+        + 4 * ((8 * columns + tokens) * normed + 1)
+    )
 
 
 def _run(dtype: mx.Dtype, bits: int) -> int:

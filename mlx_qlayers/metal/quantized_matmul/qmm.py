@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from types import SimpleNamespace
-from typing import Any
 
 import mlx.core as mx
 
@@ -35,15 +33,22 @@ def threadgroup_memory(
     return stages * elements * T.size
 
 
-def registers(T: mx.Dtype, bits: int, **told: Any) -> int:
+def registers(
+    T: mx.Dtype,
+    bits: int,
+    tile_m: int,
+    tile_n: int,
+    tile_k: int,
+    simds_m: int,
+    simds_n: int,
+    run: int,
+    **_: object,
+) -> int:
     """Words of the arrays of a thread: sums, operands, and its share of the next tiles."""
-    at = SimpleNamespace(**told)
-    rows, columns = at.tile_m // at.simds_m // 16, at.tile_n // at.simds_n // 8
-    threads = 32 * at.simds_m * at.simds_n
-    of_x = -(-at.tile_m * at.tile_k * T.size // 16 // threads) * 4
-    of_w = -(-at.tile_n * at.tile_k // at.run // threads) * (at.run * bits // 32 + T.size // 2)
-    operands = (2 * rows + columns) * device_of().operand_bytes(T)
-    return int(4 * rows * columns + operands + of_x + of_w)
+    rows, columns, threads = tile_m // simds_m // 16, tile_n // simds_n // 8, 32 * simds_m * simds_n
+    of_x = -(-tile_m * tile_k * T.size // 16 // threads) * 4
+    of_w = -(-tile_n * tile_k // run // threads) * (run * bits // 32 + T.size // 2)
+    return 4 * rows * columns + (2 * rows + columns) * device_of().operand_bytes(T) + of_x + of_w
 
 
 QMM = large_kernel(

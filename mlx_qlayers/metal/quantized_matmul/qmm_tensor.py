@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from operator import itemgetter
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -109,15 +108,34 @@ def why_no_codes(call: MatmulCall) -> str | None:
     return "rows are of float32" if call.x.dtype == mx.float32 else None
 
 
-def threadgroup_memory(T: mx.Dtype, **told: Any) -> int:
+def _part(
+    bits: int, group: int, transposed: bool, tile_k: int, simds_n: int
+) -> tuple[int, int, int]:
+    """Rows, words and groups of the packed part of a step."""
+    width = COLUMNS * simds_n
+    rows, columns = (width, tile_k) if transposed else (tile_k, width)
+    return rows, columns * bits // 32, max(columns // group, 1)
+
+
+def threadgroup_memory(
+    T: mx.Dtype,
+    mode: int,
+    group: int,
+    bits: int,
+    transposed: bool,
+    tile_k: int,
+    simds_n: int,
+    staged: bool,
+    **_: object,
+) -> int:
     """The bytes of packed words, scales and biases of two steps, or of two unpacked parts."""
-    at = SimpleNamespace(**told)
-    width, affine = COLUMNS * at.simds_n, at.mode == 0
-    rows, columns = (width, at.tile_k) if at.transposed else (at.tile_k, width)
-    if at.staged:
-        return int(2 * rows * (columns + _PADDING) * T.size + 12)
-    words, groups = columns * at.bits // 32, max(columns // at.group, 1)
-    return int(8 * rows * (words + groups * (1 + affine)) + (0 if affine else 4) + 16)
+    if staged:
+        width = COLUMNS * simds_n
+        outer, inner = (width, tile_k) if transposed else (tile_k, width)
+        return 2 * outer * (inner + _PADDING) * T.size + 12
+    rows, words, groups = _part(bits, group, transposed, tile_k, simds_n)
+    affine = mode == 0
+    return 8 * rows * (words + groups * (1 + affine)) + (0 if affine else 4) + 16
 
 
 def registers(

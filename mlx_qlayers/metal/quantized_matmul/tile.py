@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -190,18 +189,29 @@ def registers(
     return weights + rows * outputs * ways + rows * normed
 
 
-def matrix_registers(**told: Any) -> int:
+def matrix_registers(
+    *,
+    T: mx.Dtype,
+    mode: int,
+    group: int,
+    bits: int,
+    normed: bool,
+    fragments: int,
+    run: int,
+    tiles: int,
+    ahead: int,
+    **_: object,
+) -> int:
     """The same on the matrix units: packed words and numbers of the tiles, x, and sums."""
-    at = SimpleNamespace(**told)
-    run, fragments, affine = at.run, at.fragments, at.mode == _AFFINE
-    numbers = (6 if affine else 4) * (run // 16 if at.group == 16 else 1)
+    affine = mode == _AFFINE
+    numbers = (6 if affine else 4) * (run // 16 if group == 16 else 1)
     # Runs that begin within a word take more than they have.
-    words = -(-run * at.bits // 32) + (run * at.bits % 16 > 0)
-    of_tile = 2 * at.ahead * words + numbers + 4 + 4 * fragments
+    words = -(-run * bits // 32) + (run * bits % 16 > 0)
+    of_tile = 2 * ahead * words + numbers + 4 + 4 * fragments
     # Short runs of x are loaded a step ahead.
-    operands = fragments * run * at.T.size // 4 * (2 if run <= 16 else 1)
-    sums = 4 * fragments * (2 if affine else 1) + 2 * fragments * at.normed
-    return int(at.tiles * of_tile + operands + sums + 2 * at.T.size)
+    operands = fragments * run * T.size // 4 * (2 if run <= 16 else 1)
+    sums = 4 * fragments * (2 if affine else 1) + 2 * fragments * normed
+    return tiles * of_tile + operands + sums + 2 * T.size
 
 
 def persistent_registers(*, ahead: int, **told: Any) -> int:
@@ -214,18 +224,35 @@ def skinny_memory(*, SHARED: int = 0, fragments: int, **told: int) -> int:
     return 32 * fragments + (0 if SHARED else _skinny_memory(fragments=fragments, **told))
 
 
-def _skinny_memory(**told: int) -> int:
+def _skinny_memory(
+    *,
+    fragments: int,
+    run: int,
+    tiles: int,
+    simds_n: int,
+    simds_k: int,
+    stages: int,
+    chunk: int,
+    stage_tiles: int,
+    **_: object,
+) -> int:
     """Bytes of K tiles of x, and later of sums."""
-    at = SimpleNamespace(**told)
-    x = 4 * (at.simds_k * at.stages or 1) * at.stage_tiles * at.fragments * at.run
-    sums = at.simds_k * 4 * at.tiles * at.simds_n * (8 * at.chunk + 2)
-    return -(-max(x, sums) // 64) * 1024
+    x = 4 * (simds_k * stages or 1) * stage_tiles * fragments * run
+    return -(-max(x, simds_k * 4 * tiles * simds_n * (8 * chunk + 2)) // 64) * 1024
 
 
-def skinny_registers(**told: Any) -> int:
+def skinny_registers(
+    *,
+    group: int,
+    bits: int,
+    fragments: int,
+    run: int,
+    tiles: int,
+    simds_n: int,
+    stage_tiles: int,
+    **_: object,
+) -> int:
     """Words of the arrays of a thread: sums, packed words and numbers, x, and operands."""
-    at = SimpleNamespace(**told)
-    numbers = 6 * (at.run // 16 if at.group == 16 else 1)
-    of_tile = 4 * at.fragments + 4 * at.run * at.bits // 32 + numbers + 4 + 8
-    x = -(-at.stage_tiles * at.fragments // at.simds_n) * at.run // 2
-    return int(at.tiles * of_tile + x + 4)
+    numbers = 6 * (run // 16 if group == 16 else 1)
+    of_tile = 4 * fragments + 4 * run * bits // 32 + numbers + 4 + 8
+    return tiles * of_tile + -(-stage_tiles * fragments // simds_n) * run // 2 + 4

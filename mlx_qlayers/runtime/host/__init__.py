@@ -1,6 +1,5 @@
 """The host backend: Metal kernels compiled by clang and executed on the CPU."""
 
-# ruff: noqa: F401 - others find these here
 from .bound_launch import Report, bind, checks
 from .compiled_kernel import Counters, HostKernel, compile_source
 from .errors import (
@@ -18,3 +17,25 @@ from .errors import (
     Uninitialised,
 )
 from .lint import lint
+
+__all__ = [
+    "CompileError",
+    "Counters",
+    "Divergence",
+    "Hang",
+    "HostError",
+    "HostKernel",
+    "KernelFault",
+    "Misaligned",
+    "OutOfBounds",
+    "Place",
+    "Race",
+    "Report",
+    "ThreadgroupMemory",
+    "Undefined",
+    "Uninitialised",
+    "bind",
+    "checks",
+    "compile_source",
+    "lint",
+]

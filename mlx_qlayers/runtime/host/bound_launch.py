@@ -328,9 +328,14 @@ def _run_checked(launch: Launch, inputs: list[mx.array], report: Report) -> list
     for slot, x in zip(compiled.outputs, made, strict=True):
         buffers[slot] = memory.extent(x)
         buffers[slot].writable, buffers[slot].initialised = True, launch.init_value is not None
-    names = "budget", "flush_subnormals", "tensor_layout"
-    options = {name: getattr(report, name) for name in names}
-    counters = compiled.kernel.run(buffers, launch.grid, launch.threadgroup, **options)
+    counters = compiled.kernel.run(
+        buffers,
+        launch.grid,
+        launch.threadgroup,
+        budget=report.budget,
+        flush_subnormals=report.flush_subnormals,
+        tensor_layout=report.tensor_layout,
+    )
     assert counters is not None
     report.launches.append((launch.program.name, counters))
     return made
