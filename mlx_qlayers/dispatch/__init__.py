@@ -1,7 +1,7 @@
 """From the key of a call to a plan made once: checks, path, configuration, gradient."""
 
 from .choice import KERNELS, Choice, choose
-from .dispatcher import Operation, Plan, dispatch, planned
+from .dispatcher import Operation, Plan, dispatch, either, planned
 from .gradients import Arrays, Gradient, gradient_of
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Plan",
     "choose",
     "dispatch",
+    "either",
     "gradient_of",
     "planned",
 ]

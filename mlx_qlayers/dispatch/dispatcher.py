@@ -58,6 +58,18 @@ class Plan(NamedTuple):
     reference: Callable[..., Any] | None = None  # for arrays without values on `host`
 
 
+def either(
+    choice: Choice,
+    composed: Callable[..., Any],
+    arrays: Sequence[Any],
+    bind: Callable[[], Callable[..., Any]],
+) -> Plan:
+    """What is composed of MLX's operators, or the launch with the gradient of that, by a choice."""
+    if choice.path == "reference":
+        return Plan(choice, composed)
+    return Plan(choice, bind(), gradient_of(composed, arrays), composed)
+
+
 @dataclass(eq=False, slots=True)
 class Operation:
     """An operation that is dispatched.
@@ -108,9 +120,7 @@ _NONE: Any = (None, None)
 
 
 def dispatch(
-    operation: Operation,
-    arrays: tuple[mx.array | None, ...],
-    static: tuple[Hashable, ...] = (),
+    operation: Operation, arrays: tuple[mx.array | None, ...], static: tuple[Hashable, ...] = ()
 ) -> Any:
     """Run an operation by the plan for its key, which is made if there is none.
 

@@ -8,19 +8,7 @@ from .quantized_matmul.records import QmmRecord, QmvRecord
 from .quantized_matmul.skinny_record import SkinnyRecord
 from .record import Record
 
-RECORDS: dict[str, type[Record]] = {
-    kind.family: kind
-    for kind in (
-        QmvRecord,
-        SkinnyRecord,
-        QmmRecord,
-        AttentionDecodeRecord,
-        AttentionStepRecord,
-        AttentionForwardRecord,
-        GridSampleRecord,
-        ExpertsRecord,
-        GatherRecord,
-        RouterRecord,
-        LatentRecord,
-    )
-}
+_PRODUCTS = QmvRecord, SkinnyRecord, QmmRecord, ExpertsRecord, GatherRecord, RouterRecord
+_ATTENTION = AttentionDecodeRecord, AttentionStepRecord, AttentionForwardRecord, LatentRecord
+_EVERY: tuple[type[Record], ...] = *_PRODUCTS, *_ATTENTION, GridSampleRecord
+RECORDS = {kind.family: kind for kind in _EVERY}

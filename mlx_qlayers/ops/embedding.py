@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
 
-from ..dispatch import Operation, Plan, choose, dispatch, gradient_of
+from ..dispatch import Operation, Plan, choose, dispatch, either
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize_rows
 from ..options import PackedMatrix
@@ -79,11 +80,9 @@ def _plan(arrays: Sequence[Any], group_size: int | None, bits: int | None, mode:
     device = device_of()
     if not ((device.stock_compiles or device.backend == "host") and covered):
         return Plan(None, composed)  # elsewhere MLX's gathers are there at once
-    choice = choose("quantized_rows")
-    if choice.path == "reference":
-        return Plan(choice, composed)
-    launch = dequantize_rows(numbers, PackedMatrix(w, scales, biases, None), fmt, dtype)
-    return Plan(choice, launch, gradient_of(composed, arrays), composed)
+    matrix = PackedMatrix(w, scales, biases, None)
+    bind = partial(dequantize_rows, numbers, matrix, fmt, dtype)
+    return either(choose("quantized_rows"), composed, arrays, bind)
 
 
 _TAKES = Signature("numbers: integer")

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..dispatch import KERNELS, Choice, Operation, Plan, dispatch, gradient_of
+from ..dispatch import KERNELS, Choice, Operation, Plan, dispatch, either
 from ..dispatch.choice import choose_measured
 from ..formats import Format
 from ..metal.gather_qmm import experts as kernels
@@ -105,10 +105,7 @@ def experts_combined(
 
 
 def experts_chosen(
-    logits: mx.array,
-    router: Router,
-    bias: mx.array | None = None,
-    factors: mx.array | None = None,
+    logits: mx.array, router: Router, bias: mx.array | None = None, factors: mx.array | None = None
 ) -> list[mx.array]:
     """The experts that rows choose by their logits, the largest first, and their shares.
 
@@ -150,11 +147,12 @@ def _plan_chosen(arrays: Sequence[Any], router: Router) -> Plan:
     form = router, bias is not None, factors is not None
     key = "router", sizes, logits.dtype, form
     choice = choose_measured("experts_chosen", KERNELS if fits else (), *key)
-    if choice.path == "reference":
-        return Plan(choice, composed)
-    launch = kernels.experts_chosen(logits, bias, factors, router)
-    run = Launching(launch, [i for i, a in enumerate(arrays) if a is not None])
-    return Plan(choice, run, gradient_of(composed, arrays), composed)
+
+    def bind() -> Launching:
+        launch = kernels.experts_chosen(logits, bias, factors, router)
+        return Launching(launch, [i for i, a in enumerate(arrays) if a is not None])
+
+    return either(choice, composed, arrays, bind)
 
 
 def _check_router(router: Any, experts: int) -> None:
@@ -203,13 +201,11 @@ def _plan_products(
     kind = "gate" if gate else "pair" if len(matrices) > 1 else "one"
     kind = "each" if x.ndim > experts.ndim else kind
     choice = _choice("experts_products", x, experts, matrices, fmt, kind)
-    if choice.path == "reference":
-        return Plan(choice, composed)
     share = 1 if x.ndim > experts.ndim else experts.shape[-1]
-    right = _INDICES(experts.shape)
-    launch = kernels.experts_products(x, right, matrices, fmt, gate, share, squares, epsilon)
-    run = _given(launch, arrays, (0, 1, *range(3, len(arrays)), 2))
-    return Plan(choice, run, gradient_of(composed, arrays), composed)
+    given = x, _INDICES(experts.shape), matrices, fmt, gate, share, squares, epsilon
+    order = 0, 1, *range(3, len(arrays)), 2
+    bind = partial(_bound, kernels.experts_products, given, arrays, order)
+    return either(choice, composed, arrays, bind)
 
 
 def _plan_combined(arrays: Sequence[Any], fmt: Format) -> Plan:
@@ -225,16 +221,14 @@ def _plan_combined(arrays: Sequence[Any], fmt: Format) -> Plan:
         return [total if residual is None else residual + total]
 
     choice = _choice("experts_combined", x, experts, [matrix], fmt, "sum")
-    if choice.path == "reference":
-        return Plan(choice, composed)
-    launch = kernels.experts_combined(x, _INDICES(experts.shape), scores, matrix, residual, fmt)
-    run = _given(launch, arrays, range(len(arrays)))
-    return Plan(choice, run, gradient_of(composed, arrays), composed)
+    given = x, _INDICES(experts.shape), scores, matrix, residual, fmt
+    bind = partial(_bound, kernels.experts_combined, given, arrays, range(len(arrays)))
+    return either(choice, composed, arrays, bind)
 
 
-def _given(launch: Any, arrays: Sequence[Any], order: Iterable[int]) -> Any:
+def _bound(bind: Any, given: Sequence[Any], arrays: Sequence[Any], order: Iterable[int]) -> Any:
     """A launch of the arrays that there are in another order, with indices as kernels take them."""
-    run = Launching(launch, [i for i in order if arrays[i] is not None])
+    run = Launching(bind(*given), [i for i in order if arrays[i] is not None])
     if arrays[1].dtype == mx.uint32:
         return run
     return lambda x, experts, *rest: run(x, experts.astype(mx.uint32), *rest)

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..dispatch import KERNELS, Choice, Operation, Plan, choose, dispatch, gradient_of
+from ..dispatch import KERNELS, Choice, Operation, Plan, choose, dispatch, either
 from ..dispatch.measurements import configure, found
 from ..formats import Format
 from ..measurements.thresholds import threshold
@@ -143,13 +143,12 @@ def _plan(
         order = in_fixed_order(choice.path, x, matrices, fmt) if few else None
         if order is None:
             return Plan(None, composed)
-        run = qmv(QmvArrays.of(arrays), fmt, order, gate=gate, rounds=True)
-        return Plan(choice, run, gradient_of(composed, arrays), composed)
+        launch = partial(qmv, QmvArrays.of(arrays), fmt, order, gate=gate, rounds=True)
+        return either(choice, composed, arrays, launch)
     made = None if lacking else _by_tensors(x, matrices, residual, fmt, gate)
     if made is not None:
         choice, multiply = made
-        run = _composed(multiply, epsilon, None)
-        return Plan(choice, run, gradient_of(composed, arrays), composed)
+        return either(choice, composed, arrays, partial(_composed, multiply, epsilon, None))
     kind = _kind(matrices, epsilon is not None and partial_squares is None, gate, residual)
     # More rows are one dense product.
     kernel, best = QMV if rows <= MAX_QMV_ROWS else DENSE, None
@@ -170,17 +169,17 @@ def _plan(
         by=kernel,
         best=... if kernel == DENSE else best,
     )
-    if choice.path == "reference":
-        return Plan(choice, composed)
-    if kernel == DENSE:
-        run = _composed(_dense(x, matrices, fmt, gate), epsilon, None)
-    else:
+
+    def bind() -> _Run:
+        if kernel == DENSE:
+            return _composed(_dense(x, matrices, fmt, gate), epsilon, None)
         if kernel == SKINNY:
             config = skinny_spread(choice.path, rows, n, k, fmt, len(matrices) == 1)
         else:
             config = configure("qmv", choice.path, rows, n, k, x.dtype, fmt, kind)
-        run = _vector(QmvArrays.of(arrays), fmt, config, epsilon, gate, choice.path)
-    return Plan(choice, run, gradient_of(composed, arrays), composed)
+        return _vector(QmvArrays.of(arrays), fmt, config, epsilon, gate, choice.path)
+
+    return either(choice, composed, arrays, bind)
 
 
 def with_squares(arrays: list[Any], *static: Any) -> list[Any]:

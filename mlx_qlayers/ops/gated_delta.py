@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
+from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, either
 from ..metal.gated_delta import launch as kernels
 from ..reference import gated_delta as reference
 from ..runtime.backend import backend, requested
@@ -74,9 +74,7 @@ def _plan(arrays: Sequence[Any], norms: tuple[float, float, float] | None) -> Pl
     composed = partial(reference.gated_delta, norms=numbers)
     if choice.path == "reference":
         return Plan(choice, _stock(arrays, norms) or composed)
-    return Plan(
-        choice, kernels.gated_delta(arrays, *numbers), gradient_of(composed, arrays), composed
-    )
+    return either(choice, composed, arrays, partial(kernels.gated_delta, arrays, *numbers))
 
 
 def _stock(arrays: Sequence[Any], norms: object) -> Callable[..., list[mx.array]] | None:

@@ -22,12 +22,7 @@ _RETRIES = 3
 
 
 def gptq(
-    w: mx.array,
-    hessian: mx.array,
-    fmt: Format,
-    *,
-    act_order: bool = False,
-    damping: float = 0.01,
+    w: mx.array, hessian: mx.array, fmt: Format, *, act_order: bool = False, damping: float = 0.01
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Quantize matrices so that their products with the inputs seen change least.
 
@@ -133,12 +128,7 @@ def _in_order(
 
 
 def _by_size(
-    w: mx.array,
-    u: mx.array,
-    fmt: Format,
-    dtype: mx.Dtype,
-    order: mx.array,
-    diagonal: mx.array,
+    w: mx.array, u: mx.array, fmt: Format, dtype: mx.Dtype, order: mx.array, diagonal: mx.array
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Columns in an order, with the scales that fit the weights before any was quantized."""
     k = w.shape[-1]

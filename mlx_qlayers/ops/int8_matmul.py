@@ -17,12 +17,7 @@ from .signature import Signature
 
 
 def int8_matmul(
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    bias: mx.array | None = None,
-    *,
-    block: int = 0,
+    x: mx.array, w: mx.array, scales: mx.array, bias: mx.array | None = None, *, block: int = 0
 ) -> mx.array:
     """Multiply rows, each rounded to 8 bits with a scale of its own, with a matrix of 8 bits.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..dispatch import KERNELS, Operation, Plan, dispatch, gradient_of
+from ..dispatch import KERNELS, Operation, Plan, dispatch, either
 from ..dispatch.choice import choose_measured
 from ..measurements.thresholds import Measured, threshold
 from ..metal.attention import latent as kernels
@@ -66,10 +66,7 @@ def _plan(arrays: Sequence[Any], scale: float) -> Plan:
     name = "latent_attention"  # of the family, too
     choice = choose_measured(name, KERNELS if takes else (), name, *key, reason=reason)
     composed = reference.latent_attention(scale)
-    if choice.path == "reference":
-        return Plan(choice, composed)
-    launch = kernels.latent_step(q, r, c, mask, scale)
-    return Plan(choice, launch, gradient_of(composed, arrays), composed)
+    return either(choice, composed, arrays, lambda: kernels.latent_step(q, r, c, mask, scale))
 
 
 def _sample(arrays: list[Any], scale: float) -> list[Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
-from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
+from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, either
 from ..dispatch.choice import unmeasured
 from ..measurements.thresholds import Measured, threshold
 from ..metal.rotary import launch as kernels
@@ -74,11 +75,9 @@ def _plan(arrays: Sequence[Any], *options: Any) -> Plan:
         host_gain=threshold("rotary_gain", device="host"),
     )
     composed = reference.rotary_embedding(rotation)
-    if choice.path == "reference":
-        return Plan(choice, composed)
     share = q.shape[2] + k.shape[2] if choice.path == "host" else _SHARE
-    launch = kernels.rotary_embedding(q, k, offset, rotation, share)
-    return Plan(choice, launch, gradient_of(composed, arrays), composed)
+    bind = partial(kernels.rotary_embedding, q, k, offset, rotation, share)
+    return either(choice, composed, arrays, bind)
 
 
 def _sample(arrays: list[Any], *options: Any) -> list[Any]:

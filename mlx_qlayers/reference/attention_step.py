@@ -18,14 +18,9 @@ def attention_step(
 ) -> Callable[..., list[mx.array]]:
     """A function of arrays of these specs, those of :func:`.ops.attention_step.attention_step`."""
     call = StepCall.of(arrays)
-    q, mask, rows, width, v_width = (
-        call.q,
-        call.mask,
-        call.k_append.shape[2],
-        call.width,
-        call.v_width,
-    )
-    (batch, _, size, _), (group_size, *bits) = call.k_cache[0].shape, call.packing
+    q, mask, width, v_width = call.q, call.mask, call.width, call.v_width
+    (batch, _, size, _), rows = call.k_cache[0].shape, call.k_append.shape[2]
+    group_size, *bits = call.packing
     leading, keys, tokens = () if mask is None else mask.shape[:2], size + rows, q.shape[1]
     queries = batch, q.shape[2] // width, tokens, width
     seen = Spec((*leading, tokens, keys), mx.bool_)

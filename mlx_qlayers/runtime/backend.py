@@ -122,17 +122,11 @@ def mode(value: Mode) -> _Block:
 
 
 class _Epoch:
-    """The process-wide state that plans and bound launches depend on.
+    """The process-wide state that plans and bound launches depend on."""
 
-    Attributes:
-        debug: which debug modes are on; plans made under others are not used meanwhile.
-        number: advanced when measured results change; plans of an older epoch are not used again.
-        state: both, as a key.
-    """
-
-    debug: frozenset[str] = frozenset()
-    number = 0
-    state: tuple[frozenset[str], int] = debug, number
+    debug: frozenset[str] = frozenset()  # debug modes that are on; others' plans are not used then
+    number = 0  # advanced when measured results change; older plans are not used again
+    state: tuple[frozenset[str], int] = debug, number  # both, as a key
 
     def change(self, debug: Iterable[str], number: int) -> None:
         """Make another state that of the process, under the lock."""

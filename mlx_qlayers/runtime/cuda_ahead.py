@@ -30,6 +30,7 @@ from ..runtime.devices import device_of
 from .backend import within
 from .cache_folder import check_owner, make_folder
 from .explain import note
+from .generated_source import TYPES
 from .spec import Spec
 from .staging import replace_file
 
@@ -53,7 +54,7 @@ using Strides = Extents<int64_t>;
 }
 namespace cooperative_groups {}
 """
-_TYPES = {mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.float32: "float", mx.bool_: "bool"}
+_TYPES = TYPES | {mx.float16: "__half", mx.bfloat16: "__nv_bfloat16"}
 # Seconds after which a compiler that does not end is given up.
 _PATIENCE = 60
 # std::hash of a string begins with this in libstdc++.
@@ -89,7 +90,7 @@ def mlx_text(
 
 def type_name(dtype: mx.Dtype) -> str:
     """How MLX spells a dtype in CUDA C++."""
-    return _TYPES.get(dtype) or str(dtype).removeprefix("mlx.core.") + "_t"
+    return _TYPES[dtype]
 
 
 def begin(

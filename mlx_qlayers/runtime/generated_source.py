@@ -44,21 +44,10 @@ ATTRIBUTES = {
 # Parameters that follow an input where the body asks for it, in MLX's order: suffix, type.
 SHAPE_WORDS = (("_shape", "int*"), ("_strides", "int64_t*"), ("_ndim", "int&"))
 
-TYPES = {
-    mx.bool_: "bool",
-    mx.uint8: "uint8_t",
-    mx.uint16: "uint16_t",
-    mx.uint32: "uint32_t",
-    mx.uint64: "uint64_t",
-    mx.int8: "int8_t",
-    mx.int16: "int16_t",
-    mx.int32: "int32_t",
-    mx.int64: "int64_t",
-    mx.float16: "float16_t",
-    mx.bfloat16: "bfloat16_t",
-    mx.float32: "float",
-    mx.complex64: "complex64_t",
-}
+_INTEGERS = [f"{kind}{bits}" for kind in ("uint", "int") for bits in (8, 16, 32, 64)]
+_SIZED = *_INTEGERS, "float16", "bfloat16", "complex64"
+TYPES: dict[mx.Dtype, str] = {getattr(mx, name): f"{name}_t" for name in _SIZED}
+TYPES |= {mx.bool_: "bool", mx.float32: "float"}
 
 
 # The facts of an input that the text depends on: its type, whether it is 0-d, whether it is small.

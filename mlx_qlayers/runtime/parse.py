@@ -15,18 +15,10 @@ from .source import METAL, Item, SourceError, Token
 
 # Spellings of one type in Metal, by the one that MLX uses.
 _ALIASES = {
-    "half": "float16_t",
-    "bfloat": "bfloat16_t",
-    "char": "int8_t",
-    "uchar": "uint8_t",
-    "short": "int16_t",
-    "ushort": "uint16_t",
-    "int": "int32_t",
-    "uint": "uint32_t",
-    "long": "int64_t",
-    "ulong": "uint64_t",
-    "float32_t": "float",
-}
+    f"{sign}{name}": f"{sign}int{bits}_t"
+    for sign in ("", "u")
+    for name, bits in (("char", 8), ("short", 16), ("int", 32), ("long", 64))
+} | {"half": "float16_t", "bfloat": "bfloat16_t", "float32_t": "float"}
 _PARAMETER = re.compile(
     r"(?P<qualifiers>(?:(?:const|device|constant|threadgroup|thread|volatile) )*)"
     r"(?P<type>(?:atomic < \w+ >|(?:metal :: )?\w+))(?: const)? "

@@ -44,19 +44,10 @@ def speculative_generate_step(
 ) -> Generator[tuple[int, mx.array, bool]]:
     """Generate as ``mlx_lm.generate.speculative_generate_step``, with any source and any caches.
 
-    Args:
-        prompt: (tokens,).
-        model: whose text it is.
-        draft_model: a smaller one, or where guesses come from.
-        stream: on which the models run.
-        num_draft_tokens: guesses in a round at most; as many as are worth it by default.
-        max_tokens, sampler, logits_processors, prompt_cache, prefill_step_size, kv_bits,
-            kv_group_size, quantized_kv_start: as in ``mlx_lm.generate_step``. Caches of a draft
-            model come behind those of the model.
-        max_kv_size: likewise.
-
-    Yields:
-        A token, its log-probabilities (vocabulary,), and whether it was guessed.
+    ``draft_model`` is a smaller one, whose caches come behind those of the model, or where guesses
+    come from; ``num_draft_tokens`` are guesses in a round at most, by default as many as are worth
+    it. All else is as in ``mlx_lm.generate_step``. It yields a token, its log-probabilities
+    (vocabulary,), and whether it was guessed.
     """
     caches = make_prompt_cache(model, max_kv_size)
     given = [*(prompt_cache or ())]

@@ -17,23 +17,16 @@ from ..tuning.calibrate import same_random_state
 
 
 class Usage(NamedTuple):
-    """The bytes of a training's parts, and of all of it by the length of its sequences.
+    """The bytes of a training's parts, and of all of it by the length of its sequences."""
 
-    Attributes:
-        weights, adapters, optimizer: of what is there between the steps.
-        loss: what the loss and its gradient take while all activations are there.
-        batch: sequences.
-        length: of these, in tokens.
-        curve: a, b and c of ``a + b n + c n^2`` for n tokens a sequence.
-    """
-
+    # Of what is there between the steps.
     weights: int
     adapters: int
     optimizer: int
-    loss: int
-    batch: int
-    length: int
-    curve: tuple[float, float, float]
+    loss: int  # what the loss and its gradient take while all activations are there
+    batch: int  # sequences
+    length: int  # of these, in tokens
+    curve: tuple[float, float, float]  # a, b and c of `a + b n + c n^2` for n tokens a sequence
 
     def total(self, length: int | None = None) -> int:
         """Bytes at the worst moment of a step with sequences of some length, or of this one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -58,15 +58,15 @@ def recompute_activations(model: nn.Module, layers: bool = False) -> int:
     for module in model.modules():
         cls: Any = type(module)
         if cls is LoRALinear:
-            found.append((module, _lora_class(cls)))
+            found.append((module, _made(cls, _lora)))
         elif cls is DoRALinear and isinstance(module["linear"], QLinear):
-            found.append((module, _dora_class(cls)))
+            found.append((module, _made(cls, _dora)))
         elif cls is LoRASwitchLinear:
-            found.append((module, _experts_class(cls)))
+            found.append((module, _made(cls, _experts)))
         elif _is_gated(module):
-            found.append((module, _gated_class(cls)))
+            found.append((module, _made(cls, _gated)))
         elif backend() == "host" and isinstance(module, nn.RMSNorm | nn.RoPE):
-            found.append((module, _layer_class(cls)))  # on a CPU many operations, all kept
+            found.append((module, _made(cls, _layer)))  # on a CPU many operations, all kept
     for module, cls in found:
         module.__class__ = cls
     on_cpu = backend() == "host"
@@ -76,7 +76,7 @@ def recompute_activations(model: nn.Module, layers: bool = False) -> int:
         whole = whole + [m for m in parts if isinstance(m, nn.Module) and m.trainable_parameters()]
     for module in whole:
         own: Any = type(module)
-        module.__class__ = _layer_class(own)
+        module.__class__ = _made(own, _layer)
     return len({id(module) for module in (*(module for module, _ in found), *whole)})
 
 
@@ -167,30 +167,29 @@ def _parameters(module: Any, some: dict[str, Any]) -> Iterator[None]:
         module.update(before)
 
 
+@cache
 def _made(cls: Any, call: Callable[..., Any]) -> Any:
+    """A class like another that in training calls a function, with the other's own ahead."""
     stock = cls.__call__
 
     def called(self: Any, *args: Any, **options: Any) -> Any:
-        return (call if self.training else stock)(self, *args, **options)
+        run = partial(call, stock) if self.training else stock
+        return run(self, *args, **options)
 
     return type(cls.__name__, (cls,), {"__call__": called, "__module__": cls.__module__})
 
 
-@cache
-def _lora_class(cls: Any) -> Any:
-    def call(self: Any, x: mx.array) -> mx.array:
-        def added(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
-            return (self.scale * ((x @ a) @ b)).astype(x.dtype)
+def _lora(_: Any, self: Any, x: mx.array) -> mx.array:
+    def added(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
+        return (self.scale * ((x @ a) @ b)).astype(x.dtype)
 
-        z, *given = self.dropout(x), self["lora_a"], self["lora_b"]
-        frozen = not self.linear.trainable_parameters()
-        if backend() == "host" and frozen and has_values([x, z, *given]):
-            dropped = [] if z is x else [z]
-            return _joined(self.linear, self.scale, added)(x, *given, *dropped)
-        y: mx.array = self.linear(x)
-        return add_low_rank(y, z.astype(y.dtype), *given, scale=self.scale)
-
-    return _made(cls, call)
+    z, *given = self.dropout(x), self["lora_a"], self["lora_b"]
+    frozen = not self.linear.trainable_parameters()
+    if backend() == "host" and frozen and has_values([x, z, *given]):
+        dropped = [] if z is x else [z]
+        return _joined(self.linear, self.scale, added)(x, *given, *dropped)
+    y: mx.array = self.linear(x)
+    return add_low_rank(y, z.astype(y.dtype), *given, scale=self.scale)
 
 
 def _joined(linear: Any, scale: float, added: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -231,52 +230,40 @@ def _joined(linear: Any, scale: float, added: Callable[..., mx.array]) -> Callab
     return cast(Callable[..., mx.array], product)
 
 
-@cache
-def _dora_class(cls: Any) -> Any:
-    def call(self: Any, x: mx.array) -> mx.array:
-        def scaled(x: mx.array, y: mx.array, *some: mx.array) -> mx.array:
-            a, b, m, norms = some
-            y = add_low_rank(y, x.astype(y.dtype), a, b, scale=self.scale)
-            return (m / norms).astype(x.dtype) * y
+def _dora(_: Any, self: Any, x: mx.array) -> mx.array:
+    def scaled(x: mx.array, y: mx.array, *some: mx.array) -> mx.array:
+        a, b, m, norms = some
+        y = add_low_rank(y, x.astype(y.dtype), a, b, scale=self.scale)
+        return (m / norms).astype(x.dtype) * y
 
-        a, b = self["lora_a"], self["lora_b"]
-        # The dense matrix is there for its rows' norms alone, where the stock layer keeps it.
-        adapted = self._dequantized_weight() + (self.scale * b.T) @ a.T
-        norms = mx.stop_gradient(mx.linalg.norm(adapted, axis=1))
-        product = self.linear._product(x, with_bias=False)
-        y: mx.array = checkpoint(scaled)(self.dropout(x), product, a, b, self["m"], norms)
-        return y + self.linear["bias"] if "bias" in self.linear else y
-
-    return _made(cls, call)
+    a, b = self["lora_a"], self["lora_b"]
+    # The dense matrix is there for its rows' norms alone, where the stock layer keeps it.
+    adapted = self._dequantized_weight() + (self.scale * b.T) @ a.T
+    norms = mx.stop_gradient(mx.linalg.norm(adapted, axis=1))
+    product = self.linear._product(x, with_bias=False)
+    y: mx.array = checkpoint(scaled)(self.dropout(x), product, a, b, self["m"], norms)
+    return y + self.linear["bias"] if "bias" in self.linear else y
 
 
-@cache
-def _experts_class(cls: Any) -> Any:
-    def call(self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        given: Any = {"rhs_indices": indices, "sorted_indices": sorted_indices}
+def _experts(
+    _: Any, self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False
+) -> mx.array:
+    given: Any = {"rhs_indices": indices, "sorted_indices": sorted_indices}
 
-        def added(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
-            z = mx.gather_mm(x, a.swapaxes(-1, -2), **given)
-            return (self.scale * mx.gather_mm(z, b.swapaxes(-1, -2), **given)).astype(x.dtype)
+    def added(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
+        z = mx.gather_mm(x, a.swapaxes(-1, -2), **given)
+        return (self.scale * mx.gather_mm(z, b.swapaxes(-1, -2), **given)).astype(x.dtype)
 
-        y: mx.array = self.linear(x, indices, sorted_indices=sorted_indices)
-        return y + checkpoint(added)(self.dropout(x), self["lora_a"], self["lora_b"])
-
-    return _made(cls, call)
+    y: mx.array = self.linear(x, indices, sorted_indices=sorted_indices)
+    return y + checkpoint(added)(self.dropout(x), self["lora_a"], self["lora_b"])
 
 
-@cache
-def _layer_class(cls: Any) -> Any:
-    stock = cls.__call__
+def _layer(stock: Any, self: Any, *args: Any, **options: Any) -> Any:
+    def run(some: dict[str, Any], *args: Any, **options: Any) -> Any:
+        with _parameters(self, some):
+            return stock(self, *args, **options)
 
-    def call(self: Any, *args: Any, **options: Any) -> Any:
-        def run(some: dict[str, Any], *args: Any, **options: Any) -> Any:
-            with _parameters(self, some):
-                return stock(self, *args, **options)
-
-        return checkpoint(run)(self.trainable_parameters(), *args, **options)
-
-    return _made(cls, call)
+    return checkpoint(run)(self.trainable_parameters(), *args, **options)
 
 
 class _Given:
@@ -291,20 +278,14 @@ class _Given:
         return getattr(self._module, name)
 
 
-@cache
-def _gated_class(cls: Any) -> Any:
-    stock = cls.__call__
+def _gated(stock: Any, self: Any, x: mx.array) -> Any:
+    def rest(some: dict[str, Any], gate: mx.array, up: mx.array) -> Any:
+        with _parameters(self, some):
+            return stock(_Given(self, gate, up), None)
 
-    def call(self: Any, x: mx.array) -> Any:
-        def rest(some: dict[str, Any], gate: mx.array, up: mx.array) -> Any:
-            with _parameters(self, some):
-                return stock(_Given(self, gate, up), None)
-
-        own = self.trainable_parameters().items()
-        some = {k: v for k, v in own if k not in ("gate_proj", "up_proj")}
-        return checkpoint(rest)(some, self.gate_proj(x), self.up_proj(x))
-
-    return _made(cls, call)
+    own = self.trainable_parameters().items()
+    some = {k: v for k, v in own if k not in ("gate_proj", "up_proj")}
+    return checkpoint(rest)(some, self.gate_proj(x), self.up_proj(x))
 
 
 def _is_gated(module: Any) -> bool:

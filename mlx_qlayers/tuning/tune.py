@@ -141,14 +141,8 @@ def _search(
     record = rates.record
     stored = lookup(record, rates.name)
     starts = [*record.starts(rates.device)[1:], *([] if stored is None else [stored.config])]
-    beam_search(
-        [first],
-        [config for config in starts if record.why_not(config) is None],
-        record.near,
-        attempt,
-        width=beam,
-        prepare=rates.prepare,
-    )
+    starts = [config for config in starts if record.why_not(config) is None]
+    beam_search([first], starts, record.near, attempt, width=beam, prepare=rates.prepare)
 
 
 def _tuned(

@@ -181,13 +181,13 @@ def test_attention_of_many_queries(device, monkeypatch):
         attention_forward(at)
         out, rows = Spec((1, 2, 40, dv), dtype), Spec((1, 2, 40, 2), mx.float32)
         delta, average = Spec((1, 2, 40), mx.float32), Spec((1, 2, dv), mx.float32)
-        keys, shape = at.layout("keys"), (70, 2)
-        values = {"AVERAGE": at.average, "ROLES": keys.roles}
+        keys, queries = at.layout("keys"), at.layout("queries")
+        values = keys.template() | {"AVERAGE": at.average, "ROLES": keys.roles}
         others = out, rows, delta, average
-        at.bind(backward._KEYS, others, keys, shape, [k.shape, v.shape], **values)
-        per_query = (out, out, rows), at.layout("queries"), (40, 2)
-        at.bind(backward._QUERIES, *per_query, [q.shape, delta.shape])
-        at.bind(backward._MASK, *per_query, [(1, 2, 40, 70)], init_value=0)
+        at.bind(backward._KEYS, others, *keys.grid(70, 2, 1), [k.shape, v.shape], **values)
+        per_query, values = ((out, out, rows), *queries.grid(40, 2, 1)), queries.template()
+        at.bind(backward._QUERIES, *per_query, [q.shape, delta.shape], **values)
+        at.bind(backward._MASK, *per_query, [(1, 2, 40, 70)], init_value=0, **values)
         with monkeypatch.context() as on:
             # No M1 or M2 runs them.
             has_gpu(on, "applegpu_g16s")

@@ -12,8 +12,8 @@ import mlx.core as mx
 from ...runtime.launch import Bound
 from ...runtime.proof import first_proven
 from ...runtime.spec import Spec
-from ..common.kernels import strided_kernel
-from .forward import LOG2E, Launcher, absent
+from ..common.kernels import LOG2E, strided_kernel
+from .forward import Launcher, absent
 from .hopper import backward_once, cut
 from .layout import memory, registers
 from .tensor import tensor_gradients, tensor_mask_gradient
@@ -47,26 +47,29 @@ def attention_backward(at: Launcher, tensors: bool = False) -> tuple[Compute, Co
     """Binds the gradients of q, k, v (and of sinks, if any), and that of the mask, at first use."""
     blank, rows = absent(), (at.batch, at.heads, at.queries)
     out, norms = Spec((*rows, at.v_width), at.q.dtype), Spec((*rows, 2), mx.float32)
-    per_query = [out, out, norms], at.layout("queries"), (at.queries, at.heads)
+    of_query, per_query = at.layout("queries"), [out, out, norms]
+    spread = of_query.grid(at.queries, at.heads, at.batch)
 
     @cache
     def launches() -> tuple[Bound, Bound]:
         average = (at.batch, at.kv_heads, at.v_width) if at.average else blank.shape
         if tensors:
-            return _either(at, tensor_gradients, per_query[0], Spec(average, mx.float32))
+            return _either(at, tensor_gradients, per_query, Spec(average, mx.float32))
         others = out, norms, Spec(rows, mx.float32), Spec(average, mx.float32)
         chosen, of_key = at.layout("keys"), (at.batch, at.keys, at.kv_heads)
         shapes = [(*of_key, at.width), (*of_key, at.v_width)]
-        values = {"AVERAGE": at.average, "ROLES": chosen.roles}
-        keys = at.bind(_KEYS, others, chosen, of_key[1:], shapes, **values)
+        grid = chosen.grid(at.keys, at.kv_heads, at.batch)
+        values = chosen.template() | {"AVERAGE": at.average, "ROLES": chosen.roles}
+        keys = at.bind(_KEYS, others, *grid, shapes, **values)
         d_q = at.batch, at.queries, at.heads, at.width
-        return at.bind(_QUERIES, *per_query, [d_q, rows]), keys
+        return at.bind(_QUERIES, per_query, *spread, [d_q, rows], **of_query.template()), keys
 
     @cache
     def launch_of_mask() -> Bound:
         if tensors:
-            return _either(at, tensor_mask_gradient, per_query[0])
-        return at.bind(_MASK, *per_query, [(*rows, at.keys)], init_value=0)
+            return _either(at, tensor_mask_gradient, per_query)
+        shapes = [(*rows, at.keys)]
+        return at.bind(_MASK, per_query, *spread, shapes, 0, **of_query.template())
 
     @cache
     def once() -> Callable[..., list[mx.array]] | None:

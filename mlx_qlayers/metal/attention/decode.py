@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
-from math import e, log2
-from struct import pack, unpack
+from typing import Self
 
 import mlx.core as mx
 
@@ -17,7 +16,7 @@ from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, Launching, TemplateValue
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
-from ..common.kernels import large_kernel, strided_kernel, without
+from ..common.kernels import LOG2E, large_kernel, of_kernel, strided_kernel, without, words
 from ..record import rounded
 
 MAX_QUERIES = 8
@@ -27,7 +26,6 @@ BITS = (2, 3, 4, 8)
 
 # The width of a slice of which a lane holds whole words of codes, however few bits these have.
 _PACKED_SLICE = 64
-_LAYOUT = ("columns", "simds", "blocks", "slice", "run")
 
 
 def _memory(
@@ -103,13 +101,25 @@ _ALL, _CAUSAL, _BOOLEAN, _ADDITIVE = range(4)
 
 
 @dataclass(frozen=True)
-class Decode:
-    """How decoding attention is spread over threads."""
+class Spread:
+    """How attention to a cache is spread over threads."""
 
-    columns: int  # eights of query rows in a threadgroup
-    simds: int  # SIMD groups of a threadgroup; each adds up its slice of the values
+    columns: int  # eights of query rows, or of queries that share a key head, in a threadgroup
+    simds: int  # SIMD groups of a threadgroup, or a team; each adds up its slice of the values
     blocks: int  # blocks of 16 keys that a SIMD group takes at once
     slice: int  # the width of a slice: 16, 32 or 64
+
+    def wide(self, v_bits: int, v_width: int) -> Self:
+        """The same with slices of packed values that are whole words: measured with 8 bits."""
+        if self.slice >= _PACKED_SLICE or not 0 < v_bits < 8:
+            return self
+        return replace(self, slice=_PACKED_SLICE, simds=-(-v_width // _PACKED_SLICE))
+
+
+@dataclass(frozen=True)
+class Decode(Spread):
+    """How decoding attention is."""
+
     run: int  # neighbouring elements of a key that a lane reads at once
     min_keys: int  # the fewest keys for which a threadgroup is started
     max_splits: int  # the most splits that the keys of a head are cut into
@@ -282,18 +292,16 @@ def _launches(
         # Where no array hides keys too, what lies outside the window is not visited.
         if scores.window is not None and mask is None:
             keys = min(keys, scores.window + queries - 1)
-        if config.slice < _PACKED_SLICE and 0 < v_bits < 8:  # measured with values of 8 bits
-            simds = -(-v_width // _PACKED_SLICE)
-            config = replace(config, slice=_PACKED_SLICE, simds=simds)
+        config = config.wide(v_bits, v_width)
         splits, threads = config.splits(keys), 32 * config.simds
         grid = splits * threads, kv_heads * -(-rows // (8 * config.columns)), batch
-        template |= {name: getattr(config, name) for name in _LAYOUT}
+        template |= asdict(config)
         template |= {"P": q.dtype if splits == 1 else mx.float32, "split": splits > 1}
         template["RESIDENT"] = config.resident
     parts = batch, queries, heads, splits, v_width + 2
     launch = kernel.bind(
         inputs,
-        template=template,
+        template=of_kernel(kernel, template),
         grid=grid,
         threadgroup=(threads, 1, 1),
         output_shapes=[shape if splits == 1 else parts],
@@ -328,6 +336,5 @@ def attention_combine(
 @lru_cache(maxsize=1024)  # one array for all lengths of a cache: a GPU need not fetch it anew
 def _options(scale: float, softcap: float | None, window: int | None, split: int = 0) -> mx.array:
     """The scale, with softcap before it, and the cap, as bits; the window; keys of a split."""
-    factors = (scale * log2(e), 0) if softcap is None else (scale / softcap, softcap * log2(e))
-    bits = unpack("2i", pack("2f", *factors))
-    return mx.array([*bits, min(window or 0, 2**30), split], mx.int32)
+    factors = (scale * LOG2E, 0) if softcap is None else (scale / softcap, softcap * LOG2E)
+    return mx.array([*words(*factors), min(window or 0, 2**30), split], mx.int32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from math import e, log2
 from typing import Any, cast
 
 import mlx.core as mx
@@ -14,13 +13,12 @@ from ...runtime.backend import backend, requested, use_backend
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, Size, TemplateValue
 from ...runtime.spec import Spec
-from ..common.kernels import strided_kernel, without
+from ..common.kernels import LOG2E, strided_kernel, without
 from ..record import rounded
 from .layout import Layout, layout, memory, registers
 
 # More queries or keys than there can be: positions are 32-bit numbers, and so are their sums.
 FAR = 2**28
-LOG2E = log2(e)
 _NO_MASK, _BOOLEAN, _ADDED = range(3)
 
 _GROUPS = ("k_scales", "k_biases", "v_scales", "v_biases")
@@ -67,34 +65,11 @@ class Launcher:
         self.mask_shape = (8, self.batch, self.heads, self.queries, self.keys)
         seen = Spec.of(absent()) if mask is None else Spec(self.mask_shape, mask.dtype)
         self._inputs = [q, *k, *v, seen]
-        self._template: dict[str, TemplateValue] = {
-            "T": q.dtype,
-            "M": seen.dtype,
-            "D": self.width,
-            "DV": self.v_width,
-            "MASK": _NO_MASK if mask is None else _BOOLEAN if mask.dtype == mx.bool_ else _ADDED,
-            "SOFTCAP": cap is not None,
-        }
+        kind = _NO_MASK if mask is None else _BOOLEAN if mask.dtype == mx.bool_ else _ADDED
+        self._template: dict[str, TemplateValue] = {"T": q.dtype, "M": seen.dtype, "MASK": kind}
+        self._template |= {"D": self.width, "DV": self.v_width, "SOFTCAP": cap is not None}
 
     def bind(
-        self,
-        kernel: Kernel,
-        others: Sequence[Spec],
-        chosen: Layout,
-        rows: tuple[int, int],
-        output_shapes: Sequence[Sequence[int]],
-        init_value: float | None = None,
-        **values: TemplateValue,
-    ) -> Bound:
-        """The launch of as many threadgroups as own so many rows of so many heads.
-
-        Its arrays are q, k, v, the broadcast mask, ``others``, sizes and factors.
-        """
-        grid = chosen.threads * -(-rows[0] // chosen.rows), rows[1], self.batch
-        threads, values = (chosen.threads, 1, 1), chosen.template() | values
-        return self.bound(kernel, others, grid, threads, output_shapes, init_value, **values)
-
-    def bound(
         self,
         kernel: Kernel,
         others: Sequence[Spec],
@@ -104,7 +79,7 @@ class Launcher:
         init_value: float | None = None,
         **values: TemplateValue,
     ) -> Bound:
-        """The launch of a grid, likewise."""
+        """A launch, whose arrays are q, k, v, the broadcast mask, ``others``, sizes and factors."""
         # Gradients are bound later, maybe where another backend was asked for.
         with use_backend(self.asked):
             return kernel.bind(
@@ -127,7 +102,7 @@ class Launcher:
         norms = self.batch, self.heads, self.queries, 2
         shapes = [(self.batch, self.queries, self.heads, self.v_width), norms]
         others = [sinks, mean if self.average else nothing]
-        launch = self.bound(kernel, others, grid, threadgroup, shapes, **values)
+        launch = self.bind(kernel, others, grid, threadgroup, shapes, **values)
 
         def run(*arrays: mx.array | None) -> list[mx.array]:
             out, norms = launch(forward_inputs(self, *arrays))
@@ -157,9 +132,8 @@ def attention_forward(at: Launcher, chosen: Layout | None = None) -> Callable[..
     chosen = chosen or at.layout("packed" if bits else "forward")
     values = {"K": mx.uint32 if bits else at.q.dtype, "BITS": bits, "BITS_V": v_bits}
     values["GROUP"] = group_size
-    grid = chosen.threads * -(-at.queries // chosen.rows), at.heads, at.batch
-    kernel, threads = _PACKED if bits else _FORWARD, (chosen.threads, 1, 1)
-    return at.forward(kernel, grid, threads, **chosen.template() | values)
+    grid = chosen.grid(at.queries, at.heads, at.batch)
+    return at.forward(_PACKED if bits else _FORWARD, *grid, **chosen.template() | values)
 
 
 def forward_inputs(at: Launcher, q: Any, *others: Any) -> list[mx.array]:

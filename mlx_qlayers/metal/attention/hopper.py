@@ -110,7 +110,7 @@ def backward_once(at: Launcher, chosen: Cut) -> Callable[..., list[mx.array]]:
     average = (at.batch, at.kv_heads, at.v_width) if at.average else absent().shape
     # A float holds two numbers of 16 bits.
     packed = [] if grouped else [(*keys, shape[-1] * dtype.size // 4) for shape in shapes]
-    launch = at.bound(
+    launch = at.bind(
         _ONCE_OF_GROUPS if grouped else _ONCE,
         [out, norms, Spec(average, mx.float32)],
         *_sizes(at, chosen, at.keys * chosen.slices),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import e, log2
-from struct import pack, unpack
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +12,7 @@ from ...runtime.devices import device_of
 from ...runtime.devices.record import most_threads
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
-from ..common.kernels import strided_kernel, without
+from ..common.kernels import LOG2E, strided_kernel, without, words
 from .decode import attention_combine
 
 # SIMD groups that add up the splits of a row.
@@ -66,22 +64,15 @@ def latent_step(
     (batch, heads, _, width), rows = q.shape, c.shape[2]
     each = _heads(width, r.shape[3])
     splits = splits_of(rows)
-    (bits,) = unpack("i", pack("f", scale * log2(e)))
     per_batch = mask is not None and mask.shape[0] > 1
-    options = mx.array([bits, splits, heads, rows, per_batch], mx.int32)
+    options = mx.array([*words(scale * LOG2E), splits, heads, rows, per_batch], mx.int32)
     parts = batch, 1, heads, splits, width + 2
+    beside, seen = Spec((*c.shape[:3], r.shape[3]), c.dtype), [] if mask is None else [mask]
+    of_parts = q.dtype if splits == 1 else mx.float32
+    template: dict[str, Any] = {"T": q.dtype, "O": of_parts, "D": width, "R": r.shape[3]}
     launch = (KERNEL if mask is None else _MASKED).bind(
-        [q, r, c, Spec((*c.shape[:3], r.shape[3]), c.dtype), Spec((), mx.int32)]
-        + ([] if mask is None else [mask])
-        + [Spec.of(options)],
-        template={
-            "T": q.dtype,
-            "O": q.dtype if splits == 1 else mx.float32,
-            "D": width,
-            "R": r.shape[3],
-            "heads": each,
-            "masked": mask is not None,
-        },
+        [q, r, c, beside, Spec((), mx.int32), *seen, Spec.of(options)],
+        template=template | {"heads": each, "masked": mask is not None},
         grid=(32 * each * splits, -(-heads // each), batch),
         threadgroup=(32 * each, 1, 1),
         output_shapes=[q.shape if splits == 1 else parts],

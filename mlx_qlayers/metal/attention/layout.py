@@ -11,7 +11,7 @@ import mlx.core as mx
 from ...measurements.thresholds import row_of, tabled
 from ...runtime.backend import backend
 from ...runtime.devices import device_of
-from ...runtime.launch import TemplateValue
+from ...runtime.launch import Size
 
 # The largest head that the kernels take, and that of the forward kernel alone, in 16 bits.
 WIDEST, WIDEST_FORWARD = 256, 576
@@ -52,7 +52,11 @@ class Layout:
         """Rows that a threadgroup owns."""
         return 16 * self.blocks * self.simds // (self.slices * self.roles)
 
-    def template(self) -> dict[str, TemplateValue]:
+    def grid(self, rows: int, heads: int, batch: int) -> tuple[Size, Size]:
+        """The grid of as many threadgroups as own so many rows, and their threads."""
+        return (self.threads * -(-rows // self.rows), heads, batch), (self.threads, 1, 1)
+
+    def template(self) -> dict[str, Any]:
         """The values of the template parameters; ``ROLES`` is of keys and values alone."""
         return {name.upper(): value for name, value in vars(self).items() if name != "roles"}
 
@@ -89,11 +93,8 @@ def _rounded_widths(kernel: str, values: Mapping[str, Any]) -> list[int]:
 
 def registers(kernel: str, values: Mapping[str, Any], device: str | None = None) -> int:
     """32-bit registers that operands, sums and products take in a thread, as :func:`memory`."""
-    size, slices, roles = (
-        device_of(device).operand_bytes(values["T"]),
-        values["SLICES"],
-        values.get("ROLES", 1),
-    )
+    size = device_of(device).operand_bytes(values["T"])
+    slices, roles = values["SLICES"], values.get("ROLES", 1)
     width, width_v = _rounded_widths(kernel, values)
     operands = {"forward": width, "queries": width + width_v, "keys": 2 // roles * width}[kernel]
     sums = {"forward": width_v, "queries": width, "keys": 2 // roles * width}[kernel]

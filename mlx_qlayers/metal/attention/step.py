@@ -6,10 +6,8 @@ A step has one token of each sequence or several, whose queries a launch takes t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
-from math import e, log2
-from struct import pack, unpack
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -20,13 +18,12 @@ from ...runtime.devices.record import MAX_THREADGROUP_MEMORY, most_threads
 from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
 from ...runtime.spec import Spec
-from ..common.kernels import large_kernel, without
+from ..common.kernels import LOG2E, large_kernel, of_kernel, without, words
 from ..record import rounded
 from ..rotary.launch import rates, two_floats
 from . import decode
 from .decode import attention_combine
 
-_LAYOUT = ("columns", "simds", "blocks", "slice", "teams")
 # Splits and columns up to which the last threadgroup adds up what the others wrote.
 _MOST_JOINED, _MOST_COLUMNS = 64, 2
 # Words of the arrays of a thread, up to which it may read two blocks at once.
@@ -79,10 +76,7 @@ def _registers(*, T: mx.Dtype, bits: int, masked: bool, **values: Any) -> int:
 
 
 _KERNEL = large_kernel(
-    "attention_step",
-    "attention/step.metal",
-    threadgroup_memory=_memory,
-    registers=_registers,
+    "attention_step", "attention/step.metal", threadgroup_memory=_memory, registers=_registers
 )
 
 
@@ -105,13 +99,9 @@ def _kernel(
 
 
 @dataclass(frozen=True)
-class Split:
+class Split(decode.Spread):
     """How a step is spread over threads."""
 
-    columns: int  # eights of the queries that share a key head in a threadgroup
-    simds: int  # SIMD groups of a team; each adds up its slice of the values
-    blocks: int  # blocks of 16 keys that a SIMD group takes at once
-    slice: int  # the width of a slice: 16, 32 or 64
     splits: int = 0  # threadgroups for the keys of a cache; 0 if one takes the append buffer too
     append_splits: int = 1  # threadgroups among which those of the append buffer are
     resident: int = 0  # as in :class:`~.decode.Decode`
@@ -193,9 +183,8 @@ def _options(
     # The number with which mx.quantize begins a group's maximum.
     on_gpu = mx.default_device().type == mx.gpu
     least = 0.0 if on_gpu else -float(mx.finfo(mx.float32).max)
-    floats = scale * log2(e), least, epsilon, *turning
-    words = unpack(f"{len(floats)}i", pack(f"{len(floats)}f", *floats))
-    return mx.array([*sizes, words[0], *steps, *words[1:]], mx.int32)
+    floats = words(least, epsilon, *turning)
+    return mx.array([*sizes, *words(scale * LOG2E), *steps, *floats], mx.int32)
 
 
 def _values(
@@ -203,8 +192,8 @@ def _values(
 ) -> dict[str, TemplateValue]:
     """Those of the template's parameters."""
     dtype, (group_size, bits, v_bits) = call.q.dtype, call.packing
-    values = {name: getattr(config, name) for name in _LAYOUT}
-    values |= {"T": dtype, "K": call.k_append.dtype, "D": call.width, "Dv": call.v_width}
+    values = asdict(config) | {"T": dtype, "K": call.k_append.dtype}
+    values |= {"D": call.width, "Dv": call.v_width}
     values |= {"group_size": group_size or 1, "bits": bits, "bits_v": v_bits}
     values |= {"masked": call.mask is not None}
     values |= {"dims": rotation.dims, "traditional": rotation.traditional}
@@ -227,9 +216,7 @@ def attention_step(
     call = StepCall.of(arrays)
     (q, appended, packed), v_width = (call.q, call.k_append, call.packing[1] > 0), call.v_width
     count = 8 + 4 * packed  # arrays that there always are
-    if config.slice < decode._PACKED_SLICE and 0 < call.packing.v_bits < 8:
-        slice = decode._PACKED_SLICE
-        config = replace(config, slice=slice, simds=-(-v_width // slice))
+    config = config.wide(call.packing.v_bits, v_width)
     batch, kv_heads, size, _ = call.k_cache[0].shape
     heads, tokens = q.shape[2] // call.width, q.shape[1]
     share, split = heads // kv_heads, config.splits > 0
@@ -249,19 +236,14 @@ def attention_step(
     kinds = {1: mx.bool_, 0: mx.float32, 2: q.dtype, 3: q.dtype, 4: q.dtype}
     optional = [(count + i, kind) for i, kind in kinds.items() if arrays[count + i] is not None]
     part_sizes = batch * tokens * heads * splits * (v_width + 8 // q.dtype.size)
+    given = [Spec(arrays[i].shape, kind) for i, kind in optional]
+    out = parts if split and not joined else shape
     launch = kernel.bind(
-        [
-            *arrays[:count],
-            *[Spec(arrays[i].shape, kind) for i, kind in optional],
-            *(Spec.of(options), *[call.semaphores] * joined),
-        ],
-        template=_values(call, rotation, config, split, joined),
+        [*arrays[:count], *given, Spec.of(options), *[call.semaphores] * joined],
+        template=of_kernel(kernel, _values(call, rotation, config, split, joined)),
         grid=(threads * (splits + _COPYING), kv_heads * blocks, batch),
         threadgroup=(threads, 1, 1),
-        output_shapes=[
-            *(parts if split and not joined else shape, appended.shape, call.v_append.shape),
-            *([(part_sizes,)] if joined else []),
-        ],
+        output_shapes=[out, appended.shape, call.v_append.shape, *[(part_sizes,)] * joined],
     )
     combine = attention_combine(parts, q.dtype, None, shape) if split and not joined else None
 

@@ -110,7 +110,7 @@ def attention_tensor(at: Launcher) -> Callable[..., list[mx.array]]:
 def tensor_mask_gradient(at: Launcher, others: Sequence[Spec]) -> Bound:
     """Binds the gradient (B, H, L, S) of an additive mask from out, its cotangent and norms."""
     grid, shape = _grid(at, at.queries, at.heads), (at.batch, at.heads, at.queries, at.keys)
-    launch = at.bound(_MASK, others, grid, _THREADS, [shape], init_value=0, **_spread(at, 1))
+    launch = at.bind(_MASK, others, grid, _THREADS, [shape], init_value=0, **_spread(at, 1))
     return lambda arrays: launch(_dense(arrays))
 
 
@@ -128,7 +128,7 @@ def tensor_gradients(at: Launcher, others: Sequence[Spec], average: Spec) -> tup
     rows, split = (at.batch, at.heads, at.queries), _parts(at.width)
     shapes = [(at.batch, at.queries, at.heads, at.width), rows]
     grid = _grid(at, at.queries, at.heads * split)
-    of_queries = at.bound(_QUERIES, others, grid, _THREADS, shapes, **_spread(at, split))
+    of_queries = at.bind(_QUERIES, others, grid, _THREADS, shapes, **_spread(at, split))
     more = [*others[1:], Spec(rows, mx.float32), average]
 
     def of(width: int, values: bool) -> Bound:
@@ -137,7 +137,7 @@ def tensor_gradients(at: Launcher, others: Sequence[Spec], average: Spec) -> tup
         shape = at.batch, at.keys, at.kv_heads, width
         told = {"AVERAGE": at.average, "VALUES": values}
         told |= _spread(at, split, at.queries if values else 0)
-        return at.bound(_KEYS, more, grid, _THREADS, [shape], **told)
+        return at.bind(_KEYS, more, grid, _THREADS, [shape], **told)
 
     of_k, of_v = of(at.width, False), of(at.v_width, True)
 

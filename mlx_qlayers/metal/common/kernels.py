@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from math import e, log2
+from struct import pack, unpack
 
 import mlx.core as mx
 
@@ -18,6 +20,14 @@ from ...runtime.spec import Spec
 # Kernels whose offsets have 64 bits, and those of them that read arrays where they lie.
 large_kernel: Callable[..., Kernel] = partial(Kernel, large=True)
 strided_kernel: Callable[..., Kernel] = partial(large_kernel, ensure_row_contiguous=False)
+
+
+LOG2E = log2(e)
+
+
+def words(*numbers: float) -> tuple[int, ...]:
+    """The bits of floats, as integers: arrays and templates that hold integers hold them so."""
+    return unpack(f"{len(numbers)}i", pack(f"{len(numbers)}f", *numbers))
 
 
 def constants(numbers: Sequence[float], dtype: mx.Dtype = mx.int32) -> mx.array:
@@ -41,6 +51,11 @@ def without(kernel: Kernel, omitted: tuple[str, ...], name: str = "") -> Kernel:
         program = kernel.program
         name = kernel.name + numbered(program.input_names + program.output_names[1:], omitted)
     return replace(kernel, name=name, function=kernel.function or kernel.name, omitted=omitted)
+
+
+def of_kernel(kernel: Kernel, values: Mapping[str, TemplateValue]) -> dict[str, TemplateValue]:
+    """Those of some values that are parameters of a kernel's template."""
+    return {name: values[name] for name, _ in kernel.program.template}
 
 
 # Threads along x before they go on along y.
@@ -68,11 +83,10 @@ def bind_groups(
 
     ``constants`` are the inputs behind ``specs``; ``values`` may hold other kernels' parameters.
     """
-    given = {**values, "LANES": lanes}
     width = min(_ROW, -(-count * lanes // threads) * threads)
     launch = kernel.bind(
         [*specs, *map(Spec.of, constants)],
-        template={name: given[name] for name, _ in kernel.program.template},
+        template=of_kernel(kernel, {**values, "LANES": lanes}),
         grid=(width, -(-count * lanes // width), 1),
         threadgroup=(threads, 1, 1),
         output_shapes=output_shapes,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from struct import pack, unpack
 from typing import Any
 
 import mlx.core as mx
 
 from ...runtime.launch import Launching
 from ...runtime.spec import Spec
-from ..common.kernels import large_kernel, without
+from ..common.kernels import large_kernel, without, words
 
 # Elements of a row of the state that a lane has, tokens that it reads ahead, lanes of a row.
 _EACH, _AHEAD, _LANES = 16, 2, (1, 2, 4, 8, 16, 32)
@@ -39,20 +38,13 @@ def gated_delta(arrays: Sequence[Any], *norms: float) -> Callable[..., list[mx.a
     q, _, v, g, beta, state, mask = arrays
     (_, length, key_heads, width), (*_, heads, values) = q.shape, v.shape
     lanes, rows = width // _EACH, prod(state.shape[:-1])
-    words = unpack("3i", pack("3f", *(norms or (0, 1, 1))))
-    sizes = mx.array([length, key_heads, heads, values, rows, *words], mx.int32)
+    factors = words(*(norms or (0, 1, 1)))
+    sizes = mx.array([length, key_heads, heads, values, rows, *factors], mx.int32)
+    template = {"T": q.dtype, "G": g.dtype, "B": beta.dtype, "columns": g.ndim == 4}
+    template |= {"normed": len(norms) > 0, "lanes": lanes, "each": _EACH, "ahead": _AHEAD}
     launch = (_KERNEL if mask is None else _MASKED).bind(
         [*(a for a in arrays if a is not None), Spec.of(sizes)],
-        template={
-            "T": q.dtype,
-            "G": g.dtype,
-            "B": beta.dtype,
-            "columns": g.ndim == 4,
-            "normed": len(norms) > 0,
-            "lanes": lanes,
-            "each": _EACH,
-            "ahead": _AHEAD,
-        },
+        template=template,
         grid=(-(-rows * lanes // _THREADS) * _THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[v.shape, state.shape],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from struct import pack, unpack
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +14,7 @@ from ...options import SCORES, Clipped, PackedMatrix, Router
 from ...runtime.devices import device_of
 from ...runtime.devices.record import most_threads
 from ...runtime.spec import Spec
-from ..common.kernels import constants, large_kernel, without
+from ..common.kernels import constants, large_kernel, without, words
 from ..quantized_matmul.qmv import GATES
 from ..quantized_matmul.tile import packed_template, whole_words
 
@@ -93,18 +92,14 @@ def experts_products(
     n, k, products = matrices[0].w.shape[1], x.shape[-1], prod(right.shape)
     rows, outputs = _taken(share_experts(right.shape, matrices[0].w.shape[0]), fmt)
     height = outputs // 2 if pair else outputs
-    words = unpack("3i", pack("3f", *gate)) if isinstance(gate, Clipped) else ()
-    sizes = mx.array([products, n, k, share, *words], mx.int32)
+    clipped = words(*gate) if isinstance(gate, Clipped) else ()
+    sizes = mx.array([products, n, k, share, *clipped], mx.int32)
+    template = packed_template(fmt, x.dtype, matrices[0].scales.dtype)
+    template["gate"] = len(GATES) if isinstance(gate, Clipped) else GATES.index(gate)
+    template |= {"rows": rows, "outputs": outputs, "height": height, "run": whole_words(fmt)}
     launch = without(PRODUCTS, tuple(omitted)).bind(
         [*given.values(), sizes],
-        template=packed_template(fmt, x.dtype, matrices[0].scales.dtype)
-        | {
-            "gate": len(GATES) if isinstance(gate, Clipped) else GATES.index(gate),
-            "rows": rows,
-            "outputs": outputs,
-            "height": height,
-            "run": whole_words(fmt),
-        },
+        template=template,
         grid=(-(-n // height * 32 // _THREADS) * _THREADS, products, 1),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[(*right.shape, n)] * (2 if pair and gate is None else 1),
@@ -145,23 +140,15 @@ def experts_chosen(logits: Any, bias: Any, factors: Any, router: Router) -> Laun
     grouped = router.groups > 1 and router.dropped > 0
     omitted = tuple(name for name, spec in given.items() if spec is None)
     name = f"experts_chosen_{len(omitted)}{omitted[0] if omitted else ''}"
+    of_bias, of_factors = ((logits if a is None else a).dtype for a in (bias, factors))
+    template = {"T": logits.dtype, "B": of_bias, "F": of_factors, "W": router.dtype}
+    template |= {"per": -(-experts // 32), "J": router.top_k, "score": SCORES.index(router.score)}
+    groups, dropped = (router.groups, router.dropped) if grouped else (1, 0)
+    template |= {"groups": groups, "dropped": dropped, "pairs": router.pairs and grouped}
+    template |= {"masked": router.masked and grouped}
     launch = without(CHOSEN, omitted, name).bind(
         [*(spec for spec in given.values() if spec is not None), numbers],
-        template={
-            "T": logits.dtype,
-            "B": logits.dtype if bias is None else bias.dtype,
-            "F": logits.dtype if factors is None else factors.dtype,
-            "W": router.dtype,
-            "per": -(-experts // 32),
-            "J": router.top_k,
-            "score": SCORES.index(router.score),
-            "groups": router.groups if grouped else 1,
-            "dropped": router.dropped if grouped else 0,
-            "pairs": router.pairs and grouped,
-            "masked": router.masked and grouped,
-            "last": router.last,
-            "normed": router.normed,
-        },
+        template=template | {"last": router.last, "normed": router.normed},
         grid=(32, prod(leading), 1),
         threadgroup=(32, 1, 1),
         output_shapes=[(*leading, router.top_k)] * 2,

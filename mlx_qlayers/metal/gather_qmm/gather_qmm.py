@@ -13,10 +13,10 @@ from ...options import MatmulCall
 from ...runtime.devices.record import MAX_THREADS
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
-from ..common.kernels import constants, large_kernel
+from ..common.kernels import constants, large_kernel, of_kernel
 from ..quantized_matmul import qmm_tensor
-from ..quantized_matmul.qmm import TILING, QmmConfig, registers, threadgroup_memory
-from ..quantized_matmul.qmm_tensor import TENSOR_TILING, TensorConfig
+from ..quantized_matmul.qmm import QmmConfig, registers, threadgroup_memory
+from ..quantized_matmul.qmm_tensor import TensorConfig
 from ..quantized_matmul.tile import packed_template, whole_words
 from .gather_qmv import Pairs, Products
 
@@ -64,17 +64,15 @@ def gather_qmm_sorted(
         threadgroup=(searching, 1, 1),
         output_shapes=[(tiles, 3)],
     )
-    threads, cut, one = config.threads(x.dtype), asdict(config), mx.ones((1,))
+    threads, one = config.threads(x.dtype), mx.ones((1,))
     sizes, factors = constants([n, k]), Spec((matrices,), mx.float32) if scaled else one
     listed = Spec((tiles, 3), mx.uint32)
-    by_tensors = isinstance(config, TensorConfig)
-    aligned = {"aligned": k * x.dtype.size % 16 == 0}
-    cut = {name: cut[name] for name in (TENSOR_TILING if by_tensors else TILING)}
-    cut |= {} if by_tensors else aligned
-    launch = (_TENSORS if by_tensors else _TILES).bind(
+    kernel = _TENSORS if isinstance(config, TensorConfig) else _TILES
+    values = packed_template(fmt, x.dtype, scales.dtype) | asdict(config)
+    values |= {"aligned": k * x.dtype.size % 16 == 0, "transposed": transpose, "scaled": scaled}
+    launch = kernel.bind(
         [Spec((products, m, k), x.dtype), w, scales, scales, factors, listed, sizes],
-        template=packed_template(fmt, x.dtype, scales.dtype)
-        | {"transposed": transpose, **cut, "scaled": scaled},
+        template=of_kernel(kernel, values),
         grid=(tiles * threads, -(-n // config.tile_n), 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(*pairs.shape, m, n)],

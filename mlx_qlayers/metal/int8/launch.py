@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 
@@ -44,16 +45,10 @@ def int8_rows(x: Spec, block: int = 0) -> Callable[[mx.array], list[mx.array]]:
     while threads < 1024 and threads * _MOST_RUNS < count:
         threads *= 2
     shape = constants([k, 0])
+    values: dict[str, Any] = {"T": x.dtype, "threads": threads, "block": block}
     launch = _ROWS.bind(
         [x, x, shape],
-        template={
-            "T": x.dtype,
-            "threads": threads,
-            "runs": -(-count // threads),
-            "block": block,
-            "gate": 0,
-            "normed": 0,
-        },
+        template=values | {"runs": -(-count // threads), "gate": 0, "normed": 0},
         grid=(m * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(m, k), (m,)],
@@ -71,15 +66,10 @@ def int8_product(x: Spec, n: int, biased: bool, block: int = 0) -> Callable[...,
     rows, sizes = int8_rows(x, block), mx.array([m, n, k], mx.int32)
     bias, scales = Spec((n,), x.dtype), (Spec((m,), mx.float32), Spec((n,), mx.float32))
     given = [Spec((m, k), mx.int8), Spec((n, k), mx.int8), *scales, bias if biased else x]
+    values: dict[str, Any] = {"T": x.dtype, "tile_m": tile_m, "tile_n": tile_n}
     launch = _PRODUCT.bind(
         [*given, sizes],
-        template={
-            "T": x.dtype,
-            "tile_m": tile_m,
-            "tile_n": tile_n,
-            "biased": biased,
-            "SHARED": stages * (tile_m + tile_n) * 128,
-        },
+        template=values | {"biased": biased, "SHARED": stages * (tile_m + tile_n) * 128},
         grid=(-(-m // tile_m) * _THREADS, -(-n // tile_n), 1),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[(*leading, n)],

@@ -31,17 +31,9 @@ def _registers(THREADS: int, **_: object) -> int:
 
 
 _CHOLESKY = strided_kernel(
-    "cholesky_block",
-    _FILE,
-    threadgroup_memory=2 * _TILE_BYTES + 4,
-    registers=_registers,
+    "cholesky_block", _FILE, threadgroup_memory=2 * _TILE_BYTES + 4, registers=_registers
 )
-_SOLVE = strided_kernel(
-    "solve_lower",
-    _FILE,
-    threadgroup_memory=_TILE_BYTES,
-    registers=_registers,
-)
+_SOLVE = strided_kernel("solve_lower", _FILE, threadgroup_memory=_TILE_BYTES, registers=_registers)
 _SUBTRACT = strided_kernel(
     "subtract_product",
     _FILE,
@@ -119,14 +111,11 @@ def subtract_product(
     threads, across, each = _GPU if device.gpu else _CPU
     if device.spills and n > _TILE:
         threads, across, each = _LARGE
+    wide, high = -(-m // (across * each)), -(-n // (_TILE * threads // across))
     return _SUBTRACT.bind(
         [b, a, x],
         template={"THREADS": threads, "ACROSS": across, "EACH": each, "UPPER": upper},
-        grid=(
-            batch * threads * -(-m // (across * each)),
-            -(-n // (_TILE * threads // across)),
-            parts or 1,
-        ),
+        grid=(batch * threads * wide, high, parts or 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[b.shape if parts is None else (parts, *b.shape)],
     )

@@ -95,11 +95,7 @@ def dequantize_rows(
     threads = _threads(columns // run)
     shape = constants([columns, matrix.w.shape[0]])
     launch = (_AFFINE_ROWS if affine else _ROWS).bind(
-        [
-            Spec((count,), mx.int32),
-            *(a for a in matrix[:3] if a is not None),
-            Spec.of(shape),
-        ],
+        [Spec((count,), mx.int32), *(a for a in matrix[:3] if a is not None), Spec.of(shape)],
         template=packed_template(fmt, dtype, matrix.scales.dtype)
         | {"run": run, "threads": threads},
         grid=(-(-columns // (threads * run)) * threads, count, 1),

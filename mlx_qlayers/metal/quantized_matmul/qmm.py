@@ -6,7 +6,7 @@ Qvm is up to 16 rows times a matrix that is not transposed, on a CPU: GPUs have 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import mlx.core as mx
 
@@ -17,11 +17,10 @@ from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Size, TemplateValue
 from ...runtime.spec import Spec
-from ..common.kernels import large_kernel
+from ..common.kernels import large_kernel, of_kernel
 from .qmv_config import MAX_QMV_ROWS
 from .tile import packed_template, whole_words
 
-TILING = ("tile_m", "tile_n", "tile_k", "simds_m", "simds_n", "run", "stages", "ahead")
 PADDING = 8
 
 
@@ -53,10 +52,7 @@ def registers(
 
 
 QMM = large_kernel(
-    "qmm",
-    "quantized_matmul/qmm.metal",
-    threadgroup_memory=threadgroup_memory,
-    registers=registers,
+    "qmm", "quantized_matmul/qmm.metal", threadgroup_memory=threadgroup_memory, registers=registers
 )
 
 QMM_SUM = large_kernel("qmm_sum", "quantized_matmul/qmm.metal")
@@ -129,17 +125,12 @@ def qmm(call: MatmulCall, config: QmmConfig) -> Callable[..., mx.array]:
     m, n, k = call.shape
     dtype, steps = call.x.dtype, -(-k // config.tile_k)
     depth = -(-steps // config.parts) * config.tile_k
-    threads = config.threads(dtype)
-    tiling = {name: getattr(config, name) for name in TILING}
+    threads, aligned = config.threads(dtype), k * dtype.size % 16 == 0
     return split_k(
         QMM,
         call,
         depth,
-        template={
-            "transposed": call.transpose,
-            **tiling,
-            "aligned": k * dtype.size % 16 == 0,
-        },
+        template=asdict(config) | {"transposed": call.transpose, "aligned": aligned},
         grid=(-(-m // config.tile_m) * threads, -(-n // config.tile_n), -(-k // depth)),
         threadgroup=(threads, 1, 1),
     )
@@ -167,7 +158,7 @@ def split_k(
     out = {"O": x.dtype if whole else mx.float32, "biased": added is not None}
     launch = kernel.bind(
         [x, matrix.w, matrix.scales, matrix.biases or matrix.scales, added or x, sizes],
-        template=packed | out | template,
+        template=of_kernel(kernel, packed | out | template),
         grid=grid,
         threadgroup=threadgroup,
         output_shapes=[shape if whole else planes],

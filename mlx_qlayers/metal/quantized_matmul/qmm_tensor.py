@@ -15,7 +15,7 @@ from ...options import MatmulCall, PackedMatrix
 from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
-from ..common.kernels import large_kernel, numbered, without
+from ..common.kernels import large_kernel, numbered, of_kernel, without
 from .qmv import GATES, Gate
 from .tile import packed_template
 
@@ -25,7 +25,6 @@ COLUMNS = 32
 _AT_ONCE = 4
 # Elements behind each row of an unpacked part, as packed_runs.metal has it.
 _PADDING = 8
-TENSOR_TILING = ("rows", "tile_k", "simds_m", "simds_n", "ragged", "staged")
 
 
 @dataclass(frozen=True)
@@ -222,7 +221,7 @@ def qmm_tensor(
         )
     launch = kernel.bind(
         [*(spec for spec in specs if spec is not None), *more, sizes],
-        template={name: values[name] for name, _ in kernel.program.template},
+        template=of_kernel(kernel, values),
         grid=(-(-m // config.tile_m) * threads, -(-n // config.tile_n), 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(*x.shape[:-1], n)],

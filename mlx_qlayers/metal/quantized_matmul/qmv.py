@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from struct import pack, unpack
 from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
@@ -21,21 +20,10 @@ from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, Launching
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
-from ..common.kernels import large_kernel, numbered, without
+from ..common.kernels import large_kernel, numbered, without, words
+from . import tile
 from .qmv_config import any_units, within_memory
-from .tile import (
-    INTEGERS,
-    SERIAL,
-    Tile,
-    matrix_memory,
-    matrix_registers,
-    packed_template,
-    persistent_memory,
-    persistent_registers,
-    registers,
-    skinny_memory,
-    skinny_registers,
-)
+from .tile import INTEGERS, SERIAL, Tile, packed_template
 
 MAX_MATRICES = 3
 
@@ -153,17 +141,14 @@ _OUTPUTS = ("y", "y1", "y2", "scaled", "scaled_squares")
 # Of each kernel its threadgroup memory and registers.
 _KERNELS = {
     name: large_kernel(
-        name,
-        f"quantized_matmul/{name}.metal",
-        threadgroup_memory=memory,
-        registers=held,
+        name, f"quantized_matmul/{name}.metal", threadgroup_memory=memory, registers=held
     )
     for name, memory, held in (
-        ("qmv", 0, registers),
+        ("qmv", 0, tile.registers),
         (SERIAL, 0, None),
-        ("qmv_matrix", matrix_memory, matrix_registers),
-        ("qmv_persistent", persistent_memory, persistent_registers),
-        ("qmm_skinny", skinny_memory, skinny_registers),
+        ("qmv_matrix", tile.matrix_memory, tile.matrix_registers),
+        ("qmv_persistent", tile.persistent_memory, tile.persistent_registers),
+        ("qmm_skinny", tile.skinny_memory, tile.skinny_registers),
     )
 }
 
@@ -248,7 +233,7 @@ def _bind(
     template["gate"] = GATES.index(gate)
     if config.kernel not in (SERIAL, INTEGERS):
         template["normed"] = epsilon is not None and specs.partial_squares is None
-        template["epsilon"] = unpack("i", pack("f", epsilon or 0.0))[0]
+        (template["epsilon"],) = words(epsilon or 0.0)
     function = SERIAL if config.integers else config.kernel
     groups = config.threadgroups(tuple(sizes), gate is not None)
     grid = groups * threads, 1, 1
