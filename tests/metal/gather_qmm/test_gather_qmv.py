@@ -7,7 +7,7 @@ import pytest
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.gather_qmm.gather_qmv import Pairs, configuration, gather_qmv
 from mlx_qlayers.options import MatmulCall, PackedMatrix
-from mlx_qlayers.runtime import trace, use_backend
+from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.gpus import on_gpus
 from tests.numerics import random
@@ -111,13 +111,3 @@ def test_nan_and_infinity_stay_in_their_row(in_order, transpose):
     good = np.isfinite(values).all((1, 2))
     finite = np.isfinite(np.array(y))
     assert finite[good].all() and not finite[~good].any()
-
-
-def test_one_launch_of_whole_threadgroups():
-    rng = np.random.default_rng(4)
-    packed = random_experts(rng, E, 41, 96, SMALL)
-    with trace() as launches:
-        by_kernel(random(rng, (7, 1, 96)), packed, CHOICES[0], SMALL)
-    (launch,) = launches
-    assert (launch.kernel, launch.backend) == ("gather_qmm_rows", "host")
-    assert launch.grid == (16, 7, 1)

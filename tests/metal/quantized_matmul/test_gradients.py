@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mlx_qlayers.formats import Format
-from mlx_qlayers.runtime import trace, use_backend
+from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.gpus import GPUS, on_gpus
 from tests.launchers import scales_and_biases_gradient
@@ -131,12 +131,3 @@ def test_neither_matrix_nor_gradient_is_in_memory(device):
         found = by_kernel(left, right, packed, SMALL, device)
     assert report.total("bytes_written") == sum(a.nbytes for a in found)
     assert report.total("distinct_read") <= left.nbytes + right.nbytes + packed[0].nbytes
-
-
-def test_one_launch():
-    left, right, packed = sample(np.random.default_rng(9), 3, 41, 2, SMALL, mx.float32)
-    with trace() as launches:
-        by_kernel(left, right, packed, SMALL)
-    (launch,) = launches
-    assert (launch.kernel, launch.backend) == ("quantized_gradients_groups", "host")
-    assert launch.grid == (6, 2, 1)
