@@ -55,7 +55,7 @@ def codes(w: mx.array, bits: int) -> np.ndarray:
     """The integers of each row, which are one little-endian stream of bits."""
     stream = np.unpackbits(np.ascontiguousarray(w).view(np.uint8), axis=-1, bitorder="little")
     weights = 1 << np.arange(bits)
-    return (stream.reshape(*stream.shape[:-1], -1, bits) * weights).sum(-1)
+    return (stream.reshape(*w.shape[:-1], stream.shape[-1] // bits, bits) * weights).sum(-1)
 
 
 def dequantize64(w: mx.array, scales: mx.array, biases: mx.array | None, fmt: Format) -> np.ndarray:
@@ -74,7 +74,7 @@ def _decoded(
     w: mx.array, scales: mx.array, biases: mx.array | None, fmt: Format
 ) -> tuple[np.ndarray, np.ndarray]:
     q = codes(w, fmt.bits)
-    groups = q.reshape(*q.shape[:-1], -1, fmt.group_size)
+    groups = q.reshape(*q.shape[:-1], q.shape[-1] // fmt.group_size, fmt.group_size)
     if fmt.mode == "affine":
         assert biases is not None
         s, b = (np.array(a.astype(mx.float32), np.float64)[..., None] for a in (scales, biases))
