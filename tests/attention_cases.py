@@ -24,8 +24,10 @@ EXTRAS = [
 def make_mask(kind, rng, batch, heads, queries, keys, dtype):
     if kind in ("none", "causal"):
         return None if kind == "none" else kind
-    if kind == "boolean":
-        return mx.array(rng.random((queries, keys)) < 0.7)
+    if kind in ("boolean", "dark"):
+        seen = rng.random((queries, keys)) < 0.7
+        seen[1:2] &= kind == "boolean"  # else a row that sees nothing
+        return mx.array(seen)
     if kind == "padded":  # As batched generation: the first keys of some rows are hidden.
         return mx.array(np.arange(keys) >= rng.integers(0, keys, (batch, 1, 1, 1)))
     if kind == "one key":

@@ -5,33 +5,19 @@ Run ``python tests/step_launches.py`` to write the file anew: it says what fusio
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
-from step_models import on_a_gpu, pair
+from step_models import as_graphs, pair
 
-from mlx_qlayers import use_backend
 from mlx_qlayers.runtime.tracing import trace
 
 PATH = Path(__file__).parent / "data" / "step_launches.json"
 NAMES = (
     "qwen2", "llama", "phi3", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next",
 )  # fmt: skip
-
-
-@contextmanager
-def like_a_gpu() -> Iterator[None]:
-    """Steps are graphs whose launches run one by one, by kernels of the host build."""
-    mx.disable_compile()
-    try:
-        with on_a_gpu(), use_backend("host"):
-            yield
-    finally:
-        mx.enable_compile()
 
 
 def launches(model: nn.Module) -> list[str]:
@@ -54,7 +40,7 @@ def recorded() -> dict[str, list[str]]:
 def main() -> None:
     """Write the file."""
     found = {}
-    with like_a_gpu():
+    with as_graphs("host"):  # launches run one by one, by kernels of the host build
         for name in NAMES:
             found[name] = launches(pair(name)[1])
             print(name, len(found[name]), file=sys.stderr)

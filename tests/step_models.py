@@ -16,6 +16,7 @@ from mlx_qlayers.decode import append_buffers, engine
 from mlx_qlayers.decode.twin import is_stepped
 from mlx_qlayers.runtime.backend import Mode, current, epoch
 from mlx_qlayers.runtime.threads import here
+from mlx_qlayers.runtime.transformed import uncompiled
 
 
 def pair(name: str) -> tuple[nn.Module, nn.Module]:
@@ -76,11 +77,7 @@ def capturing(around: Callable[[], Any]) -> Iterator[None]:
 
 
 @contextmanager
-def as_graphs() -> Iterator[list[mx.array]]:
+def as_graphs(backend: str = "reference") -> Iterator[list[mx.array]]:
     """Steps are graphs as on a GPU, but that MLX compiles nothing; gives what they gave."""
-    with on_a_gpu() as found, use_backend("reference"):
-        mx.disable_compile()
-        try:
-            yield found
-        finally:
-            mx.enable_compile()
+    with on_a_gpu() as found, use_backend(backend), uncompiled():
+        yield found

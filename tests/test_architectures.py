@@ -36,6 +36,7 @@ from mlx_qlayers.conversion.plan import PATCHED
 from mlx_qlayers.layers.multi_linear import QMultiLinear
 from mlx_qlayers.layers.qlinear import QEmbedding
 from mlx_qlayers.layers.switch_linear import QSwitchLinear
+from mlx_qlayers.runtime.transformed import uncompiled
 
 NAMES = list(ARCHITECTURES)
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6, 5]])
@@ -47,9 +48,8 @@ every_architecture = pytest.mark.parametrize("name", NAMES, scope="module")
 @pytest.fixture(scope="module", autouse=True)
 def without_compilation():
     """mlx-lm's small compiled functions take MLX seconds each on a CPU; they compute the same."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+    with uncompiled():
+        yield
 
 
 class Converted(NamedTuple):

@@ -15,6 +15,7 @@ from mlx_lm.utils import dequantize_model
 from mlx_qlayers import QLinear, convert_model, explain, use_backend
 from mlx_qlayers.commands.demo import shipped_model
 from mlx_qlayers.runtime import trace
+from mlx_qlayers.runtime.transformed import uncompiled
 from tests.numerics import assert_same_losses
 
 STEPS, SEQUENCES = 5, 1
@@ -48,10 +49,8 @@ def test_the_loss_curve_of_compiled_steps(tmp_path):
 
 @pytest.fixture
 def launch_by_launch():
-    mx.disable_compile()
-    with use_backend("host"):
+    with use_backend("host"), uncompiled():
         yield
-    mx.enable_compile()
 
 
 @pytest.mark.slow

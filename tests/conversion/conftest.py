@@ -1,10 +1,10 @@
 """The path of a GPU, as far as it runs without one."""
 
-import mlx.core as mx
 import pytest
 from step_models import as_graphs, on_a_gpu
 
 from mlx_qlayers import explain, use_backend
+from mlx_qlayers.runtime.transformed import uncompiled
 
 
 @pytest.fixture(params=["compiled", "kernels"])
@@ -17,13 +17,8 @@ def gpu_path(request):
     """
     backend = {"compiled": "reference", "kernels": "host"}[request.param]
     explain(reset=True)
-    if backend == "host":
-        mx.disable_compile()
-    try:
-        with on_a_gpu(), use_backend(backend):
-            yield request.param
-    finally:
-        mx.enable_compile()
+    with on_a_gpu(), use_backend(backend), uncompiled(backend == "host"):
+        yield request.param
     ours = [d for d in explain() if d.op in ("fused_products", "attention_step")]
     assert {d.path for d in ours} <= {backend}
     kernels = {d.op for d in explain() if d.op.startswith("kernel ")}

@@ -27,6 +27,7 @@ from numerics import assert_same_model
 from mlx_qlayers import use_backend
 from mlx_qlayers.conversion.attention_patch import patched_swiglu
 from mlx_qlayers.runtime import trace
+from mlx_qlayers.runtime.transformed import uncompiled
 
 PADDING = [2, 0, 5]
 # Tokens that a model sees at once: a prompt, a few, one after the other.
@@ -50,9 +51,8 @@ PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3])
 @pytest.fixture(autouse=True)
 def without_compilation():
     """The host backend runs at once: under ``mx.compile`` it cannot."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+    with uncompiled():
+        yield
 
 
 def attention_kernels(launches: list[Any]) -> set[str]:

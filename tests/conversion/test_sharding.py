@@ -1,8 +1,6 @@
 """Converted models of which each rank has a share, beside the same model in one process."""
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +28,7 @@ from mlx_qlayers.layers.sharded import QAllToShardedLinear, QShardedToAllLinear
 from mlx_qlayers.layers.switch_linear import QSwitchLinear
 from mlx_qlayers.measurements.entries import Entry, own_entries, unsaved
 from mlx_qlayers.runtime.ranks import RanksError, gathered
+from mlx_qlayers.runtime.transformed import uncompiled
 from mlx_qlayers.tuning.calibrate import _adopt
 
 FILE = "tests/conversion/test_sharding.py"
@@ -75,19 +74,11 @@ def two_ranks(folder: str) -> dict:
     """All that two ranks are asked, in one start."""
     group = mx.distributed.init()
     with use_backend("reference"):  # kernels that would take long to compile change nothing here
-        with without_compilation():
+        with uncompiled():  # nor what each rank would compile of mlx-lm's small functions
             check_all(Path(folder), group)
         found = lora(Path(folder))
     check_gpu_path(group)
     return {"losses": found}
-
-
-@contextmanager
-def without_compilation() -> Iterator[None]:
-    """mlx-lm's small compiled functions would be compiled on each rank; they compute the same."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
 
 
 def check_all(folder: Path, group: mx.distributed.Group) -> None:
@@ -156,9 +147,7 @@ def check_refusals(group: mx.distributed.Group) -> None:
 def check_gpu_path(group: mx.distributed.Group) -> None:
     """Steps as one graph, with sums over the ranks inside: compiled, then by kernels."""
     for backend in ("reference", "host"):
-        if backend == "host":
-            mx.disable_compile()
-        with on_a_gpu() as runs, use_backend(backend):
+        with on_a_gpu() as runs, use_backend(backend), uncompiled(backend == "host"):
             check("llama", "after", group)
         assert len(runs) == 2
 
@@ -209,7 +198,7 @@ def check_agreement(group: mx.distributed.Group) -> None:
 
 def four_ranks() -> None:
     """All that four ranks are asked."""
-    with use_backend("reference"), without_compilation():
+    with use_backend("reference"), uncompiled():
         check_more(mx.distributed.init())
 
 

@@ -128,6 +128,11 @@ ATTENTION = Random(
                 {"queries": 33, "keys": 8, "mask": "additive", "batch": 2, "softcap": 2.0},
                 {"queries": 12, "keys": 9, "mask": "causal", "sinks": True, "batch": 3},
                 {"queries": 9, "mask": "biased", "dtype": "bfloat16"},
+                # Rows that see nothing average the values, or give all to a sink.
+                {"mask": "dark", "softcap": 2.0, "dtype": "float16"},
+                {"mask": "dark", "sinks": True},
+                {"mask": "hidden", "window": 3, "dtype": "bfloat16"},
+                {"mask": "hidden", "sinks": True},
             )
         ),
         {"dtype": "float16", "keys_dtype": "float32", "sinks": True, "mask": "additive"},

@@ -109,7 +109,7 @@ def _quantized_matmul(case: SimpleNamespace, rng: np.random.Generator) -> Call:
         [n for n in ("x", "scales", "biases", "bias") if n != "scales" or biases is not None]
         if differentiated
         else (),
-        not batch and x.size > 0,
+        not batch and x.size * case.n > 0,
         [dtype if bias is None else mx.result_type(dtype, kinds[2])],
     )
 
@@ -145,11 +145,15 @@ def _gradients(
     found = {"x": product(up, dense.T), "bias": up.sum(0)}
     if biases is not None:
         d_w = product(rows.T, up).T if case.transpose else product(rows.T, up)
-        groups = (*scales.shape, case.fmt.group_size)
-        d_w, q = d_w.reshape(groups), codes(w, case.fmt.bits).reshape(groups)
-        both = (summed(a) for a in (d_w * q.astype(d_w.dtype), d_w))
-        found |= dict(zip(("scales", "biases"), both, strict=True))
+        found |= dict(zip(("scales", "biases"), by_groups(d_w, w, case.fmt), strict=True))
     return found
+
+
+def by_groups(d_w: np.ndarray, w: mx.array, fmt: Format) -> list[np.ndarray]:
+    """The gradients of scales and biases, from those of the numbers that they stand for."""
+    d_w = d_w.reshape(*d_w.shape[:-1], -1, fmt.group_size)
+    q = codes(w, fmt.bits).reshape(d_w.shape)
+    return [summed(a) for a in (d_w * q.astype(d_w.dtype), d_w)]
 
 
 _MIXED = [("float16", "float32", "float16"), ("float16", "float16", "float32")]
@@ -177,6 +181,8 @@ QUANTIZED_MATMUL = Random(
         {"fmt": SMALL, "n": 24, "groups": 2, "rows": (0,)},
         *({"fmt": Format(64, 4), "n": 24, "rows": (m,), "values": "special"} for m in (6, 40)),
         {"fmt": SMALL, "n": 24, "groups": 2, "rows": (2, 0)},
+        # MLX divides by the number of rows of a matrix on a CPU, which ends the process.
+        *({"fmt": fmt, "n": 0} for fmt in (SMALL, FP4, *FORMATS[-3:-1])),
         {"fmt": SMALL, "n": 24, "groups": 2, "rows": (1, 1, 5), "bias": True, "gradient": True},
         {"fmt": SMALL, "n": 16, "rows": (2, 5), "batch": (2,), "bias": True},
         *({"fmt": SMALL, "n": 16, "rows": (2,), "dtypes": d, "bias": True} for d in _MIXED),
@@ -243,7 +249,7 @@ def _gather_qmm(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     at_left, at_right = np.broadcast_arrays(*at)
     unit = 1.0 if factors is None else to64(given["global_scale"])[:, None, None] / GLOBAL_UNIT
     dense, large = (
-        (a.reshape(-1, *a.shape[-2:]) * unit)[at_right]
+        (a.reshape(matrices, *a.shape[-2:]) * unit)[at_right]
         for a in (dequantize64(*matrix, fmt), terms64(*matrix, fmt))
     )
     if case.transpose:
@@ -259,14 +265,12 @@ def _gather_qmm(case: SimpleNamespace, rng: np.random.Generator) -> Call:
         each = product(up.swapaxes(-1, -2), rows)
         d_w = np.zeros((matrices, *each.shape[-2:]), each.dtype)
         np.add.at(d_w, at_right, each)  # one after the other
-        d_w = d_w.reshape(*d_w.shape[:-1], -1, fmt.group_size)
-        q = codes(given["w"], fmt.bits).reshape(d_w.shape)
-        found = (summed(a) for a in (d_w * q.astype(d_w.dtype), d_w))
+        found = by_groups(d_w, given["w"].reshape(*d_w.shape[:-1], -1), fmt)
         return [a.reshape(given["scales"].shape) for a in found]
 
     def expected(n: Numbers, up: list[np.ndarray], _: bool) -> tuple[Numbers, Numbers]:
         kind = n["x"].dtype
-        rows, chosen = n["x"].reshape(-1, case.m, inner)[at_left], dense.astype(kind)
+        rows, chosen = n["x"].reshape(blocks, case.m, inner)[at_left], dense.astype(kind)
         found, terms = {"0": product(rows, chosen)}, {}
         exact = kind == np.float64
         if exact:
@@ -294,7 +298,7 @@ def _gather_qmm(case: SimpleNamespace, rng: np.random.Generator) -> Call:
         (*at_left.shape, case.m, outer),
         expected,
         ["x", *names[2:4] * of_all] if case.gradient else (),
-        0 not in at_left.shape,
+        0 not in (*at_left.shape, case.n),
         [dtype],
     )
 
@@ -331,6 +335,8 @@ GATHER_QMM = Random(
         ),
         {"fmt": FP4, "shapes": GATHERED[0], "dtypes": ("bfloat16",) * 2, "scaled": True},
         {"fmt": FP4, "shapes": GATHERED[1], "scaled": True, "transpose": False},
+        *({"fmt": SMALL, "shapes": GATHERED[2], "n": 0, "transpose": t} for t in (True, False)),
+        {"fmt": SMALL, "shapes": ((2,), (0,), (0,), (0,)), "n": 40},
     ],
 )
 

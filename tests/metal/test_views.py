@@ -12,13 +12,12 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime.host import checks
 from tests import launchers
-from tests.experts import random_experts
 from tests.gpus import on_gpus
 from tests.metal.attention import test_decode
 from tests.metal.gather_qmm import test_gather_qmm, test_gather_qmv
 from tests.metal.quantized_matmul import test_gradients, test_qmm, test_qmv
 from tests.numerics import behind_one, random
-from tests.packed import random_packed
+from tests.packed import random_experts, random_packed
 
 # Words of a run are read four at once, two at once, and one by one.
 FORMATS = [Format(64, 4), Format(32, 2), Format(32, 3), Format(32, 8, "mxfp8")]
@@ -52,7 +51,7 @@ def cases():
         yield f"qmv {device} {m} {fmt}", function, rows(m, 256), *matrix(fmt)
     fmt = FORMATS[0]
     packed = matrix(fmt)
-    experts = random_experts(np.random.default_rng(0), (6,), 48, 256, fmt, mx.float16)
+    experts = random_experts(np.random.default_rng(0), 6, 48, 256, fmt, mx.float16)
     for device in ("metal", "cuda"):
         for transpose in (True, False):
             x = rows(33, 256 if transpose else 48)

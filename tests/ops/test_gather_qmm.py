@@ -10,8 +10,8 @@ from mlx_qlayers.ops import gather_qmm as operation
 from mlx_qlayers.ops.gather_qmm import gather_qmm
 from mlx_qlayers.runtime import BackendError, trace
 from mlx_qlayers.runtime.backend import backend, current, epoch
-from tests.experts import check_gathered, random_experts
 from tests.numerics import random
+from tests.packed import check_gathered, random_experts
 
 SMALL = Format(32, 4)
 E, N, K = 5, 40, 64
@@ -24,33 +24,16 @@ def options(fmt, **others):
 def test_reference_large_enough_for_every_core(machine):
     machine.cores(3)
     rng = np.random.default_rng(4)
-    packed, x = random_experts(rng, (E,), 400, 512, SMALL), random(rng, (5, 1, 512))
+    packed, x = random_experts(rng, E, 400, 512, SMALL), random(rng, (5, 1, 512))
     right = mx.array([4, 0, 0, 2, 1])
     with use_backend("reference"):
         y = gather_qmm(x, *packed, None, right, **options(SMALL))
     check_gathered(y, x, packed, SMALL, None, right)
 
 
-@pytest.mark.parametrize("path", ["reference", "auto"])
-def test_nothing_to_add_up(path):
-    """Where MLX's operator divides by zero, which ends the process."""
-    w, scales, biases = random_experts(np.random.default_rng(6), (E,), N, K, SMALL)
-    right, indices = mx.array([0, 1]), mx.zeros((0,), mx.uint32)
-    with use_backend(path):
-        rows = [a[:, :0] for a in (w, scales, biases)]
-        y = gather_qmm(mx.zeros((2, 1, K)), *rows, None, right, **options(SMALL))
-        assert y.shape == (2, 1, 0)
-        plain = options(SMALL, transpose=False)
-        y = gather_qmm(mx.ones((2, 1, 0)), *rows, None, right, **plain)
-        assert y.shape == (2, 1, K) and not y.any().item()
-        none = [a[:0] for a in (w, scales, biases)]
-        y = gather_qmm(mx.zeros((2, 1, K)), *none, indices, indices, **options(SMALL))
-        assert y.shape == (0, 1, N)
-
-
 def test_only_gradients_that_are_asked_for_are_launched():
     rng = np.random.default_rng(10)
-    w, *scales_and_biases = random_experts(rng, (E,), N, K, SMALL)
+    w, *scales_and_biases = random_experts(rng, E, N, K, SMALL)
     x, right = random(rng, (4, 1, K)), mx.array([0, 3, 3, 1])
 
     def loss(x, *scales_and_biases):
@@ -66,7 +49,7 @@ def test_only_gradients_that_are_asked_for_are_launched():
 
 def test_explains_its_path():
     rng = np.random.default_rng(15)
-    packed, right = random_experts(rng, (E,), N, K, SMALL), mx.array([1, 2])
+    packed, right = random_experts(rng, E, N, K, SMALL), mx.array([1, 2])
     with use_backend("auto"):
         if backend() != "host":
             pytest.skip("a GPU is here")
@@ -109,7 +92,7 @@ def test_sorted_rows_on_an_apple_gpu_go_by_what_was_measured(path, taken, said, 
     if path:
         form = "affine", SMALL.group_size, SMALL.bits
         machine.measured("gather_qmm", (64, E, N, K), mx.float16, form, **{path: 41e-6})
-    packed = random_experts(np.random.default_rng(19), (E,), N, K, SMALL, mx.float16)
+    packed = random_experts(np.random.default_rng(19), E, N, K, SMALL, mx.float16)
     x, right = mx.ones((64, 1, K), mx.float16), mx.arange(64) * E // 64
     explain(reset=True)
     with trace() as launches:
@@ -128,7 +111,7 @@ def test_sorted_rows_on_an_apple_gpu_go_by_what_was_measured(path, taken, said, 
 def test_sorted_choices_that_are_repeated_as_a_whole_are_not_sorted():
     x, w, scales, biases = (
         mx.ones((6, 2, K)),
-        *random_experts(np.random.default_rng(16), (E,), N, K, SMALL),
+        *random_experts(np.random.default_rng(16), E, N, K, SMALL),
     )
 
     def pairs(left, right):

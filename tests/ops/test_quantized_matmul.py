@@ -80,13 +80,3 @@ def test_forced_kernel_refuses_what_it_does_not_take():
     packed = mx.quantize(mx.ones((2, 64, 64)))
     with use_backend("host"), pytest.raises(BackendError, match="no host kernel"):
         quantized_matmul(mx.ones((2, 3, 64)), *packed)
-
-
-@pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4", "mxfp8"])
-@pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_a_matrix_without_rows(mode, backend):
-    """MLX divides by their number on a CPU, which ends the process."""
-    w, *groups = (a[:0] for a in mx.quantize(mx.ones((8, 128)), mode=mode))
-    with use_backend(backend):
-        y = quantized_matmul(mx.ones((2, 128)), w, *groups, mode=mode, group_size=None, bits=None)
-    assert mx.eval(y) is None and y.shape == (2, 0)

@@ -14,11 +14,17 @@ from mlx_qlayers.ops.gather_qmm import gather_qmm
 from mlx_qlayers.options import MatmulCall, PackedMatrix
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
-from tests.experts import check_gathered, random_experts
 from tests.gpus import on_gpus
 from tests.launchers import in_registers
 from tests.numerics import assert_same_sums, random
-from tests.packed import DTYPES, EACH_WIDTH, every_format, every_format_and_dtype
+from tests.packed import (
+    DTYPES,
+    EACH_WIDTH,
+    check_gathered,
+    every_format,
+    every_format_and_dtype,
+    random_experts,
+)
 from tests.pairwise import in_turn, pairwise
 
 SMALL = Format(32, 4)
@@ -45,7 +51,7 @@ def by_kernel(
 def check_all(fmt, dtype, transpose, rows=72, groups=3, each=1, right=RIGHT, **others):
     rng = np.random.default_rng(fmt.bits * 1000 + fmt.group_size)
     columns = max(groups * fmt.group_size, 32)
-    packed = random_experts(rng, (E,), rows, columns, fmt, dtype)
+    packed = random_experts(rng, E, rows, columns, fmt, dtype)
     x = random(rng, (len(right), each, columns if transpose else rows), dtype)
     y = by_kernel(x, packed, right, fmt, transpose, **others)
     check_gathered(y, x, packed, fmt, None, mx.array(right), transpose)
@@ -94,7 +100,7 @@ def test_on_gpus(gpu, fmt, dtype, transpose):
 def test_list_of_any_number_of_matrices(matrices):
     """More matrices than a threadgroup has threads; each tile once, and no row left out."""
     rng = np.random.default_rng(matrices)
-    packed = random_experts(rng, (matrices,), 8, 32, SMALL)
+    packed = random_experts(rng, matrices, 8, 32, SMALL)
     right = np.sort(rng.integers(0, matrices, 50))
     x = random(rng, (50, 1, 32))
     with trace() as launches:
@@ -107,7 +113,7 @@ def test_list_of_any_number_of_matrices(matrices):
 def test_global_scale(tensors):
     fmt = Format(16, 4, "nvfp4")
     rng = np.random.default_rng(2)
-    packed, x = random_experts(rng, (E,), 40, 64, fmt), random(rng, (len(RIGHT), 1, 64))
+    packed, x = random_experts(rng, E, 40, 64, fmt), random(rng, (len(RIGHT), 1, 64))
     factors = mx.abs(random(rng, (E,))) * 2688
     y = by_kernel(x, packed, RIGHT, fmt, True, factors=factors, tensors=tensors)
     check_gathered(y, x, packed, fmt, None, mx.array(RIGHT), factors=factors)
@@ -118,7 +124,7 @@ def test_global_scale(tensors):
 def test_operation_on_gpus(gpu, choice):
     """Sorted choices of any rows of x, and the gradient of x."""
     rng = np.random.default_rng(3)
-    packed = random_experts(rng, (E,), 64, 64, SMALL)
+    packed = random_experts(rng, E, 64, 64, SMALL)
     shape = (5, 1, 2, 64) if choice == "shared" else (10, 2, 64)
     x, right = random(rng, shape), np.sort(rng.integers(0, E, 10))
     left = mx.array(rng.integers(0, 10, 10)) if choice == "listed" else None

@@ -7,12 +7,17 @@ import pytest
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.gather_qmm.gather_qmv import Pairs, configuration, gather_qmv
 from mlx_qlayers.options import MatmulCall, PackedMatrix
-from mlx_qlayers.runtime import trace, use_backend
+from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.host import checks
-from tests.experts import check_gathered, random_experts
 from tests.gpus import on_gpus
 from tests.numerics import random
-from tests.packed import DTYPES, EACH_WIDTH, every_format_and_dtype
+from tests.packed import (
+    DTYPES,
+    EACH_WIDTH,
+    check_gathered,
+    every_format_and_dtype,
+    random_experts,
+)
 from tests.pairwise import in_turn, pairwise
 
 AFFINE, SMALL = Format(64, 4), Format(32, 4)
@@ -41,7 +46,7 @@ def check_all(fmt, dtype, transpose, shapes=SHAPES, cases=tuple(CASES), **others
     rng = np.random.default_rng(fmt.bits * 1000 + fmt.group_size)
     for rows, groups in shapes:
         columns = max(groups * fmt.group_size, 32)
-        packed = random_experts(rng, (E,), rows, columns, fmt, dtype)
+        packed = random_experts(rng, E, rows, columns, fmt, dtype)
         for m, right in map(CASES.get, cases):
             x = random(rng, (len(right), m, columns if transpose else rows), dtype)
             in_order = right is CHOICES[1]
@@ -76,7 +81,7 @@ def test_clean_with_checks(fmt, transpose, device):
 @pytest.mark.parametrize("device", ["host", "metal"])
 def test_sorted_rows_share_what_they_read(device):
     rng = np.random.default_rng(1)
-    packed = random_experts(rng, (E,), 24, 256, AFFINE, mx.float16)
+    packed = random_experts(rng, E, 24, 256, AFFINE, mx.float16)
     right = [0] * 16 + [3] * 8 + [5] * 8
     x = random(rng, (32, 1, 256), mx.float16)
     read = {}
@@ -99,20 +104,10 @@ def test_sorted_rows_share_what_they_read(device):
 @pytest.mark.parametrize("in_order", [True, False])
 def test_nan_and_infinity_stay_in_their_row(in_order, transpose):
     rng = np.random.default_rng(3)
-    packed = random_experts(rng, (E,), 64, 64, SMALL)
+    packed = random_experts(rng, E, 64, 64, SMALL)
     values = np.array(random(rng, (31, 1, 64)))
     values[2, 0, 5], values[22, 0, 7] = np.nan, np.inf
     y = by_kernel(mx.array(values), packed, CHOICES[1], SMALL, transpose, in_order)
     good = np.isfinite(values).all((1, 2))
     finite = np.isfinite(np.array(y))
     assert finite[good].all() and not finite[~good].any()
-
-
-def test_one_launch_of_whole_threadgroups():
-    rng = np.random.default_rng(4)
-    packed = random_experts(rng, (E,), 41, 96, SMALL)
-    with trace() as launches:
-        by_kernel(random(rng, (7, 1, 96)), packed, CHOICES[0], SMALL)
-    (launch,) = launches
-    assert (launch.kernel, launch.backend) == ("gather_qmm_rows", "host")
-    assert launch.grid == (16, 7, 1)

@@ -5,13 +5,14 @@ import numpy as np
 import pytest
 
 from mlx_qlayers.formats import Format
-from mlx_qlayers.runtime import trace, use_backend
+from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.host import checks
+from tests.examples.products import by_groups
 from tests.gpus import GPUS, on_gpus
 from tests.launchers import scales_and_biases_gradient
 from tests.numerics import assert_accurate, random, round_to, to64
 from tests.oracles import product
-from tests.packed import EACH_WIDTH, FORMATS, codes, random_packed
+from tests.packed import EACH_WIDTH, FORMATS, random_packed
 from tests.pairwise import in_turn, pairwise
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
@@ -24,14 +25,9 @@ SHAPES = [(1, 1, 1), (7, 41, 3), (41, 8, 5), (16, 72, 1), (70, 80, 2)]
 
 
 def oracle(left, right, w, fmt, dtype):
-    """Both gradients in ``dtype`` arithmetic, (2, R, C / group)."""
-    g = product(np.swapaxes(left.astype(dtype), 0, 1), right.astype(dtype))
-    g = g.reshape(*g.shape[:-1], -1, fmt.group_size)
-    integers = codes(w, fmt.bits).reshape(g.shape).astype(dtype)
-    if dtype == np.float64:
-        return np.stack([(g * integers).sum(-1), g.sum(-1)])
-    ones = np.ones((fmt.group_size, 1), dtype)
-    return np.stack([product(a[..., None, :], ones)[..., 0, 0] for a in (g * integers, g)])
+    """Both gradients in ``dtype`` arithmetic."""
+    d_w = product(np.swapaxes(left.astype(dtype), 0, 1), right.astype(dtype))
+    return by_groups(d_w, w, fmt)
 
 
 def check(found, left, right, w, fmt):
@@ -131,12 +127,3 @@ def test_neither_matrix_nor_gradient_is_in_memory(device):
         found = by_kernel(left, right, packed, SMALL, device)
     assert report.total("bytes_written") == sum(a.nbytes for a in found)
     assert report.total("distinct_read") <= left.nbytes + right.nbytes + packed[0].nbytes
-
-
-def test_one_launch():
-    left, right, packed = sample(np.random.default_rng(9), 3, 41, 2, SMALL, mx.float32)
-    with trace() as launches:
-        by_kernel(left, right, packed, SMALL)
-    (launch,) = launches
-    assert (launch.kernel, launch.backend) == ("quantized_gradients_groups", "host")
-    assert launch.grid == (6, 2, 1)

@@ -378,12 +378,3 @@ def test_many_rows_on_a_cpu(rows, fmt, groups, checked):
         y = by_kernel(x, packed, fmt)
     check_product(y, x, packed, fmt)
     assert [each.kernel.rpartition("_")[0] for each in launches] == ["qmv_serial"]
-
-
-def test_one_launch_of_whole_threadgroups():
-    x, packed = sample(np.random.default_rng(7), 2, 41, 3, AFFINE, mx.float32)
-    with trace() as launches, use_backend("host"):
-        quantized_matmul(x.reshape(1, 2, -1), *packed)
-    (launch,) = launches
-    assert launch.kernel.startswith("qmv") and launch.backend == "host"
-    assert launch.grid == (6, 1, 1)
