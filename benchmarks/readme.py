@@ -18,6 +18,7 @@ from os.path import relpath
 from pathlib import Path
 
 from common import cell, markdown, significant
+from plot import PICTURES
 from stored import RESULTS, ROOT, Results, Row
 
 README = ROOT / "README.md"
@@ -201,19 +202,6 @@ SUMMARY = {
 }
 # fmt: on
 
-PLOTS = {
-    "tokens_per_second_cpu": "Tokens a second of the shipped model on a CPU",
-    "tokens_per_second_cuda": "Tokens a second of a model of Qwen2-7B's shape on an H200",
-    "quantized_matmul_rows_cpu": "Quantized products by rows on a CPU",
-    "quantized_matmul_rows_cuda": "Quantized products by rows on an H200",
-    "gather_qmm_cpu": "Products with experts on a CPU",
-    "gather_qmm_cuda": "Products with experts on an H200",
-    "attention_memory_cuda": "Memory of attention by length on an H200",
-    "attention_decode_cuda": "Attention of one query by length on an H200",
-    "grid_sample_cpu": "Grid sampling on a CPU",
-    "grid_sample_cuda": "Grid sampling on an H200",
-}
-
 
 def summary() -> str:
     """A row of each family, with the machine, the commit and the command."""
@@ -235,8 +223,11 @@ def summary() -> str:
 
 def plots() -> str:
     """Those pictures that there are, two in a row."""
-    paths = {RESULTS / "plots" / f"{stem}.png": title for stem, title in PLOTS.items()}
-    shown = [f"!{_link(title, path, BENCHMARKS)}" for path, title in paths.items() if path.exists()]
+    kinds = {"cpu": "a CPU", "cuda": "an NVIDIA GPU", "metal": "an Apple GPU"}
+    shown = []
+    for (name, picture), (kind, machine) in product(PICTURES.items(), kinds.items()):
+        if (path := RESULTS / "plots" / f"{name}_{kind}.png").exists():
+            shown.append(f"!{_link(f'{picture.title} on {machine}', path, BENCHMARKS)}")
     if not shown:
         return "Not drawn yet."
     shown += [""] * (len(shown) % 2)
