@@ -59,7 +59,7 @@ def speeds(models: dict[str, nn.Module], args: argparse.Namespace) -> None:
     fmt, rows = Format(args.group_size, args.bits), (16, 64)
     cases = [] if args.no_stock else [Case((512, 512), n, fmt=fmt) for n in rows]
     compiled = compile_stock(cases)
-    table = Table({"layers": 20, "what": 16, "tokens/s": 14, "ms": 14, "x": 7})
+    table = Table()
     ours = {name: model for name, model in models.items() if name != "stock"}
     for group in (ours, {} if args.no_stock else {"stock": models["stock"]}):
         if group is not ours:
@@ -83,7 +83,7 @@ def speeds(models: dict[str, nn.Module], args: argparse.Namespace) -> None:
 
 def contexts(models: dict[str, nn.Module], args: argparse.Namespace) -> None:
     """Tokens a second of every model behind contexts of such lengths."""
-    table = Table({"layers": 20, "what": 16, "tokens/s": 14, "ms": 14, "x": 7})
+    table = Table()
     ours = {name: model for name, model in models.items() if name != "stock"}
     for length in args.contexts:
         tokens = mx.random.randint(0, models["stock"].args.vocab_size, (1, 4))
@@ -98,13 +98,7 @@ def contexts(models: dict[str, nn.Module], args: argparse.Namespace) -> None:
             new = make_prompt_cache(model)
             for each, (each.keys, each.values) in zip(new, cache, strict=True):
                 each.offset = length
-            tokens = mx.array([1])
-            steps = generate_step(tokens, model, max_tokens=GROWTH + 1, prompt_cache=new)
-            next(steps)
-            start = time.perf_counter()
-            for _ in steps:
-                pass
-            return time.perf_counter() - start
+            return decode(model, [[1]], GROWTH, new)
 
         for group in (ours, {"stock": models["stock"]}):
             repeats = args.repeats if group is ours else 1
@@ -114,15 +108,13 @@ def contexts(models: dict[str, nn.Module], args: argparse.Namespace) -> None:
 
 def quantized_caches(model: nn.Module, args: argparse.Namespace) -> None:
     """Times of a prompt and of a token behind it, by the bits of the cache."""
-    names = ("prompt ms", "peak MB", "cache MB", "tokens/s")
-    table = Table({"prompt": 6, "bits": 4, **dict.fromkeys(names, 14)})
+    names, table = ("prompt ms", "peak MB", "cache MB", "tokens/s"), Table()
     for length in args.prefill:
         prompt = mx.random.randint(0, model.args.vocab_size, (length,), key=mx.random.key(length))
         run = lambda bits, p=prompt: _behind_prompt(model, p, bits, args)  # noqa: E731
         kinds = {str(bits or 16): bits for bits in (None, *args.kv_bits)}
         for bits, figures in in_turns(kinds, args.repeats, run).items():
-            columns = [Sample.of(values) for values in zip(*figures, strict=True)]
-            table.add(prompt=length, bits=bits, **dict(zip(names, columns, strict=True)))
+            table.add(prompt=length, bits=bits, **dict(zip(names, figures, strict=True)))
 
 
 def _behind_prompt(
@@ -145,16 +137,13 @@ def _behind_prompt(
 
 def batched_caches(model: nn.Module, args: argparse.Namespace) -> None:
     """Times of a step of several sequences, and memory beside the weights, by the caches' bits."""
-    names = ("ms", "tokens/s", "cache MB", "peak MB", "error")
-    table = Table({"batch": 6, "context": 8, "bits": 5, **dict.fromkeys(names, 14)})
+    table = Table()
     for batch, length in itertools.product(args.batches, args.contexts):
         right: list[mx.array] = []
         run = lambda bits: _step_of_batch(model, (batch, length), bits, args, right)  # noqa: B023,E731
         kinds = {str(bits or 16): bits for bits in (None, *args.kv_bits)}
-        for bits, figures in in_turns(kinds, args.repeats, run).items():
-            times, *others = zip(*figures, strict=True)
-            row = dict(zip(names[2:], map(max, others), strict=True))
-            ms = Sample.of(times)
+        for bits, (ms, *others) in in_turns(kinds, args.repeats, run).items():
+            row = dict(zip(("cache MB", "peak MB", "error"), others, strict=True))
             row |= {"ms": ms, "tokens/s": ms.per(batch * 1e3)}
             table.add(batch=batch, context=length, bits=bits, **row)
 
@@ -196,10 +185,9 @@ def _step_of_batch(
     return taken, held / 1e6, (mx.get_peak_memory() - before) / 1e6, error
 
 
-def _add(table: Table, what: str, done: dict[str, list[float]], tokens: int, steps: int) -> None:
+def _add(table: Table, what: str, done: dict[str, Sample], tokens: int, steps: int) -> None:
     """Add rows; those of stock, which come last, show how many times as long it takes."""
-    for name, seconds in done.items():
-        times = Sample.of(seconds)
+    for name, times in done.items():
         figures = {"tokens/s": times.per(tokens), "ms": times.scaled(1e3 / steps)}
         row = {"layers": name, "what": what, **figures}
         others = [other for other in table.rows if other["what"] == what]

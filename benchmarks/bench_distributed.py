@@ -135,7 +135,7 @@ def measure(args: argparse.Namespace, group: mx.distributed.Group) -> None:
     if args.prompt_tokens:
         tokens = mx.random.randint(0, shape["vocab_size"], (args.prompt_tokens,))
         works.insert(1, (f"prompt of {len(tokens)}", len(tokens), lambda m: prefill(m, tokens)))
-    table = Table({"what": 20, "layers": 10, "ranks": 5, "tokens/s": 14, "ms": 12, "x": 6})
+    table = Table()
     with output(args, "distributed"):
         sums(group, shape["hidden_size"], table)
         for name in args.layers:

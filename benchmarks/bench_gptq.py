@@ -115,7 +115,7 @@ def stock_layer_seconds() -> float:
 def whole_model(samples: int, length: int) -> None:
     """A row of a 7B model."""
     columns = ("1 layer s", "2 layers s", "28 layers s", "mlx-lm s")
-    table = Table({"sequences": 12, **dict.fromkeys(columns, 12)})
+    table = Table()
     model_seconds(1, 4, length)  # compiles
     one, two = (model_seconds(layers, samples, length) for layers in (1, 2))
     found = (one, two, one + (LAYERS - 1) * (two - one), LAYERS * stock_layer_seconds())
@@ -124,8 +124,7 @@ def whole_model(samples: int, length: int) -> None:
 
 def matrices() -> None:
     """A row of each matrix."""
-    columns = {"N x K": 14, "hessian s": 10, "inverse s": 10, "gptq s": 10}
-    table = Table(columns | {"mlx-lm loop s": 14, "of rounding": 12})
+    table = Table()
     for n, k in GPU if ON_GPU else CPU:
         w, x = inputs(n, k)
         gptq(w[:, :256], hessian(x[:, :256]), FMT)  # compiles

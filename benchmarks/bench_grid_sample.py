@@ -13,15 +13,13 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
-from common import Table, arguments, output
+from common import arguments, output
 from harness import GPU as ON_GPU
 from harness import Run, Task, case, either, measure, on, paths, peak, tasks
 
 from mlx_qlayers.ops.grid_sample import affine_grid, grid_sample
 from mlx_qlayers.options import Sampling
 from mlx_qlayers.reference.grid_sample import taps
-
-COLUMNS = {"task": 58, "path": 10, "ms": 14, "ratio": 7, "GB/s": 7, "of copy": 8, "MB": 7}
 
 
 def operators(x: mx.array, grid: mx.array, mode: str) -> mx.array:
@@ -149,7 +147,6 @@ def main() -> None:
             stock,
             ours,
             tasks(GPU if ON_GPU else CPU),
-            table=Table(COLUMNS),
             repeats=args.repeats,
             tolerance=lambda task: 1e-4 if task.shape.dtype == mx.float32 else 2e-2,
             more=more,

@@ -14,7 +14,7 @@ import argparse
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from common import Sample, Table, arguments, output, positive
+from common import Table, arguments, output, positive
 from decoding_model import QWEN2_7B, build, decode
 from harness import in_turns
 
@@ -45,7 +45,7 @@ def main() -> None:
     args = parser.parse_args()
     with output(args, "invariance"):
         models = {"default": model(args, False), "invariant": model(args, True)}
-        table = Table({"batch": 5, "way": 10, "ms a step": 14, "tokens/s": 14, "x": 6})
+        table = Table()
         for size in args.batches:
             key, shape = mx.random.key(size), (size, args.prompt_tokens)
             prompts: list[list[int]] = mx.random.randint(5, 90, shape, key=key).tolist()  # type: ignore[assignment]
@@ -53,7 +53,7 @@ def main() -> None:
             def run(each: nn.Module, prompts: list[list[int]] = prompts) -> float:
                 return decode(each, prompts, args.tokens) / args.tokens
 
-            done = {way: Sample.of(all) for way, all in in_turns(models, args.repeats, run).items()}
+            done = in_turns(models, args.repeats, run)
             for way, taken in done.items():
                 row = {"ms a step": taken.scaled(1e3), "tokens/s": taken.per(size)}
                 table.add(batch=size, way=way, **row, x=taken.median / done["default"].median)

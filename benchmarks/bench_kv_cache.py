@@ -67,9 +67,7 @@ def main() -> None:
     convert_model(model, config=quantization, verify=False, calibrate=False)
     tokens = windows(tokenizer.encode(shipped_text("test")), args.samples, args.length)
     run: Any = model
-    table = Table(
-        {"cache": 28, "bytes": 7, "share": 7, "perplexity": 11, "rise %": 8, "+-": 7, "KL": 9}
-    )
+    table = Table()
     with output(args, "kv_cache"):
         own = mlx_lm_caches(run)
         run(tokens[:1, :8], cache=own)

@@ -66,7 +66,6 @@ CONTENDERS = {
     "fused": (True, True, False),
     "recomputing": (True, True, True),
 }
-COLUMNS = {"task": 12, "path": 20, "ms": 12, "peak MB": 12, "plan MB": 12, "loss": 9, "error": 9}
 # How far from stock's a loss may be, and all gradients by their norm: stock's logits are bfloat16.
 LOSS, GRADIENTS = 0.01, 0.5
 Result = dict[str, mx.array]
@@ -295,11 +294,11 @@ def main() -> None:
     with output(args, "lora"):
         for part in args.parts or ["loss", *STEPS]:
             if part == "curves":
-                bench_curves(Table(COLUMNS), args.only)
+                bench_curves(Table(), args.only)
             elif part == "loss":
-                bench_loss(Table(COLUMNS), args.only, args.repeats)
+                bench_loss(Table(), args.only, args.repeats)
             else:
-                bench_step(part, Table(COLUMNS), args.only, args.repeats)
+                bench_step(part, Table(), args.only, args.repeats)
 
 
 if __name__ == "__main__":

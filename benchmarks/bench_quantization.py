@@ -99,10 +99,7 @@ def main() -> None:
     base, tokenizer = fresh()
     base.set_dtype(mx.float32)
     held_out = windows(tokenizer.encode(test), args.tokens // 512, 512)
-    table = Table(
-        {"method": 16, "bits": 5, "perplexity": 11, "+-": 7, "rise": 9, "rise +-": 9}
-        | {"of rtn": 7, "KL": 9, "seconds": 8, "cpu s": 7}
-    )
+    table = Table()
     calibration = Calibration(args.samples, args.length)
     with output(args, "quantization"):
         (p,) = perplexities([base], held_out)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-from common import Table, arguments, output
+from common import arguments, output
 from harness import Run, case, chain, on
 from quantized_products import Case, Packed, Product, compile_stock, error
 
@@ -68,7 +68,6 @@ def layer_and_rows(repeats: int) -> None:
         x, packed = shape.x(), shape.copies()[0]
         return {name: lambda way=way: way(x, packed) for name, way in found.items()}
 
-    columns = {"shape": 12, "dtype": 9, "rows": 5, "stock": 14, "reference": 14, "kernel": 14}
     print(f"milliseconds, 4 bits in groups of 64; kernel on backend {backend()}")
     sizes = ((LAYER, (1, 8, 64)), ((1024, 1024), [2**i for i in range(10)]))
     shapes = [Case(n, m, dtype=d) for n, rows in sizes for d in DTYPES.values() for m in rows]
@@ -76,7 +75,6 @@ def layer_and_rows(repeats: int) -> None:
         lambda shape: calls(shape, {"stock": stock(shape)}),
         lambda shape: calls(shape, ways(shape)),
         [s for s in shapes if s.kind != "float16" or s.rows * s.shape[0] * s.shape[1] <= _FLOAT16],
-        table=Table(columns | {"ratio": 8, "error": 8}),
         repeats=repeats,
         check=lambda shape: error(shape, ways(shape).values()),
         row=lambda shape: {"shape": shape.name, "dtype": shape.kind, "rows": shape.rows},
@@ -140,14 +138,11 @@ def on_gpu(shapes: list[Case], name: str, repeats: int) -> None:
         fmt = f"{shape.fmt.mode} {shape.fmt.bits}"
         return {"shape" if few else "product": shape.name, "format": fmt, "rows": shape.rows}
 
-    columns = {"shape" if few else "product": 21, "format": 10, "rows": 4, "stock": 14}
-    columns |= {"GB/s": 14} if few else {"dense": 14, "by": 10, "TFLOP/s": 8}
     print("milliseconds of a product in compiled chains, each with its own matrix")
     case(
         theirs,
         lambda shape: {name: in_turn(forced[shape], shape, few)},
         shapes,
-        table=Table(columns | {name: 14, "ratio": 6, "error": 8}),
         repeats=repeats,
         check=errors.__getitem__,
         row=row,

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from common import Table, arguments, output
+from common import arguments, output
 from harness import Run, case, chain
 
 from mlx_qlayers import backend, quantized_matmul
@@ -108,7 +108,6 @@ def chains(shape: Product | Attention) -> dict[str, Run]:
 
 def main() -> None:
     args = arguments(__doc__, repeats=7).parse_args()
-    times = dict.fromkeys(("tensor us", "tiles us", "auto us"), 14)
     shapes: list[Product | Attention] = [Product(m, *shape) for m in ROWS for shape in SHAPES]
     shapes += [Attention(task, n) for n in ROWS[1:] for task in ("attention", "gradients")]
 
@@ -120,7 +119,6 @@ def main() -> None:
             lambda shape: {n: run for n, run in chains(shape).items() if n != "tensor us"},
             lambda shape: {"tensor us": chains(shape)["tensor us"]},
             shapes,
-            table=Table({"task": 20} | times | {"ratio": 6, "error": 8}),
             repeats=args.repeats,
             tolerance=lambda shape: 0.03,
             row=lambda shape: {"task": str(shape)},

@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from common import Sample, Table, arguments, output, positive
+from common import Table, arguments, output, positive
 from harness import in_turns
 
 from mlx_qlayers import convert_model
@@ -38,8 +38,7 @@ def tuned(model: Any, args: argparse.Namespace) -> None:
     targets = records_of_model(model, prompt=args.prompt_tokens)
     print(f"tuning {len(targets)} problems within {args.budget:g} s; microseconds")
     start, gains = time.monotonic(), []
-    columns = {"heuristic": 12, "tuned": 12, "gain": 6, "tried": 5, "stock": 12, "path": 11}
-    table = Table({"problem": 60, **columns, "warm": 12, "warm heuristic": 14})
+    table = Table()
     for found in tune_all(targets, beam=args.beam, budget_s=args.budget):
         times = found.times.get("kernel", found.untuned)
         gains.append(found.heuristic / times.cold.median)
@@ -57,7 +56,6 @@ def tuned(model: Any, args: argparse.Namespace) -> None:
                 "config": str(found.config),
             }
         )
-        print(f"    {time.monotonic() - start:.0f} s: {found.config}", flush=True)
         for trial in (trial for trial in found.trials if trial.problem):
             print(f"    {trial.config}: {trial.problem[:200]}", flush=True)
     if gains:
@@ -81,9 +79,9 @@ def decoded(stock: Any, model: Any, tokens: int, repeats: int) -> None:
             return decode(each[0], [PROMPT], tokens)
 
     kinds = {"stock": (stock, untuned), "before": (model, untuned)}
-    table = Table({"layers": 20, "tokens/s": 16})
-    for name, values in in_turns(kinds | {"after": (again, nullcontext)}, repeats, run).items():
-        table.add(layers=name, **{"tokens/s": Sample.of(values).per(tokens)})
+    table = Table()
+    for name, taken in in_turns(kinds | {"after": (again, nullcontext)}, repeats, run).items():
+        table.add(layers=name, **{"tokens/s": taken.per(tokens)})
     print()
 
 

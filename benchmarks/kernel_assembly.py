@@ -209,8 +209,7 @@ CASES: tuple[
 def count_instructions() -> None:
     """Print instructions for each weight or element, by class, for each processor."""
     numbers = ("all", "bits", *CLASSES, "scalar")
-    texts = {"kernel": 16, "phase": 7, "rows": 4, "processor": 9, "for each": 16}
-    table = Table(texts | {name: max(6, len(name)) for name in numbers})
+    table = Table()
     for kernel, phase, rows, make, pick in CASES:
         launch = make and make()
         for name, target in PROCESSORS.items():
