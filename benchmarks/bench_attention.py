@@ -113,15 +113,6 @@ def error(case: Case) -> float:
     return held(call, on(backend(), partial(ours, q, k, v)))
 
 
-def more(case: Case, times: dict[str, Any]) -> dict[str, Any]:
-    """Bytes that have to be read once over our time, and the memory of a chain."""
-    cache = inputs(case)[1][0]
-    size = sum(part.nbytes for a in cache for part in (a if isinstance(a, tuple) else (a,)))
-    best = min(time.median for name, time in times.items() if name != "stock us")
-    found = {"GB/s": size / best / 1e3}
-    return found | {f"{n} MB": peak(layers(case, n)) for n in ("stock", "auto")}
-
-
 def main() -> None:
     args = arguments(__doc__, repeats=5).parse_args()
     if backend() == "reference":
@@ -139,7 +130,7 @@ def main() -> None:
             row=Case.row,
             unit="us",
             calls=lambda shape: LAYERS,
-            more=more,
+            more=lambda shape, _: {f"{n} MB": peak(layers(shape, n)) for n in ("stock", "auto")},
         )
 
 

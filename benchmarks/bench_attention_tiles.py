@@ -63,12 +63,6 @@ class Case:
         mx.eval(made)
         return made
 
-    def flops(self, gradients: bool) -> float:
-        """Of the products that cannot be left out: two forward, five more for the gradients."""
-        window = min(self.options.get("window", self.length), self.length)
-        pairs = window * self.length - window * (window - 1) / 2
-        return 2 * pairs * self.width * self.heads * (7 if gradients else 2)
-
     def paths(self) -> dict[str, Attention]:
         """The contenders by name."""
         scale, window = self.width**-0.5, self.options.get("window")
@@ -151,10 +145,6 @@ def measure(case: Case, table: Table, repeats: int) -> Iterator[str]:
             return {name: chain(run, gradients, shape.inputs()) for name, run in found}
         return {name: either(task, run, shape.inputs()) for name, run in shape.paths().items()}
 
-    def more(task: Any, times: Any, name: str, run: Run) -> dict[str, float]:
-        found = {"TFLOP/s": task.shape.flops(task.gradients) / times[name].median / 1e9}
-        return found if task.shape.compiled else found | {"MB": peak(run)}
-
     with compiled_in_parallel():
         error = verify(case)  # of all paths, forward and gradients
     compare(
@@ -165,7 +155,7 @@ def measure(case: Case, table: Table, repeats: int) -> Iterator[str]:
         repeats=repeats,
         check=lambda task: error,
         calls=lambda task: CHAIN if task.shape.compiled else 1,
-        more=more,
+        more=lambda task, *given: {} if task.shape.compiled else {"MB": peak(given[-1])},
     )
     for d in explain(reset=True):
         if d.op == "attention" and d.reason != "asked for":

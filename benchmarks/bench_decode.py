@@ -9,8 +9,8 @@
 The weights are random and need no download. Stock mlx-lm and the converted model, with and without
 fused launches, share them and run in mlx-lm's own loops: ``generate_step`` for one sequence,
 ``BatchGenerator`` for several. Verified first, by the kernels that are then timed: the logits are
-as accurate as those of dense float32 weights with every result rounded once. Stock comes last: on
-CUDA, MLX compiles its products of several rows for most of a minute, here beside all else.
+as accurate as those of dense float32 weights with every result rounded once. On CUDA, MLX compiles
+its products of several rows for most of a minute when stock first takes its turn.
 
 On an NVIDIA GPU with PyTorch installed its profiler then times the kernels of a step one by one.
 
@@ -39,12 +39,10 @@ from harness import emptied, in_turns
 from kernel_times import can_run, kernels
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
-from quantized_products import Case, compile_stock
 from verified_model import filled, verify
 
 from mlx_qlayers import convert_model, explain
 from mlx_qlayers.decode.quantized_caches import quantized
-from mlx_qlayers.formats import Format
 
 BATCHES = (1, 4, 8)
 # Tokens that a cache of mlx-lm's grows by.
@@ -54,31 +52,20 @@ PREFILLS = (512, 2048)
 
 def speeds(models: dict[str, nn.Module], args: argparse.Namespace) -> None:
     """Tokens a second of every model at every batch size, and its prefill."""
-    vocabulary = models["stock"].args.vocab_size
-    # MLX takes as many as 64 rows at a time.
-    fmt, rows = Format(args.group_size, args.bits), (16, 64)
-    cases = [] if args.no_stock else [Case((512, 512), n, fmt=fmt) for n in rows]
-    compiled = compile_stock(cases)
-    table = Table()
+    vocabulary, table = models["stock"].args.vocab_size, Table()
     ours = {name: model for name, model in models.items() if name != "stock"}
-    for group in (ours, {} if args.no_stock else {"stock": models["stock"]}):
-        if group is not ours:
-            for future in compiled.values():
-                future.result()
-        for batch in args.batches:
-            prompts = mx.random.randint(0, vocabulary, (batch, args.prompt_tokens + 3))
-            if group is ours:
-                verify(ours, prompts, 4)
-
-            given = prompts[:, :-3].tolist()
-            done = in_turns(group, args.repeats, lambda m, p=given: decode(m, p, args.tokens))
-            _add(table, f"decode, batch {batch}", done, batch * args.tokens, args.tokens)
-        for length in args.prefill:
-            tokens = mx.random.randint(0, vocabulary, (1, length + 1))
-            if group is ours:
-                verify(ours, tokens, 1)
-            done = in_turns(group, args.repeats, lambda m, t=tokens[0, :-1]: prefill(m, t))
-            _add(table, f"prefill {length}", done, length, 1)
+    contenders = ours if args.no_stock else models
+    for batch in args.batches:
+        prompts = mx.random.randint(0, vocabulary, (batch, args.prompt_tokens + 3))
+        verify(ours, prompts, 4)
+        given = prompts[:, :-3].tolist()
+        done = in_turns(contenders, args.repeats, lambda m, p=given: decode(m, p, args.tokens))
+        _add(table, f"decode, batch {batch}", done, batch * args.tokens, args.tokens)
+    for length in args.prefill:
+        tokens = mx.random.randint(0, vocabulary, (1, length + 1))
+        verify(ours, tokens, 1)
+        done = in_turns(contenders, args.repeats, lambda m, t=tokens[0, :-1]: prefill(m, t))
+        _add(table, f"prefill {length}", done, length, 1)
 
 
 def contexts(models: dict[str, nn.Module], args: argparse.Namespace) -> None:
@@ -88,22 +75,9 @@ def contexts(models: dict[str, nn.Module], args: argparse.Namespace) -> None:
     for length in args.contexts:
         tokens = mx.random.randint(0, models["stock"].args.vocab_size, (1, 4))
         verify(ours, tokens, 3, length)
-        cache = [(c.keys, c.values) for c in filled(models["stock"], length)]
-
-        def run(
-            model: nn.Module,
-            cache: list[tuple[mx.array, mx.array]] = cache,
-            length: int = length,
-        ) -> float:
-            new = make_prompt_cache(model)
-            for each, (each.keys, each.values) in zip(new, cache, strict=True):
-                each.offset = length
-            return decode(model, [[1]], GROWTH, new)
-
-        for group in (ours, {"stock": models["stock"]}):
-            repeats = args.repeats if group is ours else 1
-            done = in_turns(group, repeats, run)
-            _add(table, f"context {length}", done, GROWTH, GROWTH)
+        run = lambda m, n=length: decode(m, [[1]], GROWTH, filled(m, n))  # noqa: E731
+        done = in_turns(ours if args.no_stock else models, args.repeats, run)
+        _add(table, f"context {length}", done, GROWTH, GROWTH)
 
 
 def quantized_caches(model: nn.Module, args: argparse.Namespace) -> None:
@@ -186,15 +160,12 @@ def _step_of_batch(
 
 
 def _add(table: Table, what: str, done: dict[str, Sample], tokens: int, steps: int) -> None:
-    """Add rows; those of stock, which come last, show how many times as long it takes."""
+    """Add rows, with how many times the speed of stock it is."""
+    stock = done.get("stock")
     for name, times in done.items():
-        figures = {"tokens/s": times.per(tokens), "ms": times.scaled(1e3 / steps)}
-        row = {"layers": name, "what": what, **figures}
-        others = [other for other in table.rows if other["what"] == what]
-        for other in others if name == "stock" else ():
-            other["x"] = row["ms"].median / other["ms"].median
-            print(f"{other['layers']}, {what}: {other['x']:.2f} times the speed of stock")
-        table.add(**row)
+        row = {"tokens/s": times.per(tokens), "ms": times.scaled(1e3 / steps)}
+        x = {"x": stock.median / times.median} if stock else {}
+        table.add(layers=name, what=what, **row, **x)
 
 
 def main() -> None:
@@ -205,13 +176,12 @@ def main() -> None:
     parser.add_argument("--batches", type=positive, nargs="*", default=BATCHES)
     parser.add_argument("--contexts", type=positive, nargs="*", help="decode behind so many keys")
     parser.add_argument("--kv-bits", type=positive, nargs="*", help="of quantized caches")
-    parser.add_argument("--group-size", type=positive, default=64)
-    parser.add_argument("--bits", type=positive, default=4)
     parser.add_argument("--prompt-tokens", type=positive, default=256)
     parser.add_argument("--tokens", type=positive, default=64, help="tokens a sequence")
     parser.add_argument("--prefill", type=positive, nargs="*", default=PREFILLS)
     args = parser.parse_args()
 
+    args.group_size = 32 if args.tiny else 64  # as many numbers as a head has
     both = args.contexts and args.kv_bits
     modes = {"batched_caches": both, "contexts": args.contexts, "caches": args.kv_bits}
     modes |= {"batches": args.no_stock}
@@ -223,7 +193,7 @@ def main() -> None:
 def measure(args: argparse.Namespace) -> None:
     """Build the models and measure what was asked for."""
     start = time.perf_counter()
-    stock = build(TINY if args.tiny else QWEN2_7B, args.group_size, args.bits)
+    stock = build(TINY if args.tiny else QWEN2_7B, args.group_size, 4)
     models = {"stock": stock}
     kinds = {"converted, not fused": False, "converted": True}
     if args.fused_only or args.contexts or args.kv_bits:

@@ -146,11 +146,9 @@ def matrices() -> None:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--model", action="store_true", help="a 7B model, extrapolated")
-    parser.add_argument("--samples", type=int, default=128, help="sequences of it")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of each")
     args = parser.parse_args()
     with output(args, "gptq_model" if args.model else "gptq"):
-        whole_model(args.samples, args.length) if args.model else matrices()
+        whole_model(128, 2048) if args.model else matrices()
 
 
 if __name__ == "__main__":

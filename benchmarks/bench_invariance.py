@@ -2,7 +2,6 @@
 
     python benchmarks/bench_invariance.py --model models/tales-qwen2
     python benchmarks/bench_invariance.py               # 7B, on a GPU
-    python benchmarks/bench_invariance.py --layers 6 --hidden 1024
 
 Verified first: converted so, a sequence gets the same logits alone and in each batch.
 """
@@ -22,14 +21,7 @@ from mlx_qlayers import convert_model
 
 
 def model(args: argparse.Namespace, invariant: bool) -> nn.Module:
-    if args.model:
-        made: nn.Module = mlx_lm.load(args.model)[0]
-    else:
-        shape = QWEN2_7B | {"num_hidden_layers": args.layers}
-        if args.hidden != shape["hidden_size"]:
-            sizes = {"hidden_size": args.hidden, "intermediate_size": 4 * args.hidden}
-            shape |= sizes | {"num_attention_heads": args.hidden // 64, "vocab_size": 16384}
-        made = build(shape, 64, 4)
+    made: nn.Module = mlx_lm.load(args.model)[0] if args.model else build(QWEN2_7B, 64, 4)
     convert_model(made, batch_invariant=invariant)  # which compares bits
     return made
 
@@ -37,8 +29,6 @@ def model(args: argparse.Namespace, invariant: bool) -> nn.Module:
 def main() -> None:
     parser = arguments(__doc__, repeats=5)
     parser.add_argument("--model", help="a real one; else random weights")
-    parser.add_argument("--layers", type=positive, default=28)
-    parser.add_argument("--hidden", type=positive, default=3584)
     parser.add_argument("--batches", type=positive, nargs="*", default=(1, 16))
     parser.add_argument("--prompt-tokens", type=positive, default=64)
     parser.add_argument("--tokens", type=positive, default=48)

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,7 +30,7 @@ from common import Table, arguments, output, positive
 from decoding_model import QWEN2_7B, TINY, build, decode, prefill
 from harness import seconds
 
-from mlx_qlayers import convert, convert_model, explain
+from mlx_qlayers import convert_model
 from mlx_qlayers.measurements import entries
 from mlx_qlayers.runtime import cuda_ahead
 from mlx_qlayers.runtime.backend import advance_epoch
@@ -51,37 +50,10 @@ def tell(what: str, value: float, unit: str = "s") -> None:
 
 def phase(what: str, run: Callable[[], Any]) -> None:
     """Tell how long a call takes, and what was compiled meanwhile."""
-    here, own = set(cuda_ahead.seconds), compiled_by_mlx()
+    here = set(cuda_ahead.seconds)
     tell(what, seconds(run))
-    if found := {name: s for name, s in cuda_ahead.seconds.items() if name not in here}:
-        tell(f"  {len(found)} kernels compiled ahead, longest", max(found.values()))
-    if more := compiled_by_mlx() - own:
-        tell("  kernels that MLX compiled and kept", len(more), "")
-        print("  ", *sorted(name[:60] for name in more), flush=True)
-
-
-def compiled_by_mlx() -> set[str]:
-    """Kernels in MLX's folder that it has put there itself, with their text."""
-    folder = os.environ.get("MLX_PTX_CACHE_DIR")
-    return {path.name for path in Path(folder).rglob("*.cu")} if folder else set()
-
-
-def conversion(model: Any) -> None:
-    """Each part of a conversion by itself, as :func:`convert_model` goes through them."""
-    parts = {
-        name: getattr(convert, name) for name in ("verify_steps", "compile_kernels", "measure")
-    }
-
-    def timed(name: str, *given: Any, **options: Any) -> Any:
-        found: list[Any] = []
-        phase(f"  {name}", lambda: found.append(parts[name](*given, **options)))
-        return found[0]
-
-    with ExitStack() as patched:
-        for name in parts:
-            patched.enter_context(mock.patch.object(convert, name, partial(timed, name)))
-        report = convert_model(model)
-    print(report.calibration or "nothing was measured", flush=True)
+    if found := [s for name, s in cuda_ahead.seconds.items() if name not in here]:
+        tell(f"  {len(found)} kernels compiled ahead, longest", max(found))
 
 
 def start_up(shape: dict[str, int], begun: float) -> None:
@@ -92,20 +64,15 @@ def start_up(shape: dict[str, int], begun: float) -> None:
     model = models[0]
     # MLX compiles what a process does first: without that, it would count as ours.
     phase("a random number", lambda: mx.eval(mx.random.randint(0, 9, (4,)).argmax()))
-    phase("conversion", partial(conversion, model))
+    phase("conversion", lambda: print(convert_model(model).calibration, flush=True))
     phase(f"first token of {_SHORT}", partial(decode, model, [[1] * _SHORT], 1))
     phase("20 tokens after that", partial(decode, model, [[1] * _SHORT], 20))
     phase(f"prompt of {_LONG}", partial(prefill, model, mx.zeros((_LONG,), mx.int32)))
-    for each in explain():
-        if each.path == "left to MLX":
-            print(each, flush=True)
-    print("slowest kernels:", *sorted(cuda_ahead.seconds.items(), key=lambda kv: -kv[1])[:4])
 
 
 def calibrated(shape: dict[str, int]) -> None:
     """Decoding by calibration in place of shipped results, by those, and by neither."""
     model = build(shape, 64, 4)
-    found: dict[str, dict[int, float]] = {}
     read = entries.read
 
     def without(*sources: str) -> Callable[..., dict[str, Any]]:
@@ -131,12 +98,8 @@ def calibrated(shape: dict[str, int]) -> None:
             if name == "calibrated":
                 convert_model(model, verify=False, calibrate=False)
                 tell("calibration", seconds(lambda: print(calibrate(model, 10.0), flush=True)))
-            found[name] = {batch: speed(model, batch) for batch in BATCHES}
-            for batch, value in found[name].items():
-                tell(f"{name}, batch {batch}", value, "tokens/s")
-                ratio = value / found["calibrated"][batch]
-                if name != "calibrated":
-                    tell(f"calibrated over {name}, batch {batch}", 1 / ratio, "x")
+            for batch in BATCHES:
+                tell(f"{name}, batch {batch}", speed(model, batch), "tokens/s")
 
 
 def speed(model: Any, batch: int) -> float:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from common import arguments, output
 from harness import Run, case, chain
+from quantized_products import Case
 
 from mlx_qlayers import backend, quantized_matmul
 from mlx_qlayers.formats import Format
@@ -45,10 +46,8 @@ class Product(NamedTuple):
 
     def ways(self) -> tuple[mx.array, dict[str, Way]]:
         """The first rows, and the kernels."""
-        x = mx.random.normal((self.rows, self.k)).astype(mx.bfloat16)
-        w = mx.random.normal((self.n, self.k)).astype(mx.bfloat16) * self.k**-0.5
-        packed = mx.quantize(w, *FMT)
-        mx.eval(x, packed)
+        shape = Case((self.n, self.k), self.rows)
+        x, packed = shape.x(), shape.copies()[0]
         call = MatmulCall(Spec.of(x), PackedMatrix(*map(Spec.of, packed)), True, FMT)
         tiles = qmm(call, qmm_config(backend(), *self, x.dtype, FMT, True))
         config = tensor_config(self.rows, self.k, x.dtype, FMT, True, device=backend())

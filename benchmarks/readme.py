@@ -69,21 +69,17 @@ class Table:
                     numbers.setdefault(_label(label, row), {}).setdefault(side, number)
         return numbers
 
-    @property
-    def _shell(self) -> str:
-        return f"python benchmarks/bench_{self.command}"
-
     def __str__(self) -> str:
         results, cells = read(self.stem), self.cells()
+        shell = f"`python benchmarks/bench_{self.command}`"
         if not results or not cells:
-            return f"Not measured yet: `{self._shell}` prints this table."
+            return f"Not measured yet: {shell} prints this table."
         day, mlx = results.facts["date"].split()[0], results.facts["mlx"]
         source = _link("file", _path(self.stem), BENCHMARKS)
-        caption = (
-            f"{results.device}, MLX {mlx}, {day}, {_commit(results)}, `{self._shell}`, {source}:"
-        )
         rows = ((task, *numbers) for task, numbers in cells.items())
-        return f"{caption}\n\n{markdown((*self.heads, 'ratio'), rows)}"
+        table = markdown((*self.heads, "ratio"), rows)
+        caption = f"{results.device}, MLX {mlx}, {day}, {_commit(results)}, {shell}, {source}:"
+        return f"{caption}\n\n{table}"
 
 
 def _path(stem: str) -> Path:
@@ -251,14 +247,11 @@ def checked() -> str:
         rows.setdefault(key, []).append(row["tool"])
     heads = ("tools", "families", *counts[:-1], "wrong results")
     table = markdown(heads, ((", ".join(tools), *row) for row, tools in rows.items()), texts=2)
-    links = [_link(text, _path(name), TESTING) for text, name in CHECKED.items()]
-    return (
-        f"{tests.device}: {'; '.join(runs)} ({links[0]}, {_commit(tests)}).\n"
-        f"Under `compute-sanitizer` ({links[1]}, {_commit(sanitized)}):\n\n{table}"
+    said, log = (
+        f"({_link(text, _path(found.name), TESTING)}, {_commit(found)})"
+        for text, found in (("runs", tests), ("log", sanitized))
     )
-
-
-CHECKED = {"runs": "tests_cuda", "log": "sanitize_cuda"}
+    return f"{tests.device}: {'; '.join(runs)} {said}.\nUnder `compute-sanitizer` {log}:\n\n{table}"
 
 
 def whole(page: Path, *stems: str) -> str:
