@@ -29,11 +29,12 @@ import argparse
 import copy
 import itertools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from common import Sample, Table, arguments, output, positive
+from common import Table, arguments, output, positive
 from decoding_model import QWEN2_7B, TINY, build, decode, prefill
 from harness import emptied, in_turns
 from kernel_times import can_run, kernels
@@ -51,33 +52,32 @@ PREFILLS = (512, 2048)
 
 
 def speeds(models: dict[str, nn.Module], args: argparse.Namespace) -> None:
-    """Tokens a second of every model at every batch size, and its prefill."""
+    """Tokens a second of every model at every batch size and of its prompts, or behind contexts."""
     vocabulary, table = models["stock"].args.vocab_size, Table()
     ours = {name: model for name, model in models.items() if name != "stock"}
-    contenders = ours if args.no_stock else models
-    for batch in args.batches:
+
+    def measure(what: str, tokens: int, steps: int, run: Callable[[nn.Module], float]) -> None:
+        """A row for each model, with how many times the speed of stock it is."""
+        done = in_turns(ours if args.no_stock else models, args.repeats, run)
+        for name, times in done.items():
+            row = {"tokens/s": times.per(tokens), "ms": times.scaled(1e3 / steps)}
+            x = {} if args.no_stock else {"x": done["stock"].median / times.median}
+            table.add(layers=name, what=what, **row, **x)
+
+    for batch in () if args.contexts else args.batches:
         prompts = mx.random.randint(0, vocabulary, (batch, args.prompt_tokens + 3))
         verify(ours, prompts, 4)
-        given = prompts[:, :-3].tolist()
-        done = in_turns(contenders, args.repeats, lambda m, p=given: decode(m, p, args.tokens))
-        _add(table, f"decode, batch {batch}", done, batch * args.tokens, args.tokens)
-    for length in args.prefill:
+        given, count = prompts[:, :-3].tolist(), batch * args.tokens
+        run = lambda m, p=given: decode(m, p, args.tokens)  # noqa: E731
+        measure(f"decode, batch {batch}", count, args.tokens, run)
+    for length in () if args.contexts else args.prefill:
         tokens = mx.random.randint(0, vocabulary, (1, length + 1))
         verify(ours, tokens, 1)
-        done = in_turns(contenders, args.repeats, lambda m, t=tokens[0, :-1]: prefill(m, t))
-        _add(table, f"prefill {length}", done, length, 1)
-
-
-def contexts(models: dict[str, nn.Module], args: argparse.Namespace) -> None:
-    """Tokens a second of every model behind contexts of such lengths."""
-    table = Table()
-    ours = {name: model for name, model in models.items() if name != "stock"}
-    for length in args.contexts:
-        tokens = mx.random.randint(0, models["stock"].args.vocab_size, (1, 4))
-        verify(ours, tokens, 3, length)
+        measure(f"prefill {length}", length, 1, lambda m, t=tokens[0, :-1]: prefill(m, t))
+    for length in args.contexts or ():
+        verify(ours, mx.random.randint(0, vocabulary, (1, 4)), 3, length)
         run = lambda m, n=length: decode(m, [[1]], GROWTH, filled(m, n))  # noqa: E731
-        done = in_turns(ours if args.no_stock else models, args.repeats, run)
-        _add(table, f"context {length}", done, GROWTH, GROWTH)
+        measure(f"context {length}", GROWTH, GROWTH, run)
 
 
 def quantized_caches(model: nn.Module, args: argparse.Namespace) -> None:
@@ -117,8 +117,9 @@ def batched_caches(model: nn.Module, args: argparse.Namespace) -> None:
         run = lambda bits: _step_of_batch(model, (batch, length), bits, args, right)  # noqa: B023,E731
         kinds = {str(bits or 16): bits for bits in (None, *args.kv_bits)}
         for bits, (ms, *others) in in_turns(kinds, args.repeats, run).items():
-            row = dict(zip(("cache MB", "peak MB", "error"), others, strict=True))
-            row |= {"ms": ms, "tokens/s": ms.per(batch * 1e3)}
+            row = {"ms": ms, "tokens/s": ms.per(batch * 1e3)}
+            for name, found in zip(("cache MB", "peak MB", "error"), others, strict=True):
+                row[name] = found.median
             table.add(batch=batch, context=length, bits=bits, **row)
 
 
@@ -157,15 +158,6 @@ def _step_of_batch(
     mx.eval(tokens)
     taken = (time.perf_counter() - start) * 1e3 / args.tokens
     return taken, held / 1e6, (mx.get_peak_memory() - before) / 1e6, error
-
-
-def _add(table: Table, what: str, done: dict[str, Sample], tokens: int, steps: int) -> None:
-    """Add rows, with how many times the speed of stock it is."""
-    stock = done.get("stock")
-    for name, times in done.items():
-        row = {"tokens/s": times.per(tokens), "ms": times.scaled(1e3 / steps)}
-        x = {"x": stock.median / times.median} if stock else {}
-        table.add(layers=name, what=what, **row, **x)
 
 
 def main() -> None:
@@ -208,11 +200,9 @@ def measure(args: argparse.Namespace) -> None:
         batched_caches(models["converted"], args)
     elif args.kv_bits:
         quantized_caches(models["converted"], args)
-    elif args.contexts:
-        contexts(models, args)
     else:
         speeds(models, args)
-        if can_run():
+        if not args.contexts and can_run():
             kernels(models["converted"], args)
     print(f"{time.perf_counter() - start:.0f} s\n", flush=True)
 

@@ -101,12 +101,8 @@ def stock_layer_seconds() -> float:
     unit = seconds(factorise) / SMALL**3
     total = 0.0
     keys = HIDDEN // QWEN2_7B["num_attention_heads"] * QWEN2_7B["num_key_value_heads"]
-    for n, k, count in (
-        (HIDDEN, HIDDEN, 2),
-        (keys, HIDDEN, 2),
-        (WIDE, HIDDEN, 2),
-        (HIDDEN, WIDE, 1),
-    ):
+    sizes = ((HIDDEN, HIDDEN), (keys, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE))
+    for (n, k), count in zip(sizes, (2, 2, 2, 1), strict=True):
         w = mx.zeros((n, k), mx.bfloat16)
         total += count * (unit * k**3 + k * column(w, mx.eye(64)))
     return total

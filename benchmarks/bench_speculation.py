@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -164,26 +165,13 @@ def looked_up(args: argparse.Namespace) -> None:
         model.set_dtype(getattr(mx, args.dtype))
     table = Table()
     for name, (tokens, temp) in _prompts(tokenizer).items():
-        prompt, sampler = mx.array(tokens, mx.uint32), make_sampler(temp=temp)
-
         texts: set[tuple[int, ...]] = set()
-
-        def run(
-            by_guesses: bool,
-            prompt: mx.array = prompt,
-            sampler: Any = sampler,
-            texts: set[tuple[int, ...]] = texts,
-        ) -> tuple[float, float]:
-            text, *figures = _written(model, prompt, args.tokens, by_guesses, sampler)
-            texts.add(text)
-            return figures[0], figures[1]
-
-        done = in_turns({"plain": False, "look-up": True}, args.repeats, run)
+        write = partial(_written, model, mx.array(tokens, mx.uint32), args.tokens, temp, texts)
+        done = in_turns({"plain": False, "look-up": True}, args.repeats, write)
         if len(texts) > 1:
             print(f"{name}: the texts differ, as they may where numbers are rounded")
-        base = done["plain"][0]
         for way, (taken, accepted) in done.items():
-            row = {"tokens/s": taken.per(1), "x": base.median / taken.median}
+            row = {"tokens/s": taken.per(1), "x": done["plain"][0].median / taken.median}
             table.add(text=name, way=way, **row, accepted=round(accepted.median, 2))
     caches = make_prompt_cache(model)
     mx.eval(model(mx.zeros((1, args.prompt_tokens), mx.uint32), cache=caches))
@@ -217,11 +205,16 @@ def _prompts(tokenizer: Any) -> dict[str, tuple[list[int], float]]:
 
 
 def _written(
-    model: nn.Module, prompt: mx.array, count: int, by_guesses: bool, sampler: Any
-) -> tuple[tuple[int, ...], float, float]:
-    """A text, seconds of each of its tokens behind the first, accepted guesses of a round."""
+    model: nn.Module,
+    prompt: mx.array,
+    count: int,
+    temp: float,
+    texts: set[tuple[int, ...]],
+    by_guesses: bool,
+) -> tuple[float, float]:
+    """Add a text to others: seconds of a token behind the first, accepted guesses of a round."""
     mx.random.seed(1)
-    options: dict[str, Any] = {"max_tokens": count, "sampler": sampler}
+    options: dict[str, Any] = {"max_tokens": count, "sampler": make_sampler(temp=temp)}
     speculation = Speculation(prompt_lookup=True)
     if by_guesses:
         steps = speculative_generate_step(prompt, model, speculation, **options)
@@ -232,7 +225,8 @@ def _written(
     text += tokens
     seconds = (time.perf_counter() - start) / (count - 1)
     report = speculation.report
-    return tuple(text), seconds, report.accepted / max(report.rounds, 1)
+    texts.add(tuple(text))
+    return seconds, report.accepted / max(report.rounds, 1)
 
 
 def main() -> None:

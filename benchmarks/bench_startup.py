@@ -122,8 +122,7 @@ def main() -> None:
     elif args.part == "calibrated":
         calibrated(shape)
     else:
-        with output(args, "startup"):
-            measure_all(args)
+        measure_all(args)
 
 
 def measure_all(args: argparse.Namespace) -> None:
@@ -135,7 +134,7 @@ def measure_all(args: argparse.Namespace) -> None:
         ("calibration", "calibrated", 2 * args.limit),
     )
     command = [sys.executable, __file__, *["--tiny"] * args.tiny]
-    with TemporaryDirectory() as folder:
+    with output(args, "startup"), TemporaryDirectory() as folder:
         caches = empty_caches(folder)
         for process, part, limit in parts:
             start, now = time.perf_counter(), str(time.time())

@@ -89,14 +89,9 @@ def _intel(target: Sequence[str]) -> list[str]:
 def _norms(target: Sequence[str]) -> str:
     """The norms of bfloat16 between launches, which are no kernel but C++."""
     platform, cpu = target  # whose name the driver of C++ spells otherwise
-    flags = [
-        "-target",
-        platform,
-        cpu[:7] + cpu[7:].replace("-", "_"),
-        *_intel(target),
-        "-std=c++17",
-    ]
-    plain = ["-fno-exceptions", "-fno-rtti", "-fno-sanitize=all", "-g0", f"-I{toolchain.SHIMS}"]
+    flags = ["-target", platform, cpu[:7] + cpu[7:].replace("-", "_"), *_intel(target)]
+    plain = ["-std=c++17", "-fno-exceptions", "-fno-rtti", "-fno-sanitize=all", "-g0"]
+    plain.append(f"-I{toolchain.SHIMS}")
     with TemporaryDirectory() as folder:
         made = Path(folder) / "norms.s"
         toolchain.run(["c++", "-x", "c++", *flags, *plain, "-O3", "-S", "-"], _NORMS, made)
