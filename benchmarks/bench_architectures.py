@@ -19,19 +19,17 @@ import copy
 import importlib
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
-from common import Sample, Table, arguments, output, positive
+from common import Table, arguments, output
 from decoding_model import quantized
 from harness import in_turns
 from mlx_lm.models.cache import make_prompt_cache
-from quantized_products import Case, compile_stock
 
 from mlx_qlayers import convert_model
 from mlx_qlayers.decode.engine import stopped
@@ -136,7 +134,7 @@ def begun(model: nn.Module, tokens: mx.array) -> list[Any]:
     return cache
 
 
-def decode(model: nn.Module, tokens: mx.array, steps: int) -> float:
+def decode(model: nn.Module, tokens: mx.array, steps: int = 32) -> float:
     """Seconds a step behind a context, each queued behind the one before."""
     cache, y = begun(model, tokens), tokens[:, :1]
     mx.synchronize()
@@ -197,28 +195,21 @@ def built(name: str) -> dict[str, nn.Module]:
 
 
 def measured(
-    name: str,
-    models: dict[str, nn.Module],
-    whats: Iterable[str],
-    args: argparse.Namespace,
-    vocabulary: int,
-) -> Iterator[dict[str, Any]]:
-    """Rows of a model."""
-    for what in whats:
-        if what == "2048":
-            tokens = mx.random.randint(0, vocabulary, (1, 2048), key=mx.random.key(1))
-            far = {}
-        else:
-            shape = int(what), _CONTEXT
-            tokens = mx.random.randint(0, vocabulary, shape, key=mx.random.key(1))
-            far = errors(models, tokens, args.float32) if "stock" in models else {}
-        run = prompt if what == "2048" else partial(decode, steps=args.steps)
-        times = in_turns(models, args.repeats, lambda m, r=run, t=tokens: r(m, t))
-        found = {key: Sample.of(each).scaled(1e3) for key, each in times.items()}
-        speedup = found["stock"].median / found["ours"].median if "stock" in found else None
-        reason = stopped(models["ours"]) if what != "2048" else None
-        row = {"model": name, "what": what, **found, "x": speedup, "error": None, **far}
-        yield row | {"left to the model": reason or ""}
+    name: str, models: dict[str, nn.Module], what: str, args: argparse.Namespace, vocabulary: int
+) -> dict[str, Any]:
+    """A row of a model."""
+    is_prompt = what == "2048"
+    shape = (1, 2048) if is_prompt else (int(what), _CONTEXT)
+    tokens = mx.random.randint(0, vocabulary, shape, key=mx.random.key(1))
+    compares = "stock" in models and not is_prompt
+    far = errors(models, tokens, args.float32) if compares else {"error": None}
+    run = prompt if is_prompt else decode
+    times = in_turns(models, args.repeats, lambda model: run(model, tokens))
+    found = {key: each.scaled(1e3) for key, each in times.items()}
+    speedup = found["stock"].median / found["ours"].median if "stock" in found else None
+    reason = None if is_prompt else stopped(models["ours"])
+    row = {"model": name, "what": what, **found, "x": speedup, **far}
+    return row | {"left to the model": reason or ""}
 
 
 def main() -> None:
@@ -227,12 +218,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", help="names, or parts of them")
     parser.add_argument("--what", nargs="*", choices=WHATS, default=list(WHATS))
     parser.add_argument("--all", action="store_true", help="a small model of each architecture")
-    parser.add_argument("--steps", type=positive, default=32)
     parser.add_argument("--float32", action="store_true", help="errors from float32, too")
     args = parser.parse_args()
-    columns = {"model": 20, "what": 5, "stock": 14, "ours": 14, "x": 6, "error": 8}
-    far = dict.fromkeys([_OF + "stock", _OF + "ours"] if args.float32 else [], 19)
-    table = Table(columns | far | {"left to the model": 0})
+    table = Table()
     print("milliseconds a step of 1 or 8 sequences, or for a prompt of 2,048 tokens")
     name = "_small" if args.all else "_float32" if args.float32 else ""
     with output(args, f"architectures{name}"):
@@ -240,14 +228,9 @@ def main() -> None:
             _small_models(table, args)
             return
         names = [n for m in args.models or SHAPES for n in SHAPES if m in n]
-        # Shapes that MLX compiles longest come last; processes do that meanwhile.
-        rows = {"8": 8, "2048": 64}
-        compile_stock([Case((512, 512), rows[what]) for what in args.what if what in rows])
         for what in args.what:
             for name in names:
-                models = built(name)
-                for row in measured(name, models, [what], args, _COMMON["vocab_size"]):
-                    table.add(**row)
+                table.add(**measured(name, built(name), what, args, _COMMON["vocab_size"]))
 
 
 def _small_models(table: Table, args: argparse.Namespace) -> None:
@@ -263,8 +246,8 @@ def _small_models(table: Table, args: argparse.Namespace) -> None:
             refused = f"; stock: {type(problem).__name__}: {problem}"
             del models["stock"]
         try:
-            for row in measured(name, models, ["1"], args, 128):
-                table.add(**row | {"left to the model": row["left to the model"] + refused})
+            row = measured(name, models, "1", args, 128)
+            table.add(**row | {"left to the model": row["left to the model"] + refused})
         except Exception as problem:
             print(f"{name}: {type(problem).__name__}: {problem}{refused}", flush=True)
 

@@ -11,14 +11,12 @@ stock operators in float32.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from common import Table, arguments, output
+from common import arguments, output
 from harness import Run, case, held, on, peak
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
@@ -36,8 +34,6 @@ DTYPES = {"bfloat16": mx.bfloat16} if GPU else {"bfloat16": mx.bfloat16, "float1
 SCALE = HEADS[3] ** -0.5
 # Bytes of caches that no processor's cache holds.
 _BEYOND_CACHE = 256 << 20
-# Seconds that MLX has for compiling its own products of packed caches.
-_PATIENCE = 60
 
 Cache = tuple[Any, Any]
 Attend = Callable[[mx.array, Any, Any], mx.array]
@@ -109,38 +105,6 @@ def layers(case: Case, attend: str) -> Run:
     return lambda: compiled(q, caches)
 
 
-def products_are_compiled() -> bool:
-    """Have MLX compile the products of mlx-lm's path over packed caches, if it has to.
-
-    On CUDA it does so at first use, half a minute each on a slow host, and keeps them on disk: here
-    all at once, in processes of their own, while nothing is measured.
-
-    Returns:
-        Whether they were compiled in time.
-    """
-    if backend() != "cuda":
-        return True
-    kinds = [(bits, half) for bits in ("8", "4") for half in ("keys", "values")]
-    command = [sys.executable, __file__, "--product"]
-    processes = [subprocess.Popen([*command, *kind]) for kind in kinds]
-    try:
-        return not any(p.wait(_PATIENCE) for p in processes)
-    except subprocess.TimeoutExpired:
-        return False
-    finally:
-        for process in processes:
-            process.kill()
-
-
-def product(bits: int, half: str) -> None:
-    """The product of a query with packed keys, or of its scores with packed values."""
-    _, heads, kv_heads, width = HEADS
-    x = mx.zeros((1, kv_heads, heads // kv_heads, 1, width), mx.bfloat16)
-    packed = mx.quantize(mx.zeros((1, kv_heads, 1, width, width), mx.bfloat16), GROUP_SIZE, bits)
-    numbers = {"group_size": GROUP_SIZE, "bits": bits}
-    mx.eval(mx.quantized_matmul(x, *packed, transpose=half == "keys", **numbers))
-
-
 def error(case: Case) -> float:
     """Of a call, by kernel."""
     q, ((k, v), *_) = inputs(case)
@@ -149,46 +113,25 @@ def error(case: Case) -> float:
     return held(call, on(backend(), partial(ours, q, k, v)))
 
 
-def more(case: Case, times: dict[str, Any]) -> dict[str, Any]:
-    """Bytes that have to be read once over our time, and the memory of a chain."""
-    cache = inputs(case)[1][0]
-    size = sum(part.nbytes for a in cache for part in (a if isinstance(a, tuple) else (a,)))
-    best = min(time.median for name, time in times.items() if name != "stock us")
-    found = {"GB/s": size / best / 1e3}
-    return found | {
-        f"{n} MB": peak(layers(case, n)) for n in ("stock", "auto") if f"{n} us" in times
-    }
-
-
 def main() -> None:
-    parser = arguments(__doc__, repeats=5)
-    parser.add_argument("--product", nargs=2, help="(used by itself)")
-    args = parser.parse_args()
-    if args.product:
-        return product(int(args.product[0]), args.product[1])
+    args = arguments(__doc__, repeats=5).parse_args()
     if backend() == "reference":
         raise BackendError("no backend runs kernels on this machine")
-    names = ("stock us", "auto us") if GPU else ("stock us", "auto us", "kernel us")
-    columns = {"cache": 9, "q": 9, "keys": 7, "calls": 8, **dict.fromkeys(names, 13)}
-    table = Table(columns | {"ratio": 6, "GB/s": 6, "stock MB": 8, "auto MB": 7})
+    names = ("auto us",) if GPU else ("auto us", "kernel us")
     mx.random.seed(0)
     with output(args, "attention_decode"):
         print("heads", "/".join(map(str, HEADS[1:3])), "width", HEADS[3], backend())
-        has_stock = True
-        for bits in (0, 8, 4):
-            has_stock = products_are_compiled() if bits == 8 else has_stock
-            case(
-                lambda shape, has=has_stock: {"stock us": layers(shape, "stock")} if has else {},
-                lambda shape: {name: layers(shape, name.split()[0]) for name in names[1:]},
-                [Case(bits, dtype, keys) for dtype in DTYPES for keys in KEYS],
-                table=table,
-                repeats=args.repeats,
-                check=error,
-                row=Case.row,
-                unit="us",
-                calls=lambda shape: LAYERS,
-                more=more,
-            )
+        case(
+            lambda shape: {"stock us": layers(shape, "stock")},
+            lambda shape: {name: layers(shape, name.split()[0]) for name in names},
+            [Case(bits, dtype, n) for bits in (0, 8, 4) for dtype in DTYPES for n in KEYS],
+            repeats=args.repeats,
+            check=error,
+            row=Case.row,
+            unit="us",
+            calls=lambda shape: LAYERS,
+            more=lambda shape, _: {f"{n} MB": peak(layers(shape, n)) for n in ("stock", "auto")},
+        )
 
 
 if __name__ == "__main__":

@@ -9,12 +9,9 @@ sequences are timed one call after the other, and in compiled chains of calls.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from multiprocessing import get_context
 from typing import Any
 
 import mlx.core as mx
@@ -25,10 +22,10 @@ from harness import case as compare
 from mlx_qlayers.ops.attention import attention
 from mlx_qlayers.reference.attention import visible
 from mlx_qlayers.runtime.backend import BackendError, backend
+from mlx_qlayers.runtime.cuda_ahead import compiled_in_parallel
 from mlx_qlayers.runtime.explain import explain
 
 Attention = Callable[[mx.array, mx.array, mx.array], mx.array]
-COLUMNS = {"task": 58, "path": 8, "ms": 14, "ratio": 7, "TFLOP/s": 8, "MB": 8}
 CURVE = [1024, 2048, 4096, 8192, 16384, 32768, 65536]
 # Longer ones would need more memory than there is.
 UNFUSED_UP_TO = 8192
@@ -65,12 +62,6 @@ class Case:
         made = [mx.random.normal(shape).astype(self.dtype) for shape in shapes]
         mx.eval(made)
         return made
-
-    def flops(self, gradients: bool) -> float:
-        """Of the products that cannot be left out: two forward, five more for the gradients."""
-        window = min(self.options.get("window", self.length), self.length)
-        pairs = window * self.length - window * (window - 1) / 2
-        return 2 * pairs * self.width * self.heads * (7 if gradients else 2)
 
     def paths(self) -> dict[str, Attention]:
         """The contenders by name."""
@@ -144,11 +135,6 @@ def chain(run: Attention, gradients: bool, inputs: list[mx.array]) -> Run:
     return partial(mx.compile(calls), *inputs)
 
 
-def prepare(number: int) -> None:
-    """Have the kernels of a case compiled; those are kept on disk."""
-    verify(replace(cases()[number], length=64))
-
-
 def measure(case: Case, table: Table, repeats: int) -> Iterator[str]:
     """Rows for each path, forward and with gradients; what auto picked."""
 
@@ -159,11 +145,8 @@ def measure(case: Case, table: Table, repeats: int) -> Iterator[str]:
             return {name: chain(run, gradients, shape.inputs()) for name, run in found}
         return {name: either(task, run, shape.inputs()) for name, run in shape.paths().items()}
 
-    def more(task: Any, times: Any, name: str, run: Run) -> dict[str, float]:
-        found = {"TFLOP/s": task.shape.flops(task.gradients) / times[name].median / 1e9}
-        return found if task.shape.compiled else found | {"MB": peak(run)}
-
-    error = verify(case)  # of all paths, forward and gradients
+    with compiled_in_parallel():
+        error = verify(case)  # of all paths, forward and gradients
     compare(
         runs,
         lambda task: {},
@@ -172,7 +155,7 @@ def measure(case: Case, table: Table, repeats: int) -> Iterator[str]:
         repeats=repeats,
         check=lambda task: error,
         calls=lambda task: CHAIN if task.shape.compiled else 1,
-        more=more,
+        more=lambda task, *given: {} if task.shape.compiled else {"MB": peak(given[-1])},
     )
     for d in explain(reset=True):
         if d.op == "attention" and d.reason != "asked for":
@@ -195,10 +178,6 @@ def curve(lengths: list[int], table: Table) -> None:
                     print(f"{case}, {name}: {error}")
                     continue
                 table.add(task=f"{case}, with gradients", path=name, MB=used)
-
-
-def cases() -> list[Case]:
-    return GPU if DEVICE in ("metal", "cuda") else CPU
 
 
 GPU = [
@@ -230,17 +209,13 @@ def main() -> None:
     args = arguments(__doc__, repeats=3).parse_args()
     if DEVICE == "reference":
         raise BackendError("no backend runs kernels on this machine")
-    numbers, picked = range(len(cases())), list[str]()
+    on_gpu, picked = DEVICE in ("metal", "cuda"), list[str]()
     with output(args, "attention_tiles"):
-        # Compiling takes longest: all at once.
-        workers = min(len(numbers), max(1, (os.cpu_count() or 1) // 2))
-        with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-            list(pool.map(prepare, numbers))
-        curve(CURVE if cases() is GPU else CURVE[:1], Table({"task": 58, "path": 8, "MB": 10}))
+        curve(CURVE if on_gpu else CURVE[:1], Table())
         mx.clear_cache()
         print()
-        table = Table(COLUMNS)
-        for case in cases():
+        table = Table()
+        for case in GPU if on_gpu else CPU:
             picked += measure(case, table, args.repeats)
     print("\nwhat auto picked:", *picked, sep="\n")
 

@@ -9,8 +9,8 @@
 The weights are random and need no download. Stock mlx-lm and the converted model, with and without
 fused launches, share them and run in mlx-lm's own loops: ``generate_step`` for one sequence,
 ``BatchGenerator`` for several. Verified first, by the kernels that are then timed: the logits are
-as accurate as those of dense float32 weights with every result rounded once. Stock comes last: on
-CUDA, MLX compiles its products of several rows for most of a minute, here beside all else.
+as accurate as those of dense float32 weights with every result rounded once. On CUDA, MLX compiles
+its products of several rows for most of a minute when stock first takes its turn.
 
 On an NVIDIA GPU with PyTorch installed its profiler then times the kernels of a step one by one.
 
@@ -29,22 +29,21 @@ import argparse
 import copy
 import itertools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from common import Sample, Table, arguments, output, positive
+from common import Table, arguments, output, positive
 from decoding_model import QWEN2_7B, TINY, build, decode, prefill
 from harness import emptied, in_turns
 from kernel_times import can_run, kernels
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
-from quantized_products import Case, compile_stock
 from verified_model import filled, verify
 
 from mlx_qlayers import convert_model, explain
 from mlx_qlayers.decode.quantized_caches import quantized
-from mlx_qlayers.formats import Format
 
 BATCHES = (1, 4, 8)
 # Tokens that a cache of mlx-lm's grows by.
@@ -53,76 +52,43 @@ PREFILLS = (512, 2048)
 
 
 def speeds(models: dict[str, nn.Module], args: argparse.Namespace) -> None:
-    """Tokens a second of every model at every batch size, and its prefill."""
-    vocabulary = models["stock"].args.vocab_size
-    # MLX takes as many as 64 rows at a time.
-    fmt, rows = Format(args.group_size, args.bits), (16, 64)
-    cases = [] if args.no_stock else [Case((512, 512), n, fmt=fmt) for n in rows]
-    compiled = compile_stock(cases)
-    table = Table({"layers": 20, "what": 16, "tokens/s": 14, "ms": 14, "x": 7})
+    """Tokens a second of every model at every batch size and of its prompts, or behind contexts."""
+    vocabulary, table = models["stock"].args.vocab_size, Table()
     ours = {name: model for name, model in models.items() if name != "stock"}
-    for group in (ours, {} if args.no_stock else {"stock": models["stock"]}):
-        if group is not ours:
-            for future in compiled.values():
-                future.result()
-        for batch in args.batches:
-            prompts = mx.random.randint(0, vocabulary, (batch, args.prompt_tokens + 3))
-            if group is ours:
-                verify(ours, prompts, 4)
 
-            given = prompts[:, :-3].tolist()
-            done = in_turns(group, args.repeats, lambda m, p=given: decode(m, p, args.tokens))
-            _add(table, f"decode, batch {batch}", done, batch * args.tokens, args.tokens)
-        for length in args.prefill:
-            tokens = mx.random.randint(0, vocabulary, (1, length + 1))
-            if group is ours:
-                verify(ours, tokens, 1)
-            done = in_turns(group, args.repeats, lambda m, t=tokens[0, :-1]: prefill(m, t))
-            _add(table, f"prefill {length}", done, length, 1)
+    def measure(what: str, tokens: int, steps: int, run: Callable[[nn.Module], float]) -> None:
+        """A row for each model, with how many times the speed of stock it is."""
+        done = in_turns(ours if args.no_stock else models, args.repeats, run)
+        for name, times in done.items():
+            row = {"tokens/s": times.per(tokens), "ms": times.scaled(1e3 / steps)}
+            x = {} if args.no_stock else {"x": done["stock"].median / times.median}
+            table.add(layers=name, what=what, **row, **x)
 
-
-def contexts(models: dict[str, nn.Module], args: argparse.Namespace) -> None:
-    """Tokens a second of every model behind contexts of such lengths."""
-    table = Table({"layers": 20, "what": 16, "tokens/s": 14, "ms": 14, "x": 7})
-    ours = {name: model for name, model in models.items() if name != "stock"}
-    for length in args.contexts:
-        tokens = mx.random.randint(0, models["stock"].args.vocab_size, (1, 4))
-        verify(ours, tokens, 3, length)
-        cache = [(c.keys, c.values) for c in filled(models["stock"], length)]
-
-        def run(
-            model: nn.Module,
-            cache: list[tuple[mx.array, mx.array]] = cache,
-            length: int = length,
-        ) -> float:
-            new = make_prompt_cache(model)
-            for each, (each.keys, each.values) in zip(new, cache, strict=True):
-                each.offset = length
-            tokens = mx.array([1])
-            steps = generate_step(tokens, model, max_tokens=GROWTH + 1, prompt_cache=new)
-            next(steps)
-            start = time.perf_counter()
-            for _ in steps:
-                pass
-            return time.perf_counter() - start
-
-        for group in (ours, {"stock": models["stock"]}):
-            repeats = args.repeats if group is ours else 1
-            done = in_turns(group, repeats, run)
-            _add(table, f"context {length}", done, GROWTH, GROWTH)
+    for batch in () if args.contexts else args.batches:
+        prompts = mx.random.randint(0, vocabulary, (batch, args.prompt_tokens + 3))
+        verify(ours, prompts, 4)
+        given, count = prompts[:, :-3].tolist(), batch * args.tokens
+        run = lambda m, p=given: decode(m, p, args.tokens)  # noqa: E731
+        measure(f"decode, batch {batch}", count, args.tokens, run)
+    for length in () if args.contexts else args.prefill:
+        tokens = mx.random.randint(0, vocabulary, (1, length + 1))
+        verify(ours, tokens, 1)
+        measure(f"prefill {length}", length, 1, lambda m, t=tokens[0, :-1]: prefill(m, t))
+    for length in args.contexts or ():
+        verify(ours, mx.random.randint(0, vocabulary, (1, 4)), 3, length)
+        run = lambda m, n=length: decode(m, [[1]], GROWTH, filled(m, n))  # noqa: E731
+        measure(f"context {length}", GROWTH, GROWTH, run)
 
 
 def quantized_caches(model: nn.Module, args: argparse.Namespace) -> None:
     """Times of a prompt and of a token behind it, by the bits of the cache."""
-    names = ("prompt ms", "peak MB", "cache MB", "tokens/s")
-    table = Table({"prompt": 6, "bits": 4, **dict.fromkeys(names, 14)})
+    names, table = ("prompt ms", "peak MB", "cache MB", "tokens/s"), Table()
     for length in args.prefill:
         prompt = mx.random.randint(0, model.args.vocab_size, (length,), key=mx.random.key(length))
         run = lambda bits, p=prompt: _behind_prompt(model, p, bits, args)  # noqa: E731
         kinds = {str(bits or 16): bits for bits in (None, *args.kv_bits)}
         for bits, figures in in_turns(kinds, args.repeats, run).items():
-            columns = [Sample.of(values) for values in zip(*figures, strict=True)]
-            table.add(prompt=length, bits=bits, **dict(zip(names, columns, strict=True)))
+            table.add(prompt=length, bits=bits, **dict(zip(names, figures, strict=True)))
 
 
 def _behind_prompt(
@@ -145,17 +111,15 @@ def _behind_prompt(
 
 def batched_caches(model: nn.Module, args: argparse.Namespace) -> None:
     """Times of a step of several sequences, and memory beside the weights, by the caches' bits."""
-    names = ("ms", "tokens/s", "cache MB", "peak MB", "error")
-    table = Table({"batch": 6, "context": 8, "bits": 5, **dict.fromkeys(names, 14)})
+    table = Table()
     for batch, length in itertools.product(args.batches, args.contexts):
         right: list[mx.array] = []
         run = lambda bits: _step_of_batch(model, (batch, length), bits, args, right)  # noqa: B023,E731
         kinds = {str(bits or 16): bits for bits in (None, *args.kv_bits)}
-        for bits, figures in in_turns(kinds, args.repeats, run).items():
-            times, *others = zip(*figures, strict=True)
-            row = dict(zip(names[2:], map(max, others), strict=True))
-            ms = Sample.of(times)
-            row |= {"ms": ms, "tokens/s": ms.per(batch * 1e3)}
+        for bits, (ms, *others) in in_turns(kinds, args.repeats, run).items():
+            row = {"ms": ms, "tokens/s": ms.per(batch * 1e3)}
+            for name, found in zip(("cache MB", "peak MB", "error"), others, strict=True):
+                row[name] = found.median
             table.add(batch=batch, context=length, bits=bits, **row)
 
 
@@ -196,19 +160,6 @@ def _step_of_batch(
     return taken, held / 1e6, (mx.get_peak_memory() - before) / 1e6, error
 
 
-def _add(table: Table, what: str, done: dict[str, list[float]], tokens: int, steps: int) -> None:
-    """Add rows; those of stock, which come last, show how many times as long it takes."""
-    for name, seconds in done.items():
-        times = Sample.of(seconds)
-        figures = {"tokens/s": times.per(tokens), "ms": times.scaled(1e3 / steps)}
-        row = {"layers": name, "what": what, **figures}
-        others = [other for other in table.rows if other["what"] == what]
-        for other in others if name == "stock" else ():
-            other["x"] = row["ms"].median / other["ms"].median
-            print(f"{other['layers']}, {what}: {other['x']:.2f} times the speed of stock")
-        table.add(**row)
-
-
 def main() -> None:
     parser = arguments(__doc__, repeats=3)
     parser.add_argument("--tiny", action="store_true", help="a model that any machine can run")
@@ -217,13 +168,12 @@ def main() -> None:
     parser.add_argument("--batches", type=positive, nargs="*", default=BATCHES)
     parser.add_argument("--contexts", type=positive, nargs="*", help="decode behind so many keys")
     parser.add_argument("--kv-bits", type=positive, nargs="*", help="of quantized caches")
-    parser.add_argument("--group-size", type=positive, default=64)
-    parser.add_argument("--bits", type=positive, default=4)
     parser.add_argument("--prompt-tokens", type=positive, default=256)
     parser.add_argument("--tokens", type=positive, default=64, help="tokens a sequence")
     parser.add_argument("--prefill", type=positive, nargs="*", default=PREFILLS)
     args = parser.parse_args()
 
+    args.group_size = 32 if args.tiny else 64  # as many numbers as a head has
     both = args.contexts and args.kv_bits
     modes = {"batched_caches": both, "contexts": args.contexts, "caches": args.kv_bits}
     modes |= {"batches": args.no_stock}
@@ -235,7 +185,7 @@ def main() -> None:
 def measure(args: argparse.Namespace) -> None:
     """Build the models and measure what was asked for."""
     start = time.perf_counter()
-    stock = build(TINY if args.tiny else QWEN2_7B, args.group_size, args.bits)
+    stock = build(TINY if args.tiny else QWEN2_7B, args.group_size, 4)
     models = {"stock": stock}
     kinds = {"converted, not fused": False, "converted": True}
     if args.fused_only or args.contexts or args.kv_bits:
@@ -250,11 +200,9 @@ def measure(args: argparse.Namespace) -> None:
         batched_caches(models["converted"], args)
     elif args.kv_bits:
         quantized_caches(models["converted"], args)
-    elif args.contexts:
-        contexts(models, args)
     else:
         speeds(models, args)
-        if can_run():
+        if not args.contexts and can_run():
             kernels(models["converted"], args)
     print(f"{time.perf_counter() - start:.0f} s\n", flush=True)
 

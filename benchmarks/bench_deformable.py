@@ -14,14 +14,12 @@ from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
-from common import Table, arguments, output
+from common import arguments, output
 from harness import GPU as ON_GPU
 from harness import Run, Task, case, either, on, paths, tasks
 
 from mlx_qlayers.ops.deformable_attention import deformable_attention
 
-COLUMNS = {"task": 44, "path": 10, "ms": 14, "ratio": 8}
 SHAPES = ((80, 80), (40, 40), (20, 20))
 HEADS, WIDTH, POINTS = 8, 32, 4
 
@@ -89,26 +87,6 @@ def operators(values: mx.array, locations: mx.array, weights: mx.array) -> mx.ar
     return total.reshape(batch, queries, -1).astype(values.dtype)
 
 
-def torch_run(task: Task) -> Run:
-    """The function of transformers on the same arrays."""
-    import torch
-
-    inputs = task.shape.inputs()
-    device = "cuda" if ON_GPU else "cpu"
-    half = {mx.float16: torch.float16}.get(inputs[0].dtype, torch.float32)
-    arrays = (np.array(a.astype(mx.float32)) for a in inputs)
-    *primals, cotangent = (
-        torch.tensor(a, device=device).to(half).requires_grad_(task.gradients) for a in arrays
-    )
-
-    def run() -> None:
-        out = torch_forward(*primals)
-        if task.gradients:
-            torch.autograd.grad(out, primals, cotangent)
-
-    return run
-
-
 def torch_forward(values: Any, locations: Any, weights: Any) -> Any:
     """``MultiScaleDeformableAttention.forward`` without its unused arguments."""
     import torch
@@ -130,8 +108,13 @@ def main() -> None:
     args = arguments(__doc__, repeats=5).parse_args()
 
     def stock(task: Task) -> dict[str, Run]:
-        found = {"operators": either(task, operators, task.shape.inputs())}
-        return found | ({"torch": torch_run(task)} if importlib.util.find_spec("torch") else {})
+        inputs = task.shape.inputs()
+        found = {"operators": either(task, operators, inputs)}
+        if importlib.util.find_spec("torch"):
+            from torch_runs import as_torch, torch_run
+
+            found["torch"] = torch_run(task, torch_forward, [as_torch(a) for a in inputs])
+        return found
 
     def ours(task: Task) -> dict[str, Run]:
         run = either(
@@ -146,7 +129,6 @@ def main() -> None:
             stock,
             ours,
             tasks(GPU if ON_GPU else CPU),
-            table=Table(COLUMNS),
             repeats=args.repeats,
             tolerance=lambda task: 1e-4 if task.shape.dtype == mx.float32 else 3e-2,
             wrong=1e-4,  # the gradient at a pixel's centre is either side's, by its last bit

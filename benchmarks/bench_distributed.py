@@ -26,7 +26,6 @@ from common import Sample, Table, arguments, output, positive
 from decoding_model import TINY, decode, prefill, quantized
 from harness import seconds
 from mlx_lm.models import llama
-from quantized_products import Case, compile_stock
 
 from mlx_qlayers import convert_model
 from mlx_qlayers.conversion.plan import copied
@@ -109,10 +108,6 @@ def measure(args: argparse.Namespace, group: mx.distributed.Group) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         args.csv = None
     shape = TINY if args.tiny else LLAMA_70B
-    # Stock layers compile for half a minute on CUDA; the first are what is verified.
-    sizes = (_VERIFIED, 16, 64) if "stock" in args.layers else (_VERIFIED,)
-    cases = [Case((512, 512), n) for n in sizes] if rank == 0 else []
-    futures = compile_stock(cases)
     whole = build(shape)
     share = copied(whole)
     shard_model(share, group)
@@ -123,8 +118,6 @@ def measure(args: argparse.Namespace, group: mx.distributed.Group) -> None:
     for (_, count), model in list(models.items()):
         models["converted", count] = converted(model)
         print(f"{time.perf_counter() - start:.0f} s: {count} ranks are ready", flush=True)
-    if rank == 0:
-        futures[cases[0]].result()
     verify(models, rank, ranks)
     mx.random.seed(1)
     works: list[tuple[str, int, Callable[[nn.Module], float]]] = []
@@ -135,13 +128,10 @@ def measure(args: argparse.Namespace, group: mx.distributed.Group) -> None:
     if args.prompt_tokens:
         tokens = mx.random.randint(0, shape["vocab_size"], (args.prompt_tokens,))
         works.insert(1, (f"prompt of {len(tokens)}", len(tokens), lambda m: prefill(m, tokens)))
-    table = Table({"what": 20, "layers": 10, "ranks": 5, "tokens/s": 14, "ms": 12, "x": 6})
+    table = Table()
     with output(args, "distributed"):
         sums(group, shape["hidden_size"], table)
         for name in args.layers:
-            if name == "stock":
-                for future in futures.values():
-                    future.result()
             for what, count, run in works:
                 one = 0.0
                 for size in (1, ranks):

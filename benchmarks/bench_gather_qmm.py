@@ -25,7 +25,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from common import Table, arguments, output
+from common import arguments, output
 from harness import GPU, Run, case, chain, held, on, paths
 
 from mlx_qlayers import backend
@@ -71,6 +71,12 @@ class Case(NamedTuple):
         x = mx.random.normal(shape, key=mx.random.key(1)).astype(getattr(mx, self.kind))
         mx.eval(x)
         return x, indices
+
+    def row(self) -> dict[str, Any]:
+        """The columns that name it."""
+        which = "forward" if self.transpose else "gradient"
+        found = {"model": self.model, "product": which, "tokens": self.tokens}
+        return found | {"mode": self.fmt.mode, "bits": self.fmt.bits, "dtype": self.kind}
 
     def packed(self) -> Packed:
         """The experts."""
@@ -181,15 +187,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.first is not None:
         return print(json.dumps(first(all_formats()[args.first])))
-    names = ["stock", *(n if n == "reference" else "kernel" for n in paths())]
     small = [Case(model, tokens) for model in list(MODELS)[:2] for tokens in TOKENS]
     shapes = all_formats() if args.formats else small
     firsts = first_calls(shapes) if args.formats else {}
     lacking = {shape for shape, found in firsts.items() if "first stock" not in found}
-    columns = {"model": 18, "product": 10, "tokens": 6, "mode": 6, "bits": 4, "dtype": 8}
-    columns |= dict.fromkeys(names, 12) | {"ratio": 8, "error": 8}
-    columns |= {"first stock": 11, "first kernel": 12} if args.formats else {}
-
     with output(args, "gather_qmm_formats" if args.formats else "gather_qmm"):
         print(f"milliseconds; kernel on backend {backend()}")
         case(
@@ -199,17 +200,9 @@ def main() -> None:
                 for path in paths()
             },
             shapes,
-            table=Table(columns),
             repeats=args.repeats,
             check=Case.error,
-            row=lambda shape: {
-                "model": shape.model,
-                "product": "forward" if shape.transpose else "gradient",
-                "tokens": shape.tokens,
-                "mode": shape.fmt.mode,
-                "bits": shape.fmt.bits,
-                "dtype": shape.kind,
-            },
+            row=Case.row,
             calls=lambda shape: SETS,
             more=lambda shape, _: firsts.get(shape, {}),
         )

@@ -18,7 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from common import Sample, Table, arguments, output, positive
+from common import Table, arguments, output, positive
 from harness import in_turns
 from mlx_lm.generate import generate_step
 
@@ -29,16 +29,6 @@ from mlx_qlayers.runtime.backend import BACKENDS, BackendError, unavailable
 
 
 @dataclass(frozen=True)
-class Run:
-    """One generation: its tokens, the seconds to the first and from there on, and the peak."""
-
-    tokens: list[int]
-    prefill: float
-    decode: float
-    peak_bytes: int
-
-
-@dataclass(frozen=True)
 class Contender:
     """A model, and the backend that it is to run on."""
 
@@ -46,8 +36,10 @@ class Contender:
     model: nn.Module
     backend: str = "auto"
 
-    def generate(self, prompt: mx.array, tokens: int) -> Run:
-        """Choose ``tokens`` tokens greedily."""
+    def generate(
+        self, prompt: mx.array, tokens: int
+    ) -> tuple[list[int], tuple[float, float, float]]:
+        """Tokens, chosen greedily; seconds to the first and from there on, and the peak in MB."""
         mx.reset_peak_memory()
         with use_backend(self.backend):
             start = time.perf_counter()
@@ -56,7 +48,7 @@ class Contender:
             first = time.perf_counter()
             chosen += [int(token) for token, _ in steps]
             end = time.perf_counter()
-        return Run(chosen, first - start, end - first, mx.get_peak_memory())
+        return chosen, (first - start, end - first, mx.get_peak_memory() / 1e6)
 
 
 def contenders(model: str, dtype: str) -> list[Contender]:
@@ -76,11 +68,11 @@ def verify(found: list[Contender], prompt: mx.array, tokens: int) -> set[str]:
     Raises:
         SystemExit: one of them chooses another.
     """
-    wanted = found[0].generate(prompt, tokens).tokens
+    wanted, _ = found[0].generate(prompt, tokens)
     able = {found[0].name}
     for contender in found[1:]:
         try:
-            chosen = contender.generate(prompt, tokens).tokens
+            chosen, _ = contender.generate(prompt, tokens)
         except BackendError as error:
             print(f"{contender.name} is left out: {error}")
             continue
@@ -95,26 +87,17 @@ def verify(found: list[Contender], prompt: mx.array, tokens: int) -> set[str]:
 def measure(found: list[Contender], prompt: mx.array, args: argparse.Namespace) -> None:
     """Let the contenders generate in turn, and print a row for each."""
     by_name = {contender.name: contender for contender in found}
-    runs = in_turns(by_name, args.repeats, lambda each: each.generate(prompt, args.tokens + 1))
-    table = Table(
-        {
-            "layers": 18,
-            "prefill tok/s": 14,
-            "prefill x": 9,
-            "decode tok/s": 14,
-            "decode x": 9,
-            "peak": 9,
-        }
-    )
-    base: tuple[float, float] | None = None
+    runs = in_turns(by_name, args.repeats, lambda each: each.generate(prompt, args.tokens + 1)[1])
+    table, counts = Table(), (args.prompt_tokens, args.tokens)
+    stock = next(iter(runs.values()))
     for name, done in runs.items():
-        prefill = Sample.of(run.prefill for run in done).per(args.prompt_tokens)
-        decode = Sample.of(run.decode for run in done).per(args.tokens)
-        base = base or (prefill.median, decode.median)
-        row: dict[str, Any] = {"layers": name, "prefill tok/s": prefill, "decode tok/s": decode}
-        row |= {"prefill x": prefill.median / base[0], "decode x": decode.median / base[1]}
-        row |= {"peak": f"{max(run.peak_bytes for run in done) / 1e6:,.0f} MB"}
-        table.add(**row, model=Path(args.model).name, dtype=args.dtype, tokens=args.tokens)
+        row: dict[str, Any] = {"layers": name}
+        for what, taken, base, tokens in zip(
+            ("prefill", "decode"), done, stock, counts, strict=False
+        ):
+            row |= {f"{what} tok/s": taken.per(tokens), f"{what} x": base.median / taken.median}
+        row |= {"peak MB": done[2], "model": Path(args.model).name, "dtype": args.dtype}
+        table.add(**row, tokens=args.tokens)
 
 
 def main() -> None:
@@ -124,18 +107,15 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=positive, default=256)
     parser.add_argument("--tokens", type=positive, default=64, help="tokens to decode")
     parser.add_argument("--verify-tokens", type=positive, default=32)
-    parser.add_argument("--seed", type=int, default=0, help="of the random prompt")
     args = parser.parse_args()
     args.model = args.model or shipped_model()
 
     with output(args, "generate"):
         exact = contenders(args.model, "float32")
-        mx.random.seed(args.seed)
+        mx.random.seed(0)
         prompt = mx.random.randint(0, exact[0].model.args.vocab_size, (args.prompt_tokens,))
         able = verify(exact, prompt, args.verify_tokens)
         del exact
-        counts = f"{args.prompt_tokens} tokens in, {args.tokens} out"
-        print(f"{Path(args.model).name}, {args.dtype}: {counts}")
         explain(reset=True)
         found = [c for c in contenders(args.model, args.dtype) if c.name in able]
         measure(found, prompt, args)

@@ -101,12 +101,8 @@ def stock_layer_seconds() -> float:
     unit = seconds(factorise) / SMALL**3
     total = 0.0
     keys = HIDDEN // QWEN2_7B["num_attention_heads"] * QWEN2_7B["num_key_value_heads"]
-    for n, k, count in (
-        (HIDDEN, HIDDEN, 2),
-        (keys, HIDDEN, 2),
-        (WIDE, HIDDEN, 2),
-        (HIDDEN, WIDE, 1),
-    ):
+    sizes = ((HIDDEN, HIDDEN), (keys, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE))
+    for (n, k), count in zip(sizes, (2, 2, 2, 1), strict=True):
         w = mx.zeros((n, k), mx.bfloat16)
         total += count * (unit * k**3 + k * column(w, mx.eye(64)))
     return total
@@ -115,7 +111,7 @@ def stock_layer_seconds() -> float:
 def whole_model(samples: int, length: int) -> None:
     """A row of a 7B model."""
     columns = ("1 layer s", "2 layers s", "28 layers s", "mlx-lm s")
-    table = Table({"sequences": 12, **dict.fromkeys(columns, 12)})
+    table = Table()
     model_seconds(1, 4, length)  # compiles
     one, two = (model_seconds(layers, samples, length) for layers in (1, 2))
     found = (one, two, one + (LAYERS - 1) * (two - one), LAYERS * stock_layer_seconds())
@@ -124,8 +120,7 @@ def whole_model(samples: int, length: int) -> None:
 
 def matrices() -> None:
     """A row of each matrix."""
-    columns = {"N x K": 14, "hessian s": 10, "inverse s": 10, "gptq s": 10}
-    table = Table(columns | {"mlx-lm loop s": 14, "of rounding": 12})
+    table = Table()
     for n, k in GPU if ON_GPU else CPU:
         w, x = inputs(n, k)
         gptq(w[:, :256], hessian(x[:, :256]), FMT)  # compiles
@@ -147,11 +142,9 @@ def matrices() -> None:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--model", action="store_true", help="a 7B model, extrapolated")
-    parser.add_argument("--samples", type=int, default=128, help="sequences of it")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of each")
     args = parser.parse_args()
     with output(args, "gptq_model" if args.model else "gptq"):
-        whole_model(args.samples, args.length) if args.model else matrices()
+        whole_model(128, 2048) if args.model else matrices()
 
 
 if __name__ == "__main__":

@@ -1,27 +1,20 @@
 """Grid sampling by kernel and by reference, beside plain MLX operators as in MLX's documentation.
 
 Run ``python benchmarks/bench_grid_sample.py``. Every result is first compared with the operators'
-own, which are right for even sizes only. ``GB/s`` counts the bytes that must move once: touched
-pixels, grid, output and gradients; ``of copy`` compares that with a copy in the same run. ``MB`` is
-the peak above inputs and results.
+own, which are right for even sizes only. ``MB`` is the peak above inputs and results.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
-from typing import Any
+from functools import lru_cache, partial
 
 import mlx.core as mx
-from common import Table, arguments, output
+from common import arguments, output
 from harness import GPU as ON_GPU
-from harness import Run, Task, case, either, measure, on, paths, peak, tasks
+from harness import Run, Task, case, either, on, paths, peak, tasks
 
 from mlx_qlayers.ops.grid_sample import affine_grid, grid_sample
-from mlx_qlayers.options import Sampling
-from mlx_qlayers.reference.grid_sample import taps
-
-COLUMNS = {"task": 58, "path": 10, "ms": 14, "ratio": 7, "GB/s": 7, "of copy": 8, "MB": 7}
 
 
 def operators(x: mx.array, grid: mx.array, mode: str) -> mx.array:
@@ -88,24 +81,6 @@ class Case:
         mx.eval(x, grid, cotangent)
         return x, grid, cotangent
 
-    @cache  # noqa: B019
-    def bytes_moved(self) -> tuple[int, int]:
-        """The bytes that forward alone, and forward with both gradients, cannot do without."""
-        x, grid, cotangent = self.inputs()
-        batch, height, width, channels = x.shape
-        touched = mx.zeros(batch * height * width, mx.uint8)
-        for image in range(batch):
-            points = grid[image : image + 1]
-            index, weight, inside = taps(points, (height, width), Sampling(self.mode))
-            read = inside & (weight != 0)
-            index = mx.where(read, index, index[:, :1]) + image * height * width
-            touched[index.flatten()] = 1
-        pixels = int(touched.sum(stream=mx.cpu).item()) * channels * x.itemsize
-        forward = pixels + grid.nbytes + cotangent.nbytes
-        d_x = grid.nbytes + cotangent.nbytes + x.nbytes
-        d_grid = pixels + 2 * grid.nbytes + cotangent.nbytes
-        return forward, forward + d_x + d_grid
-
 
 GPU = [
     Case((8, 1024, 1024, 64), (256, 256)),
@@ -117,12 +92,6 @@ CPU = [
     Case((1, 512, 512, 64), (512, 512)),
     Case((1, 512, 512, 3), (512, 512), mx.float16, "bicubic", "rotation"),
 ]
-
-
-def copy_bandwidth(gpu: bool) -> float:
-    """Bytes a second, reads and writes, of an operator that copies."""
-    source = mx.random.normal((1 << (28 if gpu else 24),))
-    return 2 * source.nbytes / measure({"copy": lambda: mx.abs(source)})["copy"].median
 
 
 def main() -> None:
@@ -137,22 +106,14 @@ def main() -> None:
         run = either(task, partial(grid_sample, mode=task.shape.mode), task.shape.inputs())
         return {path: on(path, run) for path in paths()}
 
-    def more(task: Task, times: Any, path: str, run: Run) -> dict[str, Any]:
-        rate = task.shape.bytes_moved()[task.gradients] / times[path].median * 1e3
-        used = {"GB/s": rate / 1e9, "of copy": f"{rate / copy:.0%}"}
-        return used | {"MB": peak(run, results=False)}
-
     with output(args, "grid_sample"):
-        copy = copy_bandwidth(ON_GPU)
-        print(f"copy {copy / 1e9:.0f} GB/s\n")
         case(
             stock,
             ours,
             tasks(GPU if ON_GPU else CPU),
-            table=Table(COLUMNS),
             repeats=args.repeats,
             tolerance=lambda task: 1e-4 if task.shape.dtype == mx.float32 else 2e-2,
-            more=more,
+            more=lambda *given: {"MB": peak(given[-1], results=False)},
         )
 
 

@@ -6,14 +6,15 @@ verified first, beside the product of 4 bits and a dense one; then prompts of a 
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import mlx.core as mx
-from common import Sample, Table, arguments, output
+from common import Table, arguments, output
 from decoding_model import QWEN2_7B, build, prefill
-from harness import Run, case, held
+from harness import Run, case, held, in_turns
 
-from mlx_qlayers import convert_model, quantized_matmul, revert_model
+from mlx_qlayers import convert_model, quantized_matmul
 from mlx_qlayers.commands.example import Example
 from mlx_qlayers.ops.int8_matmul import int8_matmul
 
@@ -57,40 +58,34 @@ def ours(shape: Shape) -> dict[str, Run]:
     return {"int8 ms": partial(int8_matmul, x, w, scales)}
 
 
-def prompts(table: Table) -> None:
+def prompts(repeats: int) -> None:
     """Time prompts, without and with 8-bit integers."""
-    model = build(QWEN2_7B, 64, 4)
-    tokens = mx.random.randint(0, 1000, (max(PROMPTS),))
-    found: dict[int, dict[str, Sample]] = {length: {} for length in PROMPTS}
-    for activations in (None, "int8"):
-        convert_model(model, verify=False, calibrate=False, activations=activations)
-        for length, times in found.items():
-            prefill(model, tokens[:length])
-            taken = Sample.of(prefill(model, tokens[:length]) for _ in range(7))
-            times[f"{activations or '4 bits'} ms"] = taken.scaled(1e3)
-        revert_model(model)
-    for length, times in found.items():
-        table.add(task=f"prompt of {length}", **times)
+    models = {"4 bits": build(QWEN2_7B, 64, 4)}
+    models["int8"] = copy.deepcopy(models["4 bits"])  # the arrays are shared
+    convert_model(models["4 bits"], verify=False, calibrate=False)
+    convert_model(models["int8"], verify=False, calibrate=False, activations="int8")
+    table, tokens = Table(), mx.random.randint(0, 1000, (max(PROMPTS),))
+    for length in PROMPTS:
+        times = in_turns(models, repeats, lambda m, n=length: prefill(m, tokens[:n]))
+        row = {f"{name} ms": taken.scaled(1e3) for name, taken in times.items()}
+        table.add(task=f"prompt of {length}", **row)
 
 
 def main() -> None:
     parser = arguments(__doc__, repeats=7)
     parser.add_argument("--no-model", action="store_true", help="products only")
     args = parser.parse_args()
-    names = dict.fromkeys(("int8 ms", "4 bits ms", "dense ms"), 14)
-    table = Table({"task": 28} | names | {"ratio": 6, "error": 8})
     with output(args, "int8"):
         case(
             others,
             ours,
             SHAPES,
-            table=table,
             repeats=args.repeats,
             check=error,
             row=lambda shape: {"task": f"{shape[0]} x {shape[1]}, {ROWS} rows"},
         )
         if not args.no_model:
-            prompts(table)
+            prompts(args.repeats)
 
 
 if __name__ == "__main__":

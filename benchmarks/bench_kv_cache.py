@@ -12,6 +12,7 @@ token by token; KL is in nats a token; bytes are those of a token in the caches 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -67,34 +68,21 @@ def main() -> None:
     convert_model(model, config=quantization, verify=False, calibrate=False)
     tokens = windows(tokenizer.encode(shipped_text("test")), args.samples, args.length)
     run: Any = model
-    table = Table(
-        {"cache": 28, "bytes": 7, "share": 7, "perplexity": 11, "rise %": 8, "+-": 7, "KL": 9}
-    )
+    table = Table()
     with output(args, "kv_cache"):
-        own = mlx_lm_caches(run)
-        run(tokens[:1, :8], cache=own)
-        whole = bytes_of_a_token(own, tokens[:1].shape)
-        contenders: dict[str, Any] = {"not quantized": lambda x: run(x, cache=mlx_lm_caches(run))}
-        sizes = {"not quantized": whole}
+        makers: dict[str, Any] = {"not quantized": partial(mlx_lm_caches, run)}
         for name, each in formats(run, tokenizer, args).items():
-            caches = make_prompt_cache(run, formats=each)
-            run(tokens[:1, :8], cache=caches)
-            sizes[name] = bytes_of_a_token(caches, tokens[:1].shape)
-            contenders[name] = lambda x, each=each: run(
-                x, cache=make_prompt_cache(run, formats=each)
-            )
-        reference = contenders["not quantized"]
-        for name, p in zip(
-            contenders, perplexities([*contenders.values()], tokens, reference), strict=True
-        ):
+            makers[name] = partial(make_prompt_cache, run, formats=each)
+        sizes, ways = [], []
+        for make in makers.values():
+            run(tokens[:1, :8], cache=(caches := make()))
+            sizes.append(bytes_of_a_token(caches, tokens[:1].shape))
+            ways.append(lambda x, make=make: run(x, cache=make()))
+        for name, size, p in zip(makers, sizes, perplexities(ways, tokens, ways[0]), strict=True):
             assert p.rise is not None and p.rise_error is not None
-            rise = {
-                "rise %": 100 * math.expm1(p.rise),
-                "+-": 100 * p.rise_error,
-                "KL": p.divergence,
-            }
-            sized = {"bytes": round(sizes[name]), "share": sizes[name] / whole}
-            table.add(cache=name, **sized, perplexity=p.value, **rise)
+            row = {"cache": name, "bytes": round(size), "share": size / sizes[0]}
+            row |= {"perplexity": p.value, "rise %": 100 * math.expm1(p.rise)}
+            table.add(**row, **{"+-": 100 * p.rise_error, "KL": p.divergence})
 
 
 if __name__ == "__main__":

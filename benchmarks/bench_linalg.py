@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from common import Table, arguments, output
+from common import arguments, output
 from harness import GPU as ON_GPU
 from harness import Run, case
 
@@ -22,6 +22,7 @@ from mlx_qlayers import linalg
 
 try:
     import torch
+    from torch_runs import as_torch
 except ImportError:
     torch = None
 
@@ -92,7 +93,7 @@ class Case(NamedTuple):
             on_host = mx.array(np.array(a))
             found["stock ms"] = lambda: kind.stock(on_host)
         if torch is not None:
-            given = torch.tensor(np.array(a), device="cuda" if ON_GPU else "cpu")
+            given = as_torch(a)
             found["torch ms"] = lambda: kind.torch(given)
         return found
 
@@ -120,21 +121,14 @@ def main() -> None:
         a = shape.matrices()
         return {"ms": lambda: KINDS[shape.kind].ours(a)}
 
-    def more(shape: Case, times: Any) -> dict[str, float]:
-        others = [name for name in times if name != "ms"]
-        return {f"x {n.split()[0]}": times[n].median / times["ms"].median for n in others}
-
-    columns = {"task": 18, "batch x n": 12, "ms": 14, "stock ms": 14, "torch ms": 10}
     with output(args, "linalg"):
         case(
             lambda shape: shape.contenders(not args.without_stock),
             ours,
             cases,
-            table=Table(columns | {"x stock": 8, "x torch": 8, "error": 8}),
             repeats=args.repeats,
             check=Case.error,
             row=lambda shape: {"task": shape.kind, "batch x n": f"{shape.batch} x {shape.n}"},
-            more=more,
         )
 
 

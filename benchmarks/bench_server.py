@@ -2,7 +2,6 @@
 
     python benchmarks/bench_server.py
     python benchmarks/bench_server.py --tiny
-    python benchmarks/bench_server.py --no-stock
 
 mlx-lm's ``BatchGenerator`` takes 48 requests, each a few tokens after the one before, so that the
 batch grows to about 19 sequences and shrinks again. The trace is the same for stock mlx-lm and the
@@ -99,7 +98,6 @@ def serve(shape: dict[str, int], stock: bool, names: list[str]) -> None:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--tiny", action="store_true", help="a model that any machine can run")
-    parser.add_argument("--no-stock", action="store_true", help="the converted model alone")
     parser.add_argument("--limit", type=positive, default=170, help="seconds of a process")
     parser.add_argument("--serve", choices=("stock", "converted"), help=argparse.SUPPRESS)
     parser.add_argument("--names", nargs="*", default=(), help=argparse.SUPPRESS)
@@ -107,19 +105,13 @@ def main() -> None:
     if args.serve:
         serve(dict(TINY if args.tiny else QWEN2_7B), args.serve == "stock", args.names)
         return
+    table, command = Table(), [sys.executable, __file__, *["--tiny"] * args.tiny, "--serve"]
     with output(args, "server"):
-        measure_all(args)
-
-
-def measure_all(args: argparse.Namespace) -> None:
-    """Every process in turn; results are printed as they come."""
-    table = Table({"process": 20, "what": 36, "found": 10, "unit": 9})
-    command = [sys.executable, __file__, *["--tiny"] * args.tiny, "--serve"]
-    for who in ("converted",) if args.no_stock else ("converted", "stock"):
-        with TemporaryDirectory() as folder:
-            caches = empty_caches(folder)
-            for runs in (["fresh"], ["second", "warm"]):
-                run([*command, who, "--names", *runs], caches, args.limit, table, who)
+        for who in ("converted", "stock"):
+            with TemporaryDirectory() as folder:
+                caches = empty_caches(folder)
+                for names in (["fresh"], ["second", "warm"]):
+                    run([*command, who, "--names", *names], caches, args.limit, table, who)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,12 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from common import Sample, Table, arguments, output, positive
+from common import Table, arguments, output, positive
 from decoding_model import QWEN2_7B, TINY, build, decode
 from harness import in_turns
 from mlx_lm.generate import generate_step
@@ -38,7 +39,7 @@ from mlx_qlayers.speculation.depth import LENGTHS, Depths
 from mlx_qlayers.speculation.drawing import Drawer, Drawn
 from mlx_qlayers.speculation.loop import Speculation, batch_caches, speculative_generate_step
 from mlx_qlayers.speculation.rollback import Checkpoint
-from mlx_qlayers.speculation.rounds import Rounds, SpeculationReport
+from mlx_qlayers.speculation.rounds import Rounds
 from mlx_qlayers.speculation.sequence import Text
 from mlx_qlayers.speculation.sources import Draw
 
@@ -96,12 +97,8 @@ class Synthetic(Drawer):
         return drawn._replace(tokens=mx.concatenate([tokens, last], axis=-1))
 
 
-class Taken(NamedTuple):
-    """Seconds of a token of each sequence, of a step, and what guesses were worth."""
-
-    seconds: float
-    step: float
-    report: SpeculationReport
+# Seconds of a token of each sequence, of a step, and accepted guesses of a round and sequence.
+Taken = tuple[float, float, float]
 
 
 def rounds(
@@ -135,15 +132,14 @@ def rounds(
         flight = ahead or run.next()
     seconds = tic - start
     mx.eval(flight.found)
-    return Taken(seconds * len(prompts) / tokens, seconds / (steps - 1), run.report)
+    accepted = run.report.accepted / max(sum(run.report.lengths), 1)
+    return seconds * len(prompts) / tokens, seconds / (steps - 1), accepted
 
 
 def synthetic(args: argparse.Namespace) -> None:
     model = build(TINY if args.tiny else QWEN2_7B, 64, 4)
     convert_model(model, verify=False)
-    table = Table(
-        {"batch": 5, "way": 8, "tokens/s": 16, "x": 6, "ms a step": 14, "cost": 6, "accepted": 9}
-    )
+    table = Table()
     for size in args.batches:
         shape, key = (size, args.prompt_tokens), mx.random.key(1)
         prompts = cast(list[list[int]], mx.random.randint(0, 90, shape, key=key).tolist())
@@ -152,44 +148,31 @@ def synthetic(args: argparse.Namespace) -> None:
         def run(depth: int | None, prompts: list[list[int]] = prompts) -> Taken:
             if depth == -1:
                 seconds = decode(model, prompts, args.tokens) / args.tokens
-                return Taken(seconds, seconds, SpeculationReport())
+                return seconds, seconds, 0.0
             return rounds(model, prompts, depth, args)
 
         done = in_turns(ways, args.repeats, run)
-        base = Sample.of([each.seconds for each in done["plain"]])
-        for way, runs in done.items():
-            taken, step = (Sample.of([each[i] for each in runs]) for i in (0, 1))
-            report = runs[-1].report
-            accepted = round(report.accepted / max(sum(report.lengths), 1), 2)
+        base = done["plain"][0]
+        for way, (taken, step, accepted) in done.items():
             row = {"tokens/s": taken.per(size), "x": base.median / taken.median}
-            cost = step.median / base.median
-            table.add(
-                batch=size, way=way, **row, cost=cost, accepted=accepted,
-                **{"ms a step": step.scaled(1e3)},
-            )  # fmt: skip
+            row |= {"ms a step": step.scaled(1e3), "cost": step.median / base.median}
+            table.add(batch=size, way=way, **row, accepted=round(accepted.median, 2))
 
 
 def looked_up(args: argparse.Namespace) -> None:
     model, tokenizer = load(args.model)
     if args.dtype:
         model.set_dtype(getattr(mx, args.dtype))
-    columns = {"text": 10, "way": 10, "tokens/s": 16, "x": 6, "accepted": 9}
-    table = Table({**columns, "ms a step": 14, "cost": 6})
+    table = Table()
     for name, (tokens, temp) in _prompts(tokenizer).items():
-        prompt, sampler = mx.array(tokens, mx.uint32), make_sampler(temp=temp)
-
-        def run(by_guesses: bool, prompt: mx.array = prompt, sampler: Any = sampler) -> Looked:
-            return _written(model, prompt, args.tokens, by_guesses, sampler)
-
-        done = in_turns({"plain": False, "look-up": True}, args.repeats, run)
-        if len({tuple(each.tokens) for runs in done.values() for each in runs}) > 1:
+        texts: set[tuple[int, ...]] = set()
+        write = partial(_written, model, mx.array(tokens, mx.uint32), args.tokens, temp, texts)
+        done = in_turns({"plain": False, "look-up": True}, args.repeats, write)
+        if len(texts) > 1:
             print(f"{name}: the texts differ, as they may where numbers are rounded")
-        base = Sample.of([each.seconds for each in done["plain"]])
-        for way, runs in done.items():
-            taken, report = Sample.of([each.seconds for each in runs]), runs[-1].report
-            accepted = round(report.accepted / max(report.rounds, 1), 2)
-            row = {"tokens/s": taken.per(1), "x": base.median / taken.median}
-            table.add(text=name, way=way, **row, accepted=accepted)
+        for way, (taken, accepted) in done.items():
+            row = {"tokens/s": taken.per(1), "x": done["plain"][0].median / taken.median}
+            table.add(text=name, way=way, **row, accepted=round(accepted.median, 2))
     caches = make_prompt_cache(model)
     mx.eval(model(mx.zeros((1, args.prompt_tokens), mx.uint32), cache=caches))
 
@@ -202,10 +185,8 @@ def looked_up(args: argparse.Namespace) -> None:
         return time.perf_counter() - start
 
     times = in_turns({f"{n} tokens": n for n in (1, *LENGTHS)}, 3 * args.repeats, step)
-    base = Sample.of(times["1 tokens"])
-    for way, seconds in times.items():
-        taken = Sample.of(seconds)
-        cost = taken.median / base.median
+    for way, taken in times.items():
+        cost = taken.median / times["1 tokens"].median
         table.add(text="a step", way=way, cost=cost, **{"ms a step": taken.scaled(1e3)})
 
 
@@ -223,19 +204,17 @@ def _prompts(tokenizer: Any) -> dict[str, tuple[list[int], float]]:
     return {"code edit": (edit, 0.0), "new": (story, 1.0)}
 
 
-class Looked(NamedTuple):
-    """A text, seconds of each of its tokens behind the first, and what guesses were worth."""
-
-    tokens: list[int]
-    seconds: float
-    report: SpeculationReport
-
-
 def _written(
-    model: nn.Module, prompt: mx.array, count: int, by_guesses: bool, sampler: Any
-) -> Looked:
+    model: nn.Module,
+    prompt: mx.array,
+    count: int,
+    temp: float,
+    texts: set[tuple[int, ...]],
+    by_guesses: bool,
+) -> tuple[float, float]:
+    """Add a text to others: seconds of a token behind the first, accepted guesses of a round."""
     mx.random.seed(1)
-    options: dict[str, Any] = {"max_tokens": count, "sampler": sampler}
+    options: dict[str, Any] = {"max_tokens": count, "sampler": make_sampler(temp=temp)}
     speculation = Speculation(prompt_lookup=True)
     if by_guesses:
         steps = speculative_generate_step(prompt, model, speculation, **options)
@@ -245,7 +224,9 @@ def _written(
     text, start = [next(tokens)], time.perf_counter()
     text += tokens
     seconds = (time.perf_counter() - start) / (count - 1)
-    return Looked(text, seconds, speculation.report)
+    report = speculation.report
+    texts.add(tuple(text))
+    return seconds, report.accepted / max(report.rounds, 1)
 
 
 def main() -> None:

@@ -1,8 +1,6 @@
 """The times that a user waits for: conversion, first token, first long prompt, calibration.
 
     python benchmarks/bench_startup.py
-    python benchmarks/bench_startup.py --only start-up
-    python benchmarks/bench_startup.py --only calibrated
     python benchmarks/bench_startup.py --tiny
 
 Two processes one after the other, of which the first finds empty caches; in them a model of
@@ -20,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,14 +30,15 @@ from common import Table, arguments, output, positive
 from decoding_model import QWEN2_7B, TINY, build, decode, prefill
 from harness import seconds
 
-from mlx_qlayers import convert, convert_model, explain
+from mlx_qlayers import convert_model
 from mlx_qlayers.measurements import entries
 from mlx_qlayers.runtime import cuda_ahead
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.tuning.calibrate import calibrate
-from mlx_qlayers.tuning.timing import Sample
 
 BATCHES = (1, 8)
+# Layers of the first two processes, and tokens that the third decodes at a time.
+LAYERS, TOKENS = 4, 64
 _SHORT, _LONG = 5, 900
 _REPEATS = 3
 
@@ -52,37 +50,10 @@ def tell(what: str, value: float, unit: str = "s") -> None:
 
 def phase(what: str, run: Callable[[], Any]) -> None:
     """Tell how long a call takes, and what was compiled meanwhile."""
-    here, own = set(cuda_ahead.seconds), compiled_by_mlx()
+    here = set(cuda_ahead.seconds)
     tell(what, seconds(run))
-    if found := {name: s for name, s in cuda_ahead.seconds.items() if name not in here}:
-        tell(f"  {len(found)} kernels compiled ahead, longest", max(found.values()))
-    if more := compiled_by_mlx() - own:
-        tell("  kernels that MLX compiled and kept", len(more), "")
-        print("  ", *sorted(name[:60] for name in more), flush=True)
-
-
-def compiled_by_mlx() -> set[str]:
-    """Kernels in MLX's folder that it has put there itself, with their text."""
-    folder = os.environ.get("MLX_PTX_CACHE_DIR")
-    return {path.name for path in Path(folder).rglob("*.cu")} if folder else set()
-
-
-def conversion(model: Any) -> None:
-    """Each part of a conversion by itself, as :func:`convert_model` goes through them."""
-    parts = {
-        name: getattr(convert, name) for name in ("verify_steps", "compile_kernels", "measure")
-    }
-
-    def timed(name: str, *given: Any, **options: Any) -> Any:
-        found: list[Any] = []
-        phase(f"  {name}", lambda: found.append(parts[name](*given, **options)))
-        return found[0]
-
-    with ExitStack() as patched:
-        for name in parts:
-            patched.enter_context(mock.patch.object(convert, name, partial(timed, name)))
-        report = convert_model(model)
-    print(report.calibration or "nothing was measured", flush=True)
+    if found := [s for name, s in cuda_ahead.seconds.items() if name not in here]:
+        tell(f"  {len(found)} kernels compiled ahead, longest", max(found))
 
 
 def start_up(shape: dict[str, int], begun: float) -> None:
@@ -93,20 +64,15 @@ def start_up(shape: dict[str, int], begun: float) -> None:
     model = models[0]
     # MLX compiles what a process does first: without that, it would count as ours.
     phase("a random number", lambda: mx.eval(mx.random.randint(0, 9, (4,)).argmax()))
-    phase("conversion", partial(conversion, model))
+    phase("conversion", lambda: print(convert_model(model).calibration, flush=True))
     phase(f"first token of {_SHORT}", partial(decode, model, [[1] * _SHORT], 1))
     phase("20 tokens after that", partial(decode, model, [[1] * _SHORT], 20))
     phase(f"prompt of {_LONG}", partial(prefill, model, mx.zeros((_LONG,), mx.int32)))
-    for each in explain():
-        if each.path == "left to MLX":
-            print(each, flush=True)
-    print("slowest kernels:", *sorted(cuda_ahead.seconds.items(), key=lambda kv: -kv[1])[:4])
 
 
-def calibrated(shape: dict[str, int], tokens: int) -> None:
+def calibrated(shape: dict[str, int]) -> None:
     """Decoding by calibration in place of shipped results, by those, and by neither."""
     model = build(shape, 64, 4)
-    found: dict[str, dict[int, float]] = {}
     read = entries.read
 
     def without(*sources: str) -> Callable[..., dict[str, Any]]:
@@ -132,59 +98,46 @@ def calibrated(shape: dict[str, int], tokens: int) -> None:
             if name == "calibrated":
                 convert_model(model, verify=False, calibrate=False)
                 tell("calibration", seconds(lambda: print(calibrate(model, 10.0), flush=True)))
-            found[name] = {batch: speed(model, batch, tokens) for batch in BATCHES}
-            for batch, value in found[name].items():
-                tell(f"{name}, batch {batch}", value, "tokens/s")
-                ratio = value / found["calibrated"][batch]
-                if name != "calibrated":
-                    tell(f"calibrated over {name}, batch {batch}", 1 / ratio, "x")
+            for batch in BATCHES:
+                tell(f"{name}, batch {batch}", speed(model, batch), "tokens/s")
 
 
-def speed(model: Any, batch: int, tokens: int) -> float:
+def speed(model: Any, batch: int) -> float:
     """Tokens a second, of the best of some runs."""
     prompts = [[1 + i] * 16 for i in range(batch)]
     decode(model, prompts, 4)
-    times = Sample.of(decode(model, prompts, tokens) for _ in range(_REPEATS))
-    return batch * tokens / times.low
+    return batch * TOKENS / min(decode(model, prompts, TOKENS) for _ in range(_REPEATS))
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--tiny", action="store_true", help="a model that any machine can run")
-    parser.add_argument("--tokens", type=positive, default=64, help="to decode at a time")
-    parser.add_argument("--layers", type=positive, default=4, help="of the first two processes")
     parser.add_argument("--limit", type=positive, default=45, help="seconds of a start-up process")
-    parser.add_argument("--only", choices=("start-up", "calibrated"), help="processes to run")
-    parser.add_argument("--total", type=positive, default=95, help="seconds of all processes")
     parser.add_argument("--begun", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--part", choices=("start-up", "calibrated"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     shape = dict(TINY if args.tiny else QWEN2_7B)
     if args.part == "start-up":
-        start_up(shape | {"num_hidden_layers": args.layers}, args.begun)
+        start_up(shape | {"num_hidden_layers": LAYERS}, args.begun)
     elif args.part == "calibrated":
-        calibrated(shape, args.tokens)
+        calibrated(shape)
     else:
-        with output(args, "startup"):
-            measure_all(args)
+        measure_all(args)
 
 
 def measure_all(args: argparse.Namespace) -> None:
     """Every process in turn; results are printed as they come."""
-    table = Table({"process": 20, "what": 36, "found": 10, "unit": 9})
+    table = Table()
     parts = (
         ("first process", "start-up", args.limit),
         ("second process", "start-up", args.limit),
         ("calibration", "calibrated", 2 * args.limit),
     )
-    command = [sys.executable, __file__, "--layers", str(args.layers), "--tokens", str(args.tokens)]
-    command += ["--tiny"] * args.tiny
-    with TemporaryDirectory() as folder:
+    command = [sys.executable, __file__, *["--tiny"] * args.tiny]
+    with output(args, "startup"), TemporaryDirectory() as folder:
         caches = empty_caches(folder)
-        ends = time.perf_counter() + args.total
-        for process, part, limit in (p for p in parts if args.only in (None, p[1])):
+        for process, part, limit in parts:
             start, now = time.perf_counter(), str(time.time())
-            limit = min(limit, max(1.0, ends - start))
             run([*command, "--part", part, "--begun", now], caches, limit, table, process)
             table.add(process=process, what="in all", found=time.perf_counter() - start, unit="s")
 

@@ -12,8 +12,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from common import Table, arguments, output
+from common import arguments, output
 from harness import Run, case, chain
+from quantized_products import Case
 
 from mlx_qlayers import backend, quantized_matmul
 from mlx_qlayers.formats import Format
@@ -45,10 +46,8 @@ class Product(NamedTuple):
 
     def ways(self) -> tuple[mx.array, dict[str, Way]]:
         """The first rows, and the kernels."""
-        x = mx.random.normal((self.rows, self.k)).astype(mx.bfloat16)
-        w = mx.random.normal((self.n, self.k)).astype(mx.bfloat16) * self.k**-0.5
-        packed = mx.quantize(w, *FMT)
-        mx.eval(x, packed)
+        shape = Case((self.n, self.k), self.rows)
+        x, packed = shape.x(), shape.copies()[0]
         call = MatmulCall(Spec.of(x), PackedMatrix(*map(Spec.of, packed)), True, FMT)
         tiles = qmm(call, qmm_config(backend(), *self, x.dtype, FMT, True))
         config = tensor_config(self.rows, self.k, x.dtype, FMT, True, device=backend())
@@ -108,7 +107,6 @@ def chains(shape: Product | Attention) -> dict[str, Run]:
 
 def main() -> None:
     args = arguments(__doc__, repeats=7).parse_args()
-    times = dict.fromkeys(("tensor us", "tiles us", "auto us"), 14)
     shapes: list[Product | Attention] = [Product(m, *shape) for m in ROWS for shape in SHAPES]
     shapes += [Attention(task, n) for n in ROWS[1:] for task in ("attention", "gradients")]
 
@@ -120,7 +118,6 @@ def main() -> None:
             lambda shape: {n: run for n, run in chains(shape).items() if n != "tensor us"},
             lambda shape: {"tensor us": chains(shape)["tensor us"]},
             shapes,
-            table=Table({"task": 20} | times | {"ratio": 6, "error": 8}),
             repeats=args.repeats,
             tolerance=lambda shape: 0.03,
             row=lambda shape: {"task": str(shape)},

@@ -10,15 +10,13 @@ tokens a second before and after.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from common import Sample, Table, arguments, output, positive
+from common import Table, arguments, output
 from harness import in_turns
 
 from mlx_qlayers import convert_model
@@ -29,47 +27,26 @@ from mlx_qlayers.tuning.evaluator import IN_ORDER
 from mlx_qlayers.tuning.model_records import records_of_model
 from mlx_qlayers.tuning.tune import tune_all
 
-# One token: longer prompts would need kernels of their own.
-PROMPT = [1]
+# Tokens of the prefill that is tuned, seconds to tune, and configurations to follow.
+PROMPT_TOKENS, BUDGET, BEAM = 512, 120, 4
+# Tokens to decode at a time, behind one: longer prompts would need kernels of their own.
+TOKENS = 64
 
 
-def tuned(model: Any, args: argparse.Namespace) -> None:
-    """Tune what a model asks for; a row for each problem."""
-    targets = records_of_model(model, prompt=args.prompt_tokens)
-    print(f"tuning {len(targets)} problems within {args.budget:g} s; microseconds")
-    start, gains = time.monotonic(), []
-    columns = {"heuristic": 12, "tuned": 12, "gain": 6, "tried": 5, "stock": 12, "path": 11}
-    table = Table({"problem": 60, **columns, "warm": 12, "warm heuristic": 14})
-    for found in tune_all(targets, beam=args.beam, budget_s=args.budget):
+def tuned(model: Any) -> None:
+    """Tune what a model asks for; a row for each problem, in microseconds."""
+    targets, table = records_of_model(model, prompt=PROMPT_TOKENS), Table()
+    print(f"tuning {len(targets)} problems within {BUDGET} s")
+    for found in tune_all(targets, beam=BEAM, budget_s=BUDGET):
         times = found.times.get("kernel", found.untuned)
-        gains.append(found.heuristic / times.cold.median)
-        table.add(
-            **{
-                "problem": found.record.key,
-                "heuristic": found.untuned.cold.scaled(1e6),
-                "tuned": times.cold.scaled(1e6),
-                "gain": gains[-1],
-                "tried": len(found.trials),
-                "stock": found.times.get("stock", times).cold.scaled(1e6),
-                "path": found.path,
-                "warm": times.warm.scaled(1e6),
-                "warm heuristic": found.untuned.warm.scaled(1e6),
-                "config": str(found.config),
-            }
-        )
-        print(f"    {time.monotonic() - start:.0f} s: {found.config}", flush=True)
-        for trial in (trial for trial in found.trials if trial.problem):
-            print(f"    {trial.config}: {trial.problem[:200]}", flush=True)
-    if gains:
-        better = sum(gain >= 1.05 for gain in gains)
-        print(
-            f"{len(gains)} of {len(targets)} tuned in {time.monotonic() - start:.0f} s; "
-            f"{better} gained 5 percent or more, the least {min(gains):.2f}x\n",
-            flush=True,
-        )
+        row = {"heuristic": found.untuned.cold.scaled(1e6), "tuned": times.cold.scaled(1e6)}
+        row |= {"gain": found.heuristic / times.cold.median, "tried": len(found.trials)}
+        row |= {"stock": found.times.get("stock", times).cold.scaled(1e6), "path": found.path}
+        table.add(problem=found.record.key, **row, config=str(found.config))
+    print()
 
 
-def decoded(stock: Any, model: Any, tokens: int, repeats: int) -> None:
+def decoded(stock: Any, model: Any, repeats: int) -> None:
     """Tokens a second of the stock model, and of the converted one before and after tuning."""
     from decoding_model import decode
 
@@ -78,12 +55,12 @@ def decoded(stock: Any, model: Any, tokens: int, repeats: int) -> None:
 
     def run(each: tuple[Any, Any]) -> float:
         with each[1]():
-            return decode(each[0], [PROMPT], tokens)
+            return decode(each[0], [[1]], TOKENS)
 
     kinds = {"stock": (stock, untuned), "before": (model, untuned)}
-    table = Table({"layers": 20, "tokens/s": 16})
-    for name, values in in_turns(kinds | {"after": (again, nullcontext)}, repeats, run).items():
-        table.add(layers=name, **{"tokens/s": Sample.of(values).per(tokens)})
+    table = Table()
+    for name, taken in in_turns(kinds | {"after": (again, nullcontext)}, repeats, run).items():
+        table.add(layers=name, **{"tokens/s": taken.per(TOKENS)})
     print()
 
 
@@ -91,33 +68,23 @@ def main() -> None:
     parser = arguments(__doc__, repeats=5)
     parser.add_argument("--tune", action="store_true", help="tune a model's shapes")
     parser.add_argument("--decode", action="store_true", help="decode before and after")
-    parser.add_argument("--budget", type=positive, default=120, help="seconds to tune")
-    parser.add_argument("--prompt-tokens", type=int, default=512, help="of the prefill; 0 for none")
-    parser.add_argument("--beam", type=positive, default=4, help="configurations to follow")
-    parser.add_argument("--tokens", type=positive, default=64, help="to decode at a time")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try it out")
     parser.add_argument("--ship", type=Path, metavar="FOLDER", help="add what was found there")
     args = parser.parse_args()
     if not args.decode:  # which graphs make faster; MLX reads this when it first uses a GPU
         os.environ.update(IN_ORDER)
-    with output(args, "tuning"):
-        measure_all(args)
-
-
-def measure_all(args: argparse.Namespace) -> None:
-    """Measure everything that the arguments ask for."""
     from decoding_model import QWEN2_7B, TINY, build
 
-    if args.tune or args.decode:
+    with output(args, "tuning"):
         stock = build(TINY if args.tiny else QWEN2_7B, 64, 4)
         model = copy.deepcopy(stock)  # the arrays are shared
         convert_model(model, verify=False)
         if args.tune:
-            tuned(model, args)
+            tuned(model)
         if args.ship is not None:
             save(device_name(), listed(device_name()).get(device_name(), {}), args.ship)
         if args.decode:
-            decoded(stock, model, args.tokens, args.repeats)
+            decoded(stock, model, args.repeats)
 
 
 if __name__ == "__main__":

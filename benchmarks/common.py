@@ -67,33 +67,36 @@ def print_facts() -> None:
 class Table:
     """Rows that are printed as they are measured, and kept for a file.
 
-    Args:
-        columns: the names of the columns and the width of each; printed above the first row.
+    A head stands above the first row, and above one whose columns are others.
 
     Example:
-        >>> table = Table({"shape": 12, "ms": 10})
+        >>> table = Table()
         >>> table.add(shape="64 x 64", ms=Sample.of([0.1, 0.2, 0.1]))
-        shape                 ms
-        ------------------------
-        64 x 64       0.100 ±25%
+        shape            ms
+        -------------------
+        64 x 64  0.100 ±25%
     """
 
-    def __init__(self, columns: Mapping[str, int]) -> None:
-        self.columns = dict(columns)
+    def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
+        self._widths: dict[str, int] = {}
 
     def add(self, **row: Any) -> None:
-        """Print a row and keep it. A column that is not given stays empty."""
-        if not self.rows:
-            self._print({name: name for name in self.columns})
-            print("-" * (sum(self.columns.values()) + 2 * len(self.columns) - 2))
+        """Print a row and keep it."""
+        cells = {name: cell(value) for name, value in row.items()}
+        is_new = cells.keys() != self._widths.keys()
+        before = dict.fromkeys(cells, 0) if is_new else self._widths
+        self._widths = {n: max(width, len(n), len(cells[n])) for n, width in before.items()}
+        if is_new:
+            self._print({name: name for name in cells})
+            print("-" * (sum(self._widths.values()) + 2 * len(cells) - 2))
         self.rows.append(row)
-        self._print({name: cell(row.get(name, "")) for name in self.columns})
+        self._print(cells)
         for listener in _listeners:
             listener(self)
 
     def _print(self, cells: Mapping[str, str]) -> None:
-        first, *others = self.columns.items()
+        first, *others = self._widths.items()
         parts = [cells[first[0]].ljust(first[1]), *(cells[n].rjust(w) for n, w in others)]
         print("  ".join(parts), flush=True)
 

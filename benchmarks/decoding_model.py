@@ -55,10 +55,16 @@ def quantized(model: nn.Module, group_size: int, bits: int) -> nn.Module:
     return model
 
 
-def decode(model: nn.Module, prompts: list[list[int]], tokens: int) -> float:
-    """Seconds for ``tokens`` steps after the first, through mlx-lm's loop."""
+def decode(
+    model: nn.Module, prompts: list[list[int]], tokens: int, cache: list[Any] | None = None
+) -> float:
+    """Seconds for ``tokens`` steps after the first, through mlx-lm's loop.
+
+    One sequence may go on from a cache.
+    """
     if len(prompts) == 1:
-        steps = generate_step(mx.array(prompts[0]), model, max_tokens=tokens + 1)
+        prompt = mx.array(prompts[0])
+        steps = generate_step(prompt, model, max_tokens=tokens + 1, prompt_cache=cache)
         next(steps)
         start = time.perf_counter()
         for _ in steps:

@@ -44,8 +44,8 @@ def case(
     ours: Callable[[Any], Ways],
     shapes: Iterable[Any],
     *,
-    table: Table,
     repeats: int,
+    table: Table | None = None,
     tolerance: Callable[[Any], float] | None = None,
     check: Callable[[Any], float] | None = None,
     wrong: float = 0.0,
@@ -60,8 +60,8 @@ def case(
         stock: of a shape, functions without arguments by name; ratios are to the first.
         ours: the same; their results are verified.
         shapes: whatever these functions take.
-        table: where rows are added.
         repeats: measurements of each.
+        table: where rows are added; a new one by default.
         tolerance: of a shape: how far results may be from the first contender's, as a part of the
             largest number. Or
         check: of a shape, the error of ours against something better; raises where it is too large.
@@ -73,7 +73,7 @@ def case(
         more: further columns, of a shape and all times; where each contender has a row, also of
             its name and function.
     """
-    scale = {"ms": 1e3, "us": 1e6}[unit]
+    scale, table = {"ms": 1e3, "us": 1e6}[unit], table or Table()
     for shape in shapes:
         theirs, mine = stock(shape), ours(shape)
         ways = {**theirs, **mine}
@@ -104,7 +104,8 @@ def verified(label: str, runs: Ways, truth: Any, tolerance: float, wrong: float 
         for mine, right in zip(arrays(run()), expected, strict=True):
             error = mx.abs(mine.astype(mx.float32) - right) / mx.abs(right).max()
             worst = max(worst, error.max().item())
-            share = 1 - (error <= tolerance).astype(mx.float32).mean().item()
+            # Counted: a sum in float32 ends at 2**24.
+            share = mx.logical_not(error <= tolerance).sum().item() / error.size
             assert share <= wrong, f"{label}: {name}: {share:.1%} differ, by up to {worst:.2e}"
     return worst
 
@@ -206,14 +207,23 @@ SLOW = 1.0
 
 def in_turns(
     contenders: Mapping[str, Any], repeats: int, run: Callable[[Any], Any]
-) -> dict[str, list[Any]]:
-    """Results of a function of each contender, measured in turns after one run that is left out."""
+) -> dict[str, Any]:
+    """A number or a tuple of them of each contender, in turns after one run that is left out.
+
+    Returns:
+        By name, a sample of what a function gave, or a tuple of samples.
+    """
     for each in contenders.values():
         run(each)
     found: dict[str, list[Any]] = {name: [] for name in contenders}
     for name in turns(contenders, repeats):
         found[name].append(run(contenders[name]))
-    return found
+    return {
+        name: tuple(map(Sample.of, zip(*runs, strict=True)))
+        if isinstance(runs[0], tuple)
+        else Sample.of(runs)
+        for name, runs in found.items()
+    }
 
 
 def seconds(run: Run) -> float:

@@ -89,14 +89,9 @@ def _intel(target: Sequence[str]) -> list[str]:
 def _norms(target: Sequence[str]) -> str:
     """The norms of bfloat16 between launches, which are no kernel but C++."""
     platform, cpu = target  # whose name the driver of C++ spells otherwise
-    flags = [
-        "-target",
-        platform,
-        cpu[:7] + cpu[7:].replace("-", "_"),
-        *_intel(target),
-        "-std=c++17",
-    ]
-    plain = ["-fno-exceptions", "-fno-rtti", "-fno-sanitize=all", "-g0", f"-I{toolchain.SHIMS}"]
+    flags = ["-target", platform, cpu[:7] + cpu[7:].replace("-", "_"), *_intel(target)]
+    plain = ["-std=c++17", "-fno-exceptions", "-fno-rtti", "-fno-sanitize=all", "-g0"]
+    plain.append(f"-I{toolchain.SHIMS}")
     with TemporaryDirectory() as folder:
         made = Path(folder) / "norms.s"
         toolchain.run(["c++", "-x", "c++", *flags, *plain, "-O3", "-S", "-"], _NORMS, made)
@@ -209,8 +204,7 @@ CASES: tuple[
 def count_instructions() -> None:
     """Print instructions for each weight or element, by class, for each processor."""
     numbers = ("all", "bits", *CLASSES, "scalar")
-    texts = {"kernel": 16, "phase": 7, "rows": 4, "processor": 9, "for each": 16}
-    table = Table(texts | {name: max(6, len(name)) for name in numbers})
+    table = Table()
     for kernel, phase, rows, make, pick in CASES:
         launch = make and make()
         for name, target in PROCESSORS.items():

@@ -14,13 +14,11 @@ import mlx.nn as nn
 from common import Table
 from decoding_model import begun
 
-from mlx_qlayers.metal.quantized_matmul import qmv as quantized_matmul
-
 
 def kernels(model: nn.Module, args: argparse.Namespace) -> None:
     """The time of each kernel of a step on the device, by batch."""
     for batch in args.batches:
-        table = Table({"kernel": 60, "batch": 7, "a step": 7, "us each": 8, "us a step": 9})
+        table = Table()
         prompts = mx.random.randint(0, model.args.vocab_size, (batch, args.prompt_tokens))
         start = begun(model, prompts)
 
@@ -39,7 +37,6 @@ def kernels(model: nn.Module, args: argparse.Namespace) -> None:
 
 # Parts of a kernel's name that say nothing: where it is, its hash and its arguments.
 _NOISE = re.compile(r"mlx::core::|cu::|custom_kernel_|_[0-9a-f]{16}(?=\()|void |\(.*|<.*")
-_PRODUCT = re.compile(r"(?:qmv|qmv_matrix|qmv_persistent|qmm_skinny)_([0-9a-f]+)")
 
 
 def can_run() -> bool:
@@ -62,25 +59,6 @@ def kernel_times(step: Callable[[], object], repeats: int) -> list[tuple[str, fl
     found: dict[str, list[float]] = defaultdict(list)
     for event in profiler.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            found[_short(event.name)].append(event.time_range.elapsed_us() * 1e-6)
+            found[_NOISE.sub("", event.name)].append(event.time_range.elapsed_us() * 1e-6)
     rows = [(name, len(times) / repeats, sum(times) / repeats) for name, times in found.items()]
     return sorted(rows, key=lambda row: -row[2])
-
-
-def _short(name: str) -> str:
-    name = _NOISE.sub("", name)
-    match = _PRODUCT.match(name)
-    return name if match is None else f"products: {_parts(int(match[1], 16))}"
-
-
-def _parts(omitted: int) -> str:
-    """The inputs of a launch of the qmv kernels, from its kernel's name."""
-    names = quantized_matmul._INPUTS + quantized_matmul._OUTPUTS
-    bits = f"{omitted:0{len(names)}b}"
-    given = {name for name, bit in zip(names, bits, strict=True) if bit == "0"}
-    matrices, results = (
-        sum(n in given for n in group) for group in (("w", "w1", "w2"), ("y", "y1", "y2"))
-    )
-    extras = [name for name in names if name in given and name[0] not in "wsby" and name != "x"]
-    gate = ["gate"] * (matrices > results)
-    return ", ".join([f"{matrices} matrices", *gate, *extras])

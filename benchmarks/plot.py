@@ -9,8 +9,7 @@ They are made to be read at 400 pixels, two of them beside each other on a page.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Colours that readers with colour blindness can tell apart (Okabe and Ito).
-STOCK, OURS, OTHER, FOURTH = "#888888", "#0072B2", "#E69F00", "#009E73"
-STOCK_CURVE, OUR_CURVE = ("--s", STOCK), ("-o", OURS)
+GREY, BLUE, ORANGE, GREEN = "#888888", "#0072B2", "#E69F00", "#009E73"
 SIZE, DPI = (4.8, 3.6), 200
 STYLE = {
     "axes.axisbelow": True,
@@ -37,8 +35,8 @@ STYLE = {
     "legend.frameon": False,
     "lines.markersize": 5,
 }
-Drawing = Callable[["Figure", dict[str, Results]], None]
-Points = dict[float, float]
+# Numbers by what they are of: points of a curve by its label, or bars of a group.
+Numbers = dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Picture:
 
     title: str
     sources: tuple[str, ...]
-    draw: Drawing
+    draw: Callable[[Figure, dict[str, Results]], None]
 
 
 def quantized_matmul_rows(figure: Figure, results: dict[str, Results]) -> None:
@@ -57,108 +55,75 @@ def quantized_matmul_rows(figure: Figure, results: dict[str, Results]) -> None:
     shape = "1024 x 1024" if "quantized_matmul" in results else "37888 x 3584"
     n, k = (int(part) for part in shape.split(" x "))
     gigabytes = n * k * (4 + 32 / 64) / 8 / 1e9
-    columns = {
-        "stock": "stock",
-        "dequantized, dense": "dense",
-        "ours, MLX operators": "reference",
-        "ours": "kernel",
-    }
-    lines: dict[str, Points] = {label: {} for label in columns}
+    labels = {"stock": "stock", "dense": "dequantized, dense", "reference": "ours, MLX operators"}
+    lines: Numbers = {label: {} for label in (*labels.values(), "ours")}
     for row in (row for one in results.values() for row in one.rows):
         alike = row.get("dtype", "bfloat16") == "bfloat16"
         alike &= row.get("format", "affine 4") == "affine 4"
-        if not alike or row.get("shape", row.get("product")) != shape:
-            continue
-        for label, column in columns.items():
-            time = row.get("ours") if label == "ours" and "ours" in row else row.get(column)
-            if isinstance(time, float):
-                lines[label][row["rows"]] = gigabytes / time * 1e3
-    axis = _curves(figure, lines, {"stock": STOCK_CURVE, "ours": OUR_CURVE})
+        if alike and row.get("shape", row.get("product")) == shape:
+            for column, label in (labels | {"kernel": "ours", "ours": "ours"}).items():
+                if isinstance(time := row.get(column), float):
+                    lines[label][row["rows"]] = gigabytes / time * 1e3
+    axis = _curves(figure, lines)
     axis.set(xlabel=f"rows of x (matrix {shape})", ylabel="packed weights read, GB/s")
 
 
 def attention_memory(figure: Figure, results: dict[str, Results]) -> None:
     """Peak memory of training attention against the length."""
-    names = {"unfused": "plain operators", "stock": "stock operator", "kernel": "ours"}
-    lines: dict[str, Points] = {name: {} for name in names.values()}
-    for task, row in _cases(results["attention_tiles"]):
-        heads, kv_heads, width, length, _, options, what = task.groups()
-        alike = (heads, kv_heads, width) == ("32", "8", "128") and not options
-        if alike and what == "with gradients" and row["path"] in names:
-            lines[names[row["path"]]][int(length)] = row["MB"]
-    styles = {"stock operator": STOCK_CURVE, "ours": OUR_CURVE}
-    axis = _curves(figure, lines, styles, thousands=True)
+    lines: Numbers = {"plain operators": {}, "stock": {}, "ours": {}}
+    paths = dict(zip(("unfused", "stock", "kernel"), lines, strict=True))
+    for row in results["attention_tiles"].rows:
+        shape, _, length = row["task"].partition(" L=")
+        length, _, kind = length.partition(" ")
+        alike = shape == "32/8 D=128" and kind == "bfloat16, with gradients"
+        if alike and row["path"] in paths:
+            lines[paths[row["path"]]][int(length)] = row["MB"]
+    axis = _curves(figure, lines, thousands=True)
     axis.set(
         xlabel="tokens (32 query and 8 key heads of 128, causal)",
         ylabel="forward and backward, MB",
     )
 
 
-_TASK = re.compile(r"(\d+)/(\d+) D=(\d+) L=(\d+) (\w+)(.*), (forward|with gradients)")
-
-
-def _cases(results: Results) -> Iterator[tuple[re.Match[str], Row]]:
-    """Rows of the attention table, with the parts of their task."""
-    for row in results.rows:
-        if task := _TASK.match(row["task"]):
-            yield task, row
-
-
 def attention_decode(figure: Figure, results: dict[str, Results]) -> None:
     """Microseconds of one query over a cache, against the keys in it."""
     rows = [row for row in results["attention_decode"].rows if row["q"] == "bfloat16"]
     rows = [row for row in rows if row["calls"] == "compiled"] or rows
-    stock, ours = (_by(rows, "cache", "keys", f"{who} us") for who in ("stock", "auto"))
-    axis = _pairs(figure, stock, ours, thousands=True)
+    axis = _curves(figure, _pairs(rows, "{cache}", "keys", "stock us", "auto us"), thousands=True)
     axis.set(xlabel="keys in the cache", ylabel="microseconds a layer")
 
 
 def gather_qmm(figure: Figure, results: dict[str, Results]) -> None:
     """Milliseconds of the experts' first projection against the tokens."""
     rows = [row for row in results["gather_qmm"].rows if row.get("product") == "forward"]
-    stock, ours = (_by(rows, "model", "tokens", who) for who in ("stock", "kernel"))
-    axis = _pairs(figure, stock, ours)
+    axis = _curves(figure, _pairs(rows, "{model}", "tokens", "stock", "kernel"))
     axis.set(xlabel="tokens", ylabel="milliseconds")
-
-
-def _by(rows: list[Row], kind: str, x: str, y: str) -> dict[str, Points]:
-    """A curve for each kind; what was not measured has no point."""
-    return {
-        name: {row[x]: row[y] for row in rows if row[kind] == name and row.get(y)}
-        for name in dict.fromkeys(row[kind] for row in rows)
-    }
-
-
-_LAYERS = {
-    "stock": "stock mlx-lm",
-    "stock mlx-lm": "stock mlx-lm",
-    "converted (auto)": "converted",
-    "converted": "converted",
-}
-_COLOURS = {"stock mlx-lm": STOCK, "converted": OURS}
 
 
 def tokens_per_second(figure: Figure, results: dict[str, Results]) -> None:
     """Decoding and prefill of a model, stock and converted."""
-    plots: dict[str, dict[str, dict[str, float]]] = {"decode": {}, "prefill": {}}
     if "decode" in results:
-        for row in results["decode"].rows:
-            if row.get("what") and row["layers"] in _LAYERS:
-                what, _, size = row["what"].partition(" ")
-                group = plots[what.rstrip(",")].setdefault(size, {})
-                group[_LAYERS[row["layers"]]] = row["tokens/s"]
+        groups = _by(results["decode"].rows, "{what}", "layers", "tokens/s")
     else:
-        for row in results["generate"].rows:
-            if row["layers"] in _LAYERS:
-                for what, plot in plots.items():
-                    group = plot.setdefault(row["model"], {})
-                    group[_LAYERS[row["layers"]]] = row[f"{what} tok/s"]
+        rows = results["generate"].rows
+        groups = _by(rows, "decode {model}", "layers", "decode tok/s")
+        groups |= _by(rows, "prefill {model}", "layers", "prefill tok/s")
+    names = {"stock": "stock mlx-lm", "stock mlx-lm": "stock mlx-lm"}
+    names |= {"converted": "converted", "converted (auto)": "converted"}
+    plots: dict[str, Numbers] = {"decode": {}, "prefill": {}}
+    for what, group in groups.items():
+        which, _, size = what.partition(" ")
+        if which.rstrip(",") in plots:
+            shown = {names[who]: speed for who, speed in group.items() if who in names}
+            plots[which.rstrip(",")][size] = shown
     grid = figure.add_gridspec(1, 2, width_ratios=[max(1, len(p)) for p in plots.values()])
-    for cell, (what, groups) in zip(grid, plots.items(), strict=True):
+    for cell, (what, sizes) in zip(grid, plots.items(), strict=True):
         axis = figure.add_subplot(cell)
-        _bars(axis, groups)
+        _bars(axis, sizes)
         axis.set_title(what)
-        if any(name.isdigit() for name in groups):
+        axis.yaxis.set_major_formatter("{x:,.0f}")
+        axis.margins(y=0.1)
+        if any(name.isdigit() for name in sizes):
             axis.set_xlabel("prompt, tokens")
     figure.axes[0].set_ylabel("tokens a second")
 
@@ -166,42 +131,57 @@ def tokens_per_second(figure: Figure, results: dict[str, Results]) -> None:
 def grid_sample(figure: Figure, results: dict[str, Results]) -> None:
     """Milliseconds of every task by every path, those of one task beside each other."""
     names = {"operators": "plain MLX operators", "reference": "ours, MLX operators"}
-    lines: dict[str, list[float]] = {label: [] for label in (*names.values(), "ours")}
-    tasks = list(dict.fromkeys(row["task"] for row in results["grid_sample"].rows))
-    for row in results["grid_sample"].rows:
-        lines[names.get(row["path"], "ours")].append(row["ms"])
+    groups = _by(results["grid_sample"].rows, "{task}", "path", "ms")
+    named = {
+        task.replace(" ", "\n", 1): {names.get(path, "ours"): ms for path, ms in times.items()}
+        for task, times in groups.items()
+    }
     axis = figure.subplots()
-    for i, (label, times) in enumerate((k, v) for k, v in lines.items() if v):
-        colour = {"ours": OURS, "plain MLX operators": STOCK}.get(label, OTHER)
-        places = [y + 0.27 * (i - 1) for y in range(len(times))]
-        bars = axis.barh(places, times, 0.25, color=colour, label=label)
-        axis.bar_label(bars, [_short(time) for time in times], fontsize=7.5, padding=2)
-    labels = [task.replace(" ", "\n", 1) for task in tasks]
-    axis.set_yticks(range(len(tasks)), labels, fontsize=7)
+    _bars(axis, named, across=True)
+    axis.tick_params("y", labelsize=7)
     axis.set(xscale="log", xlabel="milliseconds")
     axis.invert_yaxis()
     axis.margins(x=0.2)
     _plain(axis, "x")
-    axis.grid(visible=False, axis="y")
 
 
-def _curves(
-    figure: Figure,
-    lines: Mapping[str, Points],
-    styles: Mapping[str, tuple[str, str]],
-    *,
-    thousands: bool = False,
-) -> Axes:
-    """Curves of contenders on logarithmic axes; one without points is left out."""
-    axis = figure.subplots()
-    for label, points in lines.items():
-        if points:
-            style, colour = styles.get(label, (":^", OTHER))
-            axis.plot(*zip(*sorted(points.items()), strict=True), style, color=colour, label=label)
+def _by(rows: Iterable[Row], label: str, x: str, y: str) -> Numbers:
+    """A curve or a group for each label; what was not measured has no number."""
+    found: Numbers = {}
+    for row in rows:
+        group = found.setdefault(label.format_map(row), {})
+        if row.get(y):
+            group[row[x]] = row[y]
+    return found
+
+
+def _pairs(rows: list[Row], kind: str, x: str, stock: str, ours: str) -> Numbers:
+    """Two curves for each kind."""
+    both = {"stock": _by(rows, kind, x, stock), "ours": _by(rows, kind, x, ours)}
+    return {f"{who}, {each}": both[who][each] for each in both["ours"] for who in both}
+
+
+def _curves(figure: Figure, lines: Numbers, *, thousands: bool = False) -> Axes:
+    """Curves of ``"stock"``, ``"ours"`` and others on logarithmic axes; empty ones are left out.
+
+    Where both stand beside their kinds (``"stock, 8 bits"``), each kind has a colour.
+    """
+    axis, points = figure.subplots(), {k: v for k, v in lines.items() if v}
+    kinds = [label.removeprefix("ours, ") for label in lines if label.startswith("ours, ")]
+    colours = dict(zip(kinds, (BLUE, ORANGE, GREEN), strict=False))
+    for label, numbers in points.items():
+        who, _, kind = label.partition(", ")
+        if f"stock, {kind}" in lines:
+            style, colour = {"stock": "--s", "ours": "-o"}[who], colours[kind]
+        else:
+            style, colour = {"stock": ("--s", GREY), "ours": ("-o", BLUE)}.get(
+                label, (":^", ORANGE)
+            )
+        axis.plot(*zip(*sorted(numbers.items()), strict=True), style, color=colour, label=label)
     axis.set(xscale="log", yscale="log")
     # Ticks where powers of two were measured.
-    measured = sorted({x for points in lines.values() for x in points})
-    shown = [x for x in measured if x > 0 and not int(x) & int(x) - 1]
+    measured = sorted({int(x) for numbers in points.values() for x in numbers})
+    shown = [x for x in measured if x > 0 and not x & x - 1]
     labels = [f"{x / 1024:g}k" if thousands and x >= 1024 else f"{x:g}" for x in shown]
     axis.set_xticks(shown, labels)
     axis.minorticks_off()
@@ -209,58 +189,32 @@ def _curves(
     return axis
 
 
-def _pairs(
-    figure: Figure,
-    stock: Mapping[str, Points],
-    ours: Mapping[str, Points],
-    *,
-    thousands: bool = False,
-) -> Axes:
-    """Curves of stock and ours, a colour for each kind."""
-    lines: dict[str, Points] = {}
-    styles: dict[str, tuple[str, str]] = {}
-    for kind, colour in zip(ours, (OURS, OTHER, FOURTH), strict=False):
-        for who, style, points in (("stock", "--s", stock[kind]), ("ours", "-o", ours[kind])):
-            lines[f"{who}, {kind}"], styles[f"{who}, {kind}"] = points, (style, colour)
-    return _curves(figure, lines, styles, thousands=thousands)
-
-
 def _plain(axis: Axes, which: str) -> None:
     """Numbers written out along a logarithmic axis, and enough of them."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = getattr(axis, f"get_{which}lim")()
-    steps = (1.0,) if high / low > 80 else (1.0, 2.0, 5.0)
     of = getattr(axis, f"{which}axis")
-    of.set_major_locator(LogLocator(subs=steps, numticks=20))
+    of.set_major_locator(LogLocator(subs=(1,) if high / low > 80 else (1, 2, 5), numticks=20))
     of.set_minor_locator(NullLocator())
-    of.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    of.set_major_formatter("{x:,.10g}")
 
 
-def _legend(figure: Figure, title: str) -> None:
-    """One for the whole picture, above it and below its title; pairs below each other."""
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    columns = len(labels) // 2 if len(labels) > 3 else len(labels)
-    options = {"handlelength": 1.6, "columnspacing": 1.2, "title_fontsize": 10.5}
-    figure.legend(
-        handles, labels, loc="outside upper center", ncols=columns, title=title, **options
-    )
-
-
-def _bars(axis: Axes, groups: Mapping[str, Mapping[str, float]]) -> None:
-    """Bars beside each other, their values written on them."""
-    used = {name for group in groups.values() for name in group}
-    names = [name for name in _COLOURS if name in used]
-    width = 0.84 / max(1, len(names))
+def _bars(axis: Axes, groups: Mapping[str, Mapping[str, float]], across: bool = False) -> None:
+    """Bars beside each other, or below, their values written on them."""
+    found = dict.fromkeys(name for group in groups.values() for name in group)
+    names = sorted(found, key=lambda name: not name.startswith(("stock", "plain")))
+    width, middle = 0.84 / max(1, len(names)), (len(names) - 1) / 2
+    draw, ticks = (axis.barh, axis.set_yticks) if across else (axis.bar, axis.set_xticks)
     for i, name in enumerate(names):
-        centres = [g + (i - (len(names) - 1) / 2) * width for g in range(len(groups))]
+        colour = {"plain MLX operators": GREY, "stock mlx-lm": GREY}.get(name, BLUE)
+        colour = ORANGE if name == "ours, MLX operators" else colour
+        places = [g + (i - middle) * width for g in range(len(groups))]
         values = [group.get(name, float("nan")) for group in groups.values()]
-        bars = axis.bar(centres, values, width * 0.92, color=_COLOURS[name], label=name)
+        bars = draw(places, values, width * 0.92, color=colour, label=name)
         axis.bar_label(bars, [_short(value) for value in values], fontsize=8, padding=1)
-    axis.set_xticks(range(len(groups)), list(groups))
-    axis.yaxis.set_major_formatter("{x:,.0f}")
-    axis.margins(y=0.1)
-    axis.grid(visible=False, axis="x")
+    ticks(range(len(groups)), list(groups))
+    axis.grid(visible=False, axis="y" if across else "x")
 
 
 def _short(value: float) -> str:
@@ -268,20 +222,20 @@ def _short(value: float) -> str:
 
 
 PICTURES = {
+    "tokens_per_second": Picture(
+        "Text from a 4-bit model", ("decode", "generate"), tokens_per_second
+    ),
     "quantized_matmul_rows": Picture(
         "Quantized products, bfloat16, 4 bits",
         ("quantized_few", "quantized_many", "quantized_matmul"),
         quantized_matmul_rows,
     ),
+    "gather_qmm": Picture("Products with experts", ("gather_qmm",), gather_qmm),
     "attention_memory": Picture("Memory of attention", ("attention_tiles",), attention_memory),
-    "tokens_per_second": Picture(
-        "Text from a 4-bit model", ("decode", "generate"), tokens_per_second
-    ),
-    "grid_sample": Picture("Grid sampling", ("grid_sample",), grid_sample),
     "attention_decode": Picture(
         "Attention of one token over a cache", ("attention_decode",), attention_decode
     ),
-    "gather_qmm": Picture("Products with experts", ("gather_qmm",), gather_qmm),
+    "grid_sample": Picture("Grid sampling", ("grid_sample",), grid_sample),
 }
 
 
@@ -305,7 +259,12 @@ def draw(folder: Path) -> list[Path]:
                 lines = [line for axis in figure.axes for line in axis.lines]
                 if lines and all(len(line.get_xydata()) < 2 for line in lines):
                     continue  # one length makes no curve
-                _legend(figure, f"{picture.title}: {one.device}")
+                # One for the whole picture, above it; pairs below each other.
+                handles, labels = figure.axes[0].get_legend_handles_labels()
+                columns = len(labels) // 2 if len(labels) > 3 else len(labels)
+                given = {"loc": "outside upper center", "ncols": columns, "title_fontsize": 10.5}
+                given |= {"title": f"{picture.title}: {one.device}", "columnspacing": 1.2}
+                figure.legend(handles, labels, handlelength=1.6, **given)
                 path = folder / "plots" / f"{name}_{machine}.png"
                 path.parent.mkdir(exist_ok=True)
                 figure.savefig(path, metadata={"Software": None})
@@ -319,13 +278,11 @@ def _by_machine(folder: Path, sources: tuple[str, ...]) -> dict[str, dict[str, R
     """Results by kind of machine and benchmark."""
     by_machine: dict[str, dict[str, Results]] = {}
     for source in sources:
-        for name in (source, f"{source}_cuda", f"{source}_metal"):
-            if (path := folder / f"{name}.csv").exists():
+        for kind in ("cpu", "cuda", "metal"):
+            stem = source if kind == "cpu" else f"{source}_{kind}"
+            if (path := folder / f"{stem}.csv").exists():
                 one = Results.read(path)
-                by_machine.setdefault(_kind(one), {}).setdefault(source, one)
+                backend = one.facts["backend"].partition(" ")[0]
+                machine = backend if backend in ("cuda", "metal") else "cpu"
+                by_machine.setdefault(machine, {}).setdefault(source, one)
     return by_machine
-
-
-def _kind(results: Results) -> str:
-    backend = results.facts["backend"].partition(" ")[0]
-    return backend if backend in ("cuda", "metal") else "cpu"

@@ -40,6 +40,9 @@ class Case(NamedTuple):
     fmt: Format = Format(64, 4)  # of the matrix
     dtype: mx.Dtype = mx.bfloat16  # of x, and of the numbers of an affine matrix
 
+    def __str__(self) -> str:
+        return f"{self.name}, {self.fmt.mode} {self.fmt.bits}, M = {self.rows}"
+
     @property
     def name(self) -> str:
         """The matrix, and whether its gradient is meant."""

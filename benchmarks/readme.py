@@ -18,6 +18,7 @@ from os.path import relpath
 from pathlib import Path
 
 from common import cell, markdown, significant
+from plot import PICTURES
 from stored import RESULTS, ROOT, Results, Row
 
 README = ROOT / "README.md"
@@ -68,21 +69,17 @@ class Table:
                     numbers.setdefault(_label(label, row), {}).setdefault(side, number)
         return numbers
 
-    @property
-    def _shell(self) -> str:
-        return f"python benchmarks/bench_{self.command}"
-
     def __str__(self) -> str:
         results, cells = read(self.stem), self.cells()
+        shell = f"`python benchmarks/bench_{self.command}`"
         if not results or not cells:
-            return f"Not measured yet: `{self._shell}` prints this table."
+            return f"Not measured yet: {shell} prints this table."
         day, mlx = results.facts["date"].split()[0], results.facts["mlx"]
         source = _link("file", _path(self.stem), BENCHMARKS)
-        caption = (
-            f"{results.device}, MLX {mlx}, {day}, {_commit(results)}, `{self._shell}`, {source}:"
-        )
         rows = ((task, *numbers) for task, numbers in cells.items())
-        return f"{caption}\n\n{markdown((*self.heads, 'ratio'), rows)}"
+        table = markdown((*self.heads, "ratio"), rows)
+        caption = f"{results.device}, MLX {mlx}, {day}, {_commit(results)}, {shell}, {source}:"
+        return f"{caption}\n\n{table}"
 
 
 def _path(stem: str) -> Path:
@@ -201,19 +198,6 @@ SUMMARY = {
 }
 # fmt: on
 
-PLOTS = {
-    "tokens_per_second_cpu": "Tokens a second of the shipped model on a CPU",
-    "tokens_per_second_cuda": "Tokens a second of a model of Qwen2-7B's shape on an H200",
-    "quantized_matmul_rows_cpu": "Quantized products by rows on a CPU",
-    "quantized_matmul_rows_cuda": "Quantized products by rows on an H200",
-    "gather_qmm_cpu": "Products with experts on a CPU",
-    "gather_qmm_cuda": "Products with experts on an H200",
-    "attention_memory_cuda": "Memory of attention by length on an H200",
-    "attention_decode_cuda": "Attention of one query by length on an H200",
-    "grid_sample_cpu": "Grid sampling on a CPU",
-    "grid_sample_cuda": "Grid sampling on an H200",
-}
-
 
 def summary() -> str:
     """A row of each family, with the machine, the commit and the command."""
@@ -235,8 +219,11 @@ def summary() -> str:
 
 def plots() -> str:
     """Those pictures that there are, two in a row."""
-    paths = {RESULTS / "plots" / f"{stem}.png": title for stem, title in PLOTS.items()}
-    shown = [f"!{_link(title, path, BENCHMARKS)}" for path, title in paths.items() if path.exists()]
+    kinds = {"cpu": "a CPU", "cuda": "an NVIDIA GPU", "metal": "an Apple GPU"}
+    shown = []
+    for (name, picture), (kind, machine) in product(PICTURES.items(), kinds.items()):
+        if (path := RESULTS / "plots" / f"{name}_{kind}.png").exists():
+            shown.append(f"!{_link(f'{picture.title} on {machine}', path, BENCHMARKS)}")
     if not shown:
         return "Not drawn yet."
     shown += [""] * (len(shown) % 2)
@@ -260,14 +247,11 @@ def checked() -> str:
         rows.setdefault(key, []).append(row["tool"])
     heads = ("tools", "families", *counts[:-1], "wrong results")
     table = markdown(heads, ((", ".join(tools), *row) for row, tools in rows.items()), texts=2)
-    links = [_link(text, _path(name), TESTING) for text, name in CHECKED.items()]
-    return (
-        f"{tests.device}: {'; '.join(runs)} ({links[0]}, {_commit(tests)}).\n"
-        f"Under `compute-sanitizer` ({links[1]}, {_commit(sanitized)}):\n\n{table}"
+    said, log = (
+        f"({_link(text, _path(found.name), TESTING)}, {_commit(found)})"
+        for text, found in (("runs", tests), ("log", sanitized))
     )
-
-
-CHECKED = {"runs": "tests_cuda", "log": "sanitize_cuda"}
+    return f"{tests.device}: {'; '.join(runs)} {said}.\nUnder `compute-sanitizer` {log}:\n\n{table}"
 
 
 def whole(page: Path, *stems: str) -> str:

@@ -50,7 +50,7 @@ def main() -> int:
         start, step = map(int, options.part.split("/"))
         print(json.dumps(run_cases(chosen[start::step], options.backend)))
         return 0
-    clean, table = True, Table({"tool": 10} | dict.fromkeys(COUNTS, 9))
+    clean, table = True, Table()
     with output(options, "sanitize"), tempfile.TemporaryDirectory() as folder:
         for report in under_sanitizer(chosen, options.tools, options.processes, Path(folder)):
             clean = clean and report.clean

@@ -84,9 +84,7 @@ EXPERTS = Shape("480B, 8 of 160 experts", 6144, 62, 96, 8, 128, 2560, 151936, 16
 DEVICES = {"M3 Ultra": (0.75 * 819e9, 512e9), "H200": (2.9e12, 141e9)}
 LINKS = {
     "M3 Ultra": (
-        Link(
-            "Thunderbolt 5, JACCL", 15e-6, 6.5e9, source="ml-explore/mlx pull requests 2808, 3094"
-        ),
+        Link("Thunderbolt 5, JACCL", 15e-6, 6.5e9, source="ml-explore/mlx 2808, 3094"),
         Link("Thunderbolt 5, ring", 300e-6, 4e9, ring=True, source="ml-explore/mlx 2808"),
         Link("10 GbE, ring", 150e-6, 1.1e9, ring=True, source="TCP on a switched network"),
     ),
@@ -125,27 +123,18 @@ def pays_until(shape: Shape, rate: float, link: Link) -> int:
 
 def plan() -> None:
     """Print what to expect of two models on the links there are."""
-    table = Table(
-        {"model": 22, "link": 21, "ranks": 5, "GB a rank": 9, "tensor": 8, "pipeline": 8, "pays": 4}
-    )
+    table = Table()
     for device, links in LINKS.items():
         rate, memory = DEVICES[device]
         for shape in (LLAMA, EXPERTS):
             for link in links:
                 for ranks in RANKS:
                     speeds = {how: 1 / token(shape, ranks, rate, link, how) for how in HOWS}
-                    fits = shape.held(ranks) < 0.75 * memory
                     row = {how: f"{speed:.1f}" for how, speed in speeds.items()}
-                    pays = "yes" if ranks <= pays_until(shape, rate, link) else "no"
-                    held = f"{shape.held(ranks) / 1e9:.0f}" + ("" if fits else " (!)")
-                    table.add(
-                        model=shape.name,
-                        link=link.name,
-                        ranks=ranks,
-                        pays=pays,
-                        **row,
-                        **{"GB a rank": held},
-                    )
+                    row["pays"] = "yes" if ranks <= pays_until(shape, rate, link) else "no"
+                    fits = shape.held(ranks) < 0.75 * memory
+                    row["GB a rank"] = f"{shape.held(ranks) / 1e9:.0f}" + " (!)" * (not fits)
+                    table.add(model=shape.name, link=link.name, ranks=ranks, **row)
     print("\ntokens/s of one sequence, without attention to a context; (!) does not fit a", end=" ")
     print(", ".join(f"{name} of {size / 1e9:.0f} GB" for name, (_, size) in DEVICES.items()))
     for links in LINKS.values():
@@ -159,12 +148,9 @@ def check(path: Path) -> dict[str, float]:
     rows = Results.read(path).rows
     small = LLAMA_70B["num_hidden_layers"]
     shape = replace(LLAMA, layers=small)
-    sums = {
-        int(row["what"].split()[2]): row["ms"] * 1e-3
-        for row in rows
-        if row["what"].startswith("sum")
-    }
-    found, table = {}, Table({"task": 28, "measured ms": 12, "simulated ms": 12})
+    times = {row["what"]: row["ms"] * 1e-3 for row in rows}
+    width = LLAMA_70B["hidden_size"]
+    found, table = {}, Table()
     for row in rows:
         what, ranks = row["what"], int(row["ranks"])
         if not what.startswith("decode") or row["layers"] != "converted":
@@ -174,7 +160,7 @@ def check(path: Path) -> dict[str, float]:
         if ranks == 1:
             rate = token(shape, 1, 1.0, LINKS["H200"][0], "tensor", batch) / seconds
             continue
-        link = Link("measured", sums[batch], float("inf"))
+        link = Link("measured", times[f"sum of {batch} x {width}"], float("inf"))
         simulated = token(shape, ranks, rate, link, "tensor", batch)
         found[what] = simulated / seconds
         figures = {"measured ms": seconds * 1e3, "simulated ms": simulated * 1e3}

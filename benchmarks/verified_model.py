@@ -11,6 +11,7 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_unflatten
 from mlx_lm.models import qwen2
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 
@@ -75,13 +76,9 @@ def _dense(model: nn.Module, dtype: mx.Dtype) -> nn.Module:
     dense.model.layers = dense.model.layers[: len(model.layers)]
     dense.update(model.parameters(), strict=False)
     dense.set_dtype(dtype)
-    for path, layer in model.named_modules():
-        if isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding):
-            *parents, name = path.split(".")
-            at: Any = dense
-            for key in parents:
-                at = at[int(key)] if key.isdigit() else at[key]
-            at[name] = _Dense(layer, dtype)
+    kinds = nn.QuantizedLinear | nn.QuantizedEmbedding
+    layers = [(n, _Dense(m, dtype)) for n, m in model.named_modules() if isinstance(m, kinds)]
+    dense.update_modules(tree_unflatten(layers))
     return dense
 
 
