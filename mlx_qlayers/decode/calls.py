@@ -14,7 +14,7 @@ class Called(NamedTuple):
 
     function: Callable[..., Any]  # what is called
     taken: Callable[[Sequence[Any]], Sequence[Any]]  # takes its arrays out of the registers
-    # What a launch takes behind them, all in a list; None for what takes arrays one by one.
+    # Taken behind those by a launch, which gets all in a list; None for calls with single arrays.
     more: Sequence[Any] | None
     target: int | slice  # the register of the result, or those of several
     free: tuple[int, ...]  # registers that nobody needs any more

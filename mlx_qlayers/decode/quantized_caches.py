@@ -68,9 +68,9 @@ class _Quantized:
     hadamard: bool
     unsaved = ""  # an attribute that mlx-lm's states lack, and so its caches that are made of them
 
-    def __init__(self, *settings: Any) -> None:
+    def __init__(self, *settings: Any, form: CacheFormat = EIGHT_BITS) -> None:
         super().__init__(*settings)
-        _set_format(self, EIGHT_BITS)
+        _set_format(self, form)
 
     @property
     def bits(self) -> int:

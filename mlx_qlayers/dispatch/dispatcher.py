@@ -64,7 +64,7 @@ def either(
     arrays: Sequence[Any],
     bind: Callable[[], Callable[..., Any]],
 ) -> Plan:
-    """What is composed of MLX's operators, or the launch with the gradient of that, by a choice."""
+    """A plan by a choice: MLX's operators, or a launch with the gradient of those."""
     if choice.path == "reference":
         return Plan(choice, composed)
     return Plan(choice, bind(), gradient_of(composed, arrays), composed)
