@@ -243,11 +243,13 @@ def draw(folder: Path) -> list[Path]:
     """Draw every picture for which there are results in a folder; the files written.
 
     Raises:
-        FileNotFoundError: there are none.
+        FileNotFoundError: there are no results at all.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    if not any(folder.glob("*.csv")):
+        raise FileNotFoundError(f"{folder}: no results of benchmarks in it")
     written = []
     with rc_context(STYLE):
         for name, picture in PICTURES.items():
@@ -269,8 +271,6 @@ def draw(folder: Path) -> list[Path]:
                 path.parent.mkdir(exist_ok=True)
                 figure.savefig(path, metadata={"Software": None})
                 written.append(path)
-    if not written:
-        raise FileNotFoundError(f"{folder}: no results of benchmarks in it")
     return written
 
 

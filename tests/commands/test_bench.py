@@ -98,3 +98,9 @@ def test_pictures_without_matplotlib(tmp_path, capsys, monkeypatch):
 def test_a_folder_without_results(tmp_path, capsys):
     assert main(["bench", "--from", str(tmp_path)]) == 2
     assert "no results of benchmarks" in capsys.readouterr().err
+
+
+def test_results_that_no_picture_shows(tmp_path, capsys):
+    shutil.copy(RESULTS / "deformable.csv", tmp_path)
+    assert main(["bench", "--from", str(tmp_path)]) == 0
+    assert "error" not in capsys.readouterr().err
