@@ -118,7 +118,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Decode(Spread):
-    """How decoding attention is."""
+    """How attention of one token, or a few, is spread over threads."""
 
     run: int  # neighbouring elements of a key that a lane reads at once
     min_keys: int  # the fewest keys for which a threadgroup is started

@@ -65,9 +65,14 @@ class Launcher:
         self.mask_shape = (8, self.batch, self.heads, self.queries, self.keys)
         seen = Spec.of(absent()) if mask is None else Spec(self.mask_shape, mask.dtype)
         self._inputs = [q, *k, *v, seen]
-        kind = _NO_MASK if mask is None else _BOOLEAN if mask.dtype == mx.bool_ else _ADDED
-        self._template: dict[str, TemplateValue] = {"T": q.dtype, "M": seen.dtype, "MASK": kind}
-        self._template |= {"D": self.width, "DV": self.v_width, "SOFTCAP": cap is not None}
+        self._template: dict[str, TemplateValue] = {
+            "T": q.dtype,
+            "M": seen.dtype,
+            "D": self.width,
+            "DV": self.v_width,
+            "MASK": _NO_MASK if mask is None else _BOOLEAN if mask.dtype == mx.bool_ else _ADDED,
+            "SOFTCAP": cap is not None,
+        }
 
     def bind(
         self,

@@ -68,11 +68,16 @@ def latent_step(
     options = mx.array([*words(scale * LOG2E), splits, heads, rows, per_batch], mx.int32)
     parts = batch, 1, heads, splits, width + 2
     beside, seen = Spec((*c.shape[:3], r.shape[3]), c.dtype), [] if mask is None else [mask]
-    of_parts = q.dtype if splits == 1 else mx.float32
-    template: dict[str, Any] = {"T": q.dtype, "O": of_parts, "D": width, "R": r.shape[3]}
     launch = (KERNEL if mask is None else _MASKED).bind(
         [q, r, c, beside, Spec((), mx.int32), *seen, Spec.of(options)],
-        template=template | {"heads": each, "masked": mask is not None},
+        template={
+            "T": q.dtype,
+            "O": q.dtype if splits == 1 else mx.float32,
+            "D": width,
+            "R": r.shape[3],
+            "heads": each,
+            "masked": mask is not None,
+        },
         grid=(32 * each * splits, -(-heads // each), batch),
         threadgroup=(32 * each, 1, 1),
         output_shapes=[q.shape if splits == 1 else parts],

@@ -81,11 +81,18 @@ class _Job:
         rows = [(*shape, start) for shape, start in zip(options.shapes, starts, strict=True)]
         self.sizes = mx.array(rows, mx.int32)
         large = pixels * self.heads * self.width >= 2**31
-        dtypes: dict[str, TemplateValue] = {"T": values.dtype, "G": locations.dtype}
-        dtypes |= {"W": weights.dtype, "I": mx.int64 if large else mx.int32}
-        self.values = dtypes | {"ALIGN": config.align, "POINTS": self.points, "STEP": config.step}
-        self.values |= {"BORDER": options.padding_mode == "border", "PIXELS": options.pixels}
-        self.values |= {"ATOMIC": config.atomic}
+        self.values: dict[str, TemplateValue] = {
+            "T": values.dtype,
+            "G": locations.dtype,
+            "W": weights.dtype,
+            "I": mx.int64 if large else mx.int32,
+            "ALIGN": config.align,
+            "POINTS": self.points,
+            "STEP": config.step,
+            "BORDER": options.padding_mode == "border",
+            "PIXELS": options.pixels,
+            "ATOMIC": config.atomic,
+        }
 
     def bind(
         self,

@@ -40,11 +40,18 @@ def gated_delta(arrays: Sequence[Any], *norms: float) -> Callable[..., list[mx.a
     lanes, rows = width // _EACH, prod(state.shape[:-1])
     factors = words(*(norms or (0, 1, 1)))
     sizes = mx.array([length, key_heads, heads, values, rows, *factors], mx.int32)
-    template = {"T": q.dtype, "G": g.dtype, "B": beta.dtype, "columns": g.ndim == 4}
-    template |= {"normed": len(norms) > 0, "lanes": lanes, "each": _EACH, "ahead": _AHEAD}
     launch = (_KERNEL if mask is None else _MASKED).bind(
         [*(a for a in arrays if a is not None), Spec.of(sizes)],
-        template=template,
+        template={
+            "T": q.dtype,
+            "G": g.dtype,
+            "B": beta.dtype,
+            "columns": g.ndim == 4,
+            "normed": len(norms) > 0,
+            "lanes": lanes,
+            "each": _EACH,
+            "ahead": _AHEAD,
+        },
         grid=(-(-rows * lanes // _THREADS) * _THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[v.shape, state.shape],

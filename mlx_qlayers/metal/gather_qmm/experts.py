@@ -94,12 +94,16 @@ def experts_products(
     height = outputs // 2 if pair else outputs
     clipped = words(*gate) if isinstance(gate, Clipped) else ()
     sizes = mx.array([products, n, k, share, *clipped], mx.int32)
-    template = packed_template(fmt, x.dtype, matrices[0].scales.dtype)
-    template["gate"] = len(GATES) if isinstance(gate, Clipped) else GATES.index(gate)
-    template |= {"rows": rows, "outputs": outputs, "height": height, "run": whole_words(fmt)}
     launch = without(PRODUCTS, tuple(omitted)).bind(
         [*given.values(), sizes],
-        template=template,
+        template=packed_template(fmt, x.dtype, matrices[0].scales.dtype)
+        | {
+            "gate": len(GATES) if isinstance(gate, Clipped) else GATES.index(gate),
+            "rows": rows,
+            "outputs": outputs,
+            "height": height,
+            "run": whole_words(fmt),
+        },
         grid=(-(-n // height * 32 // _THREADS) * _THREADS, products, 1),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[(*right.shape, n)] * (2 if pair and gate is None else 1),
@@ -140,15 +144,23 @@ def experts_chosen(logits: Any, bias: Any, factors: Any, router: Router) -> Laun
     grouped = router.groups > 1 and router.dropped > 0
     omitted = tuple(name for name, spec in given.items() if spec is None)
     name = f"experts_chosen_{len(omitted)}{omitted[0] if omitted else ''}"
-    of_bias, of_factors = ((logits if a is None else a).dtype for a in (bias, factors))
-    template = {"T": logits.dtype, "B": of_bias, "F": of_factors, "W": router.dtype}
-    template |= {"per": -(-experts // 32), "J": router.top_k, "score": SCORES.index(router.score)}
-    groups, dropped = (router.groups, router.dropped) if grouped else (1, 0)
-    template |= {"groups": groups, "dropped": dropped, "pairs": router.pairs and grouped}
-    template |= {"masked": router.masked and grouped}
     launch = without(CHOSEN, omitted, name).bind(
         [*(spec for spec in given.values() if spec is not None), numbers],
-        template=template | {"last": router.last, "normed": router.normed},
+        template={
+            "T": logits.dtype,
+            "B": logits.dtype if bias is None else bias.dtype,
+            "F": logits.dtype if factors is None else factors.dtype,
+            "W": router.dtype,
+            "per": -(-experts // 32),
+            "J": router.top_k,
+            "score": SCORES.index(router.score),
+            "groups": router.groups if grouped else 1,
+            "dropped": router.dropped if grouped else 0,
+            "pairs": router.pairs and grouped,
+            "masked": router.masked and grouped,
+            "last": router.last,
+            "normed": router.normed,
+        },
         grid=(32, prod(leading), 1),
         threadgroup=(32, 1, 1),
         output_shapes=[(*leading, router.top_k)] * 2,
