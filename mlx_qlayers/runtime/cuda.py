@@ -170,7 +170,9 @@ def cuda_source(
     whether all SIMD groups run each tensor operation at the same time with the same operands.
     """
     header = program.header.replace(f"#include {TENSOR_OPS}\n", "")
-    helpers = translate(source.without(header, _SHIMMED))
+    # Kernels share declarations, and none of these reads differently beside others.
+    rows = source.without(header, _SHIMMED).split("\n")
+    helpers = "\n".join(filter(None, map(translate, rows)))
     header = f"#define MSL_GROUP_SIZE {prod(threadgroup)}\n#define MSL_RESIDENT {resident}\n"
     header += f'#define MSL_LOCKSTEP {int(lockstep)}\n#include "{SHIM}"\n'
     if helpers:
@@ -246,7 +248,7 @@ def _attributes(text: str, threadgroup: Size, surplus: bool) -> list[str]:
     return lines
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=16384)
 def translate(text: str, *, kernel: bool = False) -> str:
     """Rewrite what C++ headers cannot express of the Metal Shading Language.
 

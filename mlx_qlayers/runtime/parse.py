@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,8 +72,8 @@ def parse(
     inputs, outputs, attributes, atomic = _sort(parameters, source.words(body), where)
     added += [alias for p in attributes if (alias := _alias(p, where))]
     begin = item.tokens[0].line
-    header = [x for d in source.used(items, source.words(tokens)) for x in _cited(d, d.tokens)]
-    lines = [*((f"{item.file}:{begin}", line) for line in added), *_cited(item, body)]
+    header = [x for d in source.used(items, source.words(tokens)) for x in d.cited]
+    lines = [*((f"{item.file}:{begin}", line) for line in added), *source.cited(item, body)]
     text = "\n".join(line for _, line in lines)
     _check_words(text, parameters, inputs, where)
     return Program(
@@ -91,14 +91,6 @@ def parse(
         ensure_row_contiguous=ensure_row_contiguous,
         file_lines=(tuple(line for line, _ in header), tuple(line for line, _ in lines)),
     )
-
-
-def _cited(item: Item, tokens: Iterable[Token]) -> Iterator[tuple[str, str]]:
-    """Lines of a declaration, as ``"exp.metal:12"`` and as text; what was added has no line."""
-    last = item.tokens[0].line
-    for number, text in source.lines(tokens):
-        last = number or last
-        yield f"{item.file}:{last}", text
 
 
 def _find(items: Sequence[Item], function: str, path: Path) -> Item:

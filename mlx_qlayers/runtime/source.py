@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,10 +75,15 @@ class Item:
     kernel: bool = False
     operator: bool = False
 
-    @property
+    @cached_property
     def words(self) -> frozenset[str]:
         """Every identifier in it, those inside macros too."""
         return words(self.tokens)
+
+    @cached_property
+    def cited(self) -> tuple[tuple[str, str], ...]:
+        """Its lines as :func:`cited` gives them."""
+        return (*cited(self, self.tokens),)
 
 
 def words(tokens: Iterable[Token]) -> frozenset[str]:
@@ -121,6 +126,14 @@ def lines(tokens: Iterable[Token]) -> Iterator[tuple[int, str]]:
         text += " " + token.text if _would_merge(text[-1:] or "\n", token) else token.text
     if text:
         yield number, text
+
+
+def cited(item: Item, tokens: Iterable[Token]) -> Iterator[tuple[str, str]]:
+    """Lines of a declaration, as ``"exp.metal:12"`` and as text; what was added has no line."""
+    last = item.tokens[0].line
+    for number, text in lines(tokens):
+        last = number or last
+        yield f"{item.file}:{last}", text
 
 
 def minify(tokens: Iterable[Token]) -> str:
@@ -298,6 +311,6 @@ def without(header: str, files: tuple[Path, ...]) -> str:
     """
     for item in (item for path in files for item in read(path)):
         if item.tokens:
-            text = minify(item.tokens) + "\n"
+            text = "".join(f"{line}\n" for _, line in item.cited)
             header = header.replace(text, "\n" * text.count("\n"))  # later lines keep their numbers
     return header
