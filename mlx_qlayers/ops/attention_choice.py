@@ -102,6 +102,8 @@ def why_not_forward(call: AttentionCall) -> str | None:
         )
     if not device.gpu:
         return None
+    if len(call.v) == 1 and _builds_a_plan(call):
+        return Measured("")
     if len(call.v) > 1 or call.mask is not None or call.sinks is not None:
         return (
             "on NVIDIA GPUs the stock operator is faster with these arrays, or nothing was measured"
@@ -129,6 +131,20 @@ def why_not_forward(call: AttentionCall) -> str | None:
         better = keys <= short and work <= little
     why = "on NVIDIA GPUs the stock operator was measured faster where nobody differentiates"
     return Measured("" if better else why)
+
+
+def _builds_a_plan(call: AttentionCall) -> bool:
+    """Whether stock builds a plan for this call alone, as cuDNN does for each length of a prompt.
+
+    That takes longer than a prompt does. Lengths that come again are round: those of parts that
+    mlx-lm cuts a prompt into, and of most training.
+    """
+    (*_, queries, width), round_ = call.q.shape, threshold("attention_round_length")
+    if not device_of().stock_is_cudnn or round_ is None or call.q.dtype == mx.float32:
+        return False
+    fused = max(width, call.v_width) <= threshold("attention_forward_widest")
+    of_text = call.scores.causal or call.mask is not None
+    return fused and of_text and queries % round_ > 0
 
 
 def gradients_by_kernels(call: AttentionCall) -> bool:

@@ -62,11 +62,17 @@ def forward(**options):
         ({"window": 8, "mask": Spec((2048, 2048), mx.float32)}, False, False),
         ({"window": 8, "sinks": Spec((4,), mx.float32)}, False, False),
         ({"softcap": 30.0, "length": 300}, True, True),
-        ({"window": 8, "length": 2047}, False, True),
+        # For each length that is not round, stock would build a plan.
+        ({"length": 2047}, True, True),
+        ({"length": 2047, "mask": Spec((2047, 2048), mx.bool_)}, True, True),
+        ({"length": 2047, "sinks": Spec((4,), mx.float32)}, True, True),
+        ({"length": 2047, "mask": None}, False, False),
+        ({"length": 2047, "dtype": mx.float32}, False, False),
+        ({"length": 2047, "width": 160}, False, False),
         # Launches of a graph take less than stock's, up to so much work.
         ({"keys": 512, "length": 512}, False, True),
         ({"keys": 512, "length": 2048}, False, True),
-        ({"keys": 512, "length": 2049}, False, False),
+        ({"keys": 512, "length": 2176}, False, False),
         ({"keys": 512, "length": 2048, "mask": None}, False, False),
         ({"keys": 513, "length": 512}, False, False),
         ({"keys": 512, "length": 512, "dtype": mx.float32}, False, False),
@@ -301,7 +307,7 @@ def test_short_sequences_in_a_graph_run_on_kernels(length, extra):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("length", [200, 256])
+@pytest.mark.parametrize("length", [256, 384])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_a_window_is_as_accurate_as_with_a_mask_of_booleans(dtype, length):
     """Forward and with gradients, of batches too: cuDNN is given one mask for all heads."""
