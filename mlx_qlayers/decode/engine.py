@@ -15,7 +15,7 @@ from ..runtime.backend import Mode, backend, current, epoch
 from ..runtime.explain import note
 from ..runtime.memory import uncollected
 from ..runtime.threads import here
-from ..runtime.transformed import is_transformed
+from ..runtime.transformed import is_traced, is_transformed
 from .append_buffers import released
 from .append_form import AppendForm
 from .caches import REACH, Facts, arrays_of, facts, more_steps
@@ -139,7 +139,7 @@ class Steps:
     def run(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None:
         """The logits, and the caches with the tokens; None if it cannot be."""
         own = leaves(caches)
-        if not own or is_transformed([tokens]):
+        if not own or is_traced(tokens):
             return None
         asked = tokens.shape, tokens.dtype, place_now()
         last = self.progress.get(own[0])

@@ -24,6 +24,15 @@ def is_transformed(arrays: Sequence[mx.array]) -> bool:
     return False
 
 
+def is_traced(indices: mx.array) -> bool:
+    """The same of an array of integers, of which no gradient is taken, without a node for it."""
+    try:
+        mx.async_eval(indices)
+    except ValueError:
+        return True
+    return False
+
+
 def has_values(arrays: Sequence[mx.array]) -> bool:
     """Wait for the values of arrays; false where ``mx.compile`` or ``mx.vmap`` is tracing."""
     try:

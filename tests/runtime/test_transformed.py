@@ -10,7 +10,7 @@ import pytest
 from mlx_qlayers import attention, grid_sample, quantized_matmul, use_backend
 from mlx_qlayers.ops.exp import FORWARD, exp
 from mlx_qlayers.runtime import trace
-from mlx_qlayers.runtime.transformed import has_values, is_transformed
+from mlx_qlayers.runtime.transformed import has_values, is_traced, is_transformed
 from tests.numerics import assert_function, assert_same_sums
 
 Function = Callable[[mx.array], mx.array]
@@ -128,3 +128,19 @@ def test_arrays_have_values_except_under_compile_and_vmap():
     assert seen == {"forward": (True, False), "vjp": (True, False)}
     mx.vmap(function)(mx.ones((2, 3)))
     assert seen["forward"] == (True, False)
+
+
+def test_indices_that_a_transformation_follows():
+    seen: list[bool] = []
+
+    def function(x: mx.array, indices: mx.array) -> mx.array:
+        seen.append(is_traced(indices))
+        return (x * indices).sum()
+
+    given = mx.array([1.0, 2.0]), mx.array([1, 2])
+    for transform in (mx.compile, mx.grad, lambda f: mx.vmap(f, (None, 0))):
+        transform(function)(*given)
+        transform(lambda x, i: function(x, i + 1))(*given)
+        function(*given)
+        assert seen == [True, True, False]
+        seen.clear()
