@@ -134,17 +134,17 @@ def why_not_forward(call: AttentionCall) -> str | None:
 
 
 def _builds_a_plan(call: AttentionCall) -> bool:
-    """Whether stock builds a plan for this call alone, as cuDNN does for each length of a prompt.
+    """Whether stock would build a plan for a prompt's length, and probably for this prompt alone.
 
-    That takes longer than a prompt does. Lengths that come again are round: those of parts that
-    mlx-lm cuts a prompt into, and of most training.
+    cuDNN takes longer for that than a prompt takes. Lengths that come again are round: those of the
+    parts that mlx-lm cuts a prompt into, and of most training.
     """
-    (*_, queries, width), round_ = call.q.shape, threshold("attention_round_length")
-    if not device_of().stock_is_cudnn or round_ is None or call.q.dtype == mx.float32:
+    (*_, queries, width), least = call.q.shape, threshold("attention_round_length")
+    if not device_of().stock_is_cudnn or least is None or call.q.dtype == mx.float32:
         return False
     fused = max(width, call.v_width) <= threshold("attention_forward_widest")
     of_text = call.scores.causal or call.mask is not None
-    return fused and of_text and queries % round_ > 0
+    return fused and of_text and queries % least > 0
 
 
 def gradients_by_kernels(call: AttentionCall) -> bool:
