@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> None:
     before, after = graphs(loaded.model)
     for title, graph in ("captured", before), ("after the rules", after):
         shown = [*lines(graph, args.layer, args.brief)]
-        count = len(shown) if args.brief else len(graph.nodes())
+        count = len(shown) if args.brief else len(graph.nodes)
         if args.brief and graph is before:
             shown = textwrap.wrap(operations(graph, args.layer), 118, break_on_hyphens=False)
         print(f"{title}, {count} nodes", *shown, sep="\n", end="\n\n")

@@ -85,14 +85,14 @@ def cached_layers(model: nn.Module, tokens: mx.array) -> Iterator[CachedLayer]:
         given = [*call.args[1:], *call.options.values()]
         at = next((i for i, c in enumerate(own) if any(c is each for each in given)), -1)
         cache = None if at < 0 else own[at]
-        run = partial(_with_cache, layer, call, state, cache)
+        run = partial(_run, layer, call, state, cache)
         state = run(cache)
         mx.eval(state)
         yield CachedLayer(state, cache, at, run)
 
 
-def _with_cache(layer: Any, call: _Call, state: mx.array, own: Any, other: Any) -> mx.array:
-    """The output of a layer with another cache in the place of its own."""
+def _run(layer: Any, call: _Call, state: mx.array, own: Any = None, other: Any = None) -> mx.array:
+    """The output of a layer, with another cache in the place of its own."""
     args = [other if each is own else each for each in call.args[1:]]
     options = {name: other if each is own else each for name, each in call.options.items()}
     found: mx.array = layer(state, *args, **options)
@@ -153,10 +153,6 @@ def _call_of(
         except _Call as call:
             return call
     raise ValueError(f"{type(model).__name__} does not call its layers one by one")
-
-
-def _run(layer: Callable[..., Any], call: _Call, state: mx.array) -> mx.array:
-    return layer(state, *call.args[1:], **call.options)
 
 
 def _behind(model: nn.Module, layers: list[Any], batch: mx.array, state: mx.array) -> mx.array:

@@ -220,7 +220,7 @@ def _write(
 ) -> Written:
     """Write a model; where ``origin`` is a repository, its card names that."""
     from huggingface_hub import ModelCard
-    from mlx_lm.utils import compute_bits_per_weight
+    from mlx_lm.utils import compute_bits_per_weight, save
     from tqdm import tqdm
 
     layers = sum(hasattr(module, "scales") for module in model.modules())
@@ -234,22 +234,16 @@ def _write(
         # One weight after the other: the bar moves, and no two unquantized ones are held.
         for weight in tqdm(weights, desc="converting", unit="tensor", disable=None):
             mx.eval(weight)
-        _save(staging, source, model, tokenizer, config)
+        try:
+            save(staging, source, model, tokenizer, config)
+        except RuntimeError as error:  # how MLX reports a failed write
+            raise OSError(f"{staging}: the model cannot be written: {error}") from error
         if origin and not os.path.exists(origin):
             card = ModelCard.load(staging / "README.md")
             card.data.base_model = os.fspath(origin)
             card.save(staging / "README.md")
         check_directory(staging)
     return written
-
-
-def _save(staging: Path, *what: Any) -> None:
-    from mlx_lm.utils import save
-
-    try:
-        save(staging, *what)
-    except RuntimeError as error:  # how MLX reports a failed write
-        raise OSError(f"{staging}: the model cannot be written: {error}") from error
 
 
 def _cast(model: nn.Module, dtype: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -147,18 +147,19 @@ def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
         start, end = match.span() if match else (len(path), len(path))
         key = (path[:start], path[end:], *rest)
         folded.setdefault(key, []).extend([int(match.group())] if match else [])
-    return [
-        (before + _ranges(indices) + after, *rest)
-        for (before, after, *rest), indices in folded.items()
-    ]
+    found = []
+    for (before, after, *rest), indices in folded.items():
+        each = (f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs_of(indices))
+        found.append((before + ",".join(each) + after, *rest))
+    return found
 
 
-def _ranges(folded: list[int]) -> str:
-    """``[0, 1, 2, 5]`` as ``0-2,5``."""
-    runs: list[list[int]] = []
-    for n in folded:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1][1:] = [n]
+def runs_of(numbers: Iterable[int]) -> list[range]:
+    """Numbers in turn as ranges of those that follow each other: 0, 1, 2 and 5 are two."""
+    runs: list[range] = []
+    for n in numbers:
+        if runs and n == runs[-1].stop:
+            runs[-1] = range(runs[-1].start, n + 1)
         else:
-            runs.append([n])
-    return ",".join("-".join(map(str, run)) for run in runs)
+            runs.append(range(n, n + 1))
+    return runs

@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from .checkpoint import read_header
 from .plan import copied
+from .report import runs_of
 from .sharding import shard_model
 
 PARALLEL = ("tensor", "pipeline", "experts")
@@ -125,14 +126,8 @@ def _part(positions: mx.array, whole: tuple[int, ...]) -> Part | None:
     expected = mx.pad(expected, [(0, zeros if i == axis else 0) for i in range(len(whole))])
     if not mx.array_equal(expected, positions).item():
         return None
-    runs: list[range] = []
     wanted: Any = indices.tolist()
-    for i in wanted:
-        if runs and i == runs[-1].stop:
-            runs[-1] = range(runs[-1].start, i + 1)
-        else:
-            runs.append(range(i, i + 1))
-    return Part(axis, runs, zeros)
+    return Part(axis, runs_of(wanted), zeros)
 
 
 def _read(source: Tensor, part: Part, dtype: mx.Dtype) -> mx.array:

@@ -84,7 +84,7 @@ def planned(
     if invariant:
         return (Change(model, FusionReport("", STEP, FUSED, INVARIANT), cls),)
     try:
-        before, after = (len(graph.nodes()) for graph in graphs(model))
+        before, after = (len(graph.nodes) for graph in graphs(model))
     except Unsupported as error:
         return (found.left(str(error)),)
     what = f"a graph of {before} operations as one of {after}"

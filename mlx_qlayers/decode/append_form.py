@@ -84,7 +84,7 @@ class AppendForm(Form):
         self.fixed = [name for _, name in self.program.inputs if name not in moving]
         read = places(name for name in self.fixed if name.startswith("cache."))
         self.lists = sorted({*self.lists, *((i, name) for i, name, at in read if at is not None)})
-        calls = [StepCall.of(node.src) for node in graph.nodes() if node.op == "AttentionStep"]
+        calls = [StepCall.of(node.src) for node in graph.nodes if node.op == "AttentionStep"]
         if reason := next(filter(None, (_why_not(call, batch) for call in calls)), None):
             raise Unsupported(reason)
         # Attention takes at most one of a query.

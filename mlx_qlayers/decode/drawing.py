@@ -52,7 +52,7 @@ def lines(graph: Graph, layer: int | None = None, brief: bool = False) -> Iterat
 
     In brief it has no arguments and shapes, and the last names of arrays.
     """
-    nodes = graph.nodes()
+    nodes = graph.nodes
     shown = [n for n in nodes if n.op not in ("Input", "Constant", "Item")]
     numbers = {node: f"%{i}" for i, node in enumerate(shown)}
 

@@ -59,7 +59,7 @@ class Program:
         self._known = {_NONE}
         # Indices of rows in a cache that go on with its tokens: nobody has seen what they replace.
         self._advancing: set[int] = set()
-        calls = [self._folded(node, self._call(node, weights)) for node in graph.nodes()]
+        calls = [self._folded(node, self._call(node, weights)) for node in graph.nodes]
         self.outputs = {name: self._of[node] for name, node in graph.outputs.items()}
         self.calls = self._scheduled([call for call in calls if call is not None])
         self._lists: Any = None
@@ -68,7 +68,7 @@ class Program:
 
             self._lists = listed
             self.calls = [listed.as_listed(call) for call in self.calls]
-        shapes = [each.shape for node in graph.nodes() for each in node.outputs] if binds else []
+        shapes = [each.shape for node in graph.nodes for each in node.outputs] if binds else []
         self._rows = itemgetter(*filter(_is_rows, names_in((*shapes,))), "batch")
         self._bound: dict[Any, BoundCalls] = {}
         self._resolved = resolver([arg for *_, arg in self.dynamic])

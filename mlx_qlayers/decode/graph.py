@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import permutations
 from math import isclose
@@ -140,18 +140,12 @@ class Graph:
     """A step: its outputs by name. Its inputs are the ``Input`` nodes."""
 
     outputs: dict[str, Node]
+    # The graphs that rules made of it for batch sizes.
+    variants: dict[Any, Graph] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
-    def variants(self) -> dict[Any, Graph]:
-        """The graphs that rules made of it for batch sizes."""
-        return {}
-
     def nodes(self) -> list[Node]:
         """All nodes, each behind those that it takes."""
-        return self._nodes
-
-    @cached_property
-    def _nodes(self) -> list[Node]:
         order: dict[Node | None, None] = {None: None}
         stack: list[Node | None] = [*reversed(self.outputs.values())]
         while stack:
@@ -178,13 +172,13 @@ class Graph:
                 done[node] = done[other] = done.get(other, made)
             return done[node]
 
-        for node in self.nodes():
+        for node in self.nodes:
             new(node)
         return Graph({name: new(node) for name, node in self.outputs.items()})
 
     def uses(self) -> Counter[Node]:
         """How often each node is taken, by others or as a result."""
-        taken = Counter(s for node in self.nodes() for s in node.src if s)
+        taken = Counter(s for node in self.nodes for s in node.src if s)
         taken.update(self.outputs.values())
         return taken
 
@@ -348,7 +342,7 @@ def rewrite(graph: Graph, rules: Iterable[Rule]) -> Graph:
         return None
 
     done: dict[Node | None, Node | None] = {None: None}
-    for node in graph.nodes():
+    for node in graph.nodes:
         src = tuple([done[s] for s in node.src])
         new = node if src == node.src else Node(node.op, src, node.arg, node.outputs)
         new = made.setdefault(new.key(), new)

@@ -115,7 +115,7 @@ def test_norms_between_products_take_no_launch(name, monkeypatch):
         found, _ = logits(model, 1, graph=True)
     assert mx.abs(found - want).max() <= 2**-6 * mx.abs(want).max()
     ((step,),) = engine._steps[id(model)].steps.values()
-    nodes = deferred.deferred(step.graph, {"batch": 1}).nodes()
+    nodes = deferred.deferred(step.graph, {"batch": 1}).nodes
     giving = [node for node in nodes if node.op == "Products" and node.src[4] is not None]
     taking = [node for node in nodes if node.op in ("Products", "Experts") and node.src[2]]
     # One norm a layer is behind a product with a residual, or two.

@@ -60,54 +60,50 @@ class Written(NamedTuple):
 
 def written(nodes: Sequence[Node], name: str, caches: TracedCaches) -> Written | None:
     """The cache that attention takes keys or values of, if tokens were written into it."""
-    parts = [_part(node, caches) for node in nodes]
-    first = parts[0]
-    if first is None or any(each is None or each[0] != first[0] for each in parts):
+    parts = [part for node in nodes if (part := _part(node, caches)) is not None]
+    if len(parts) < len(nodes):
         return None
-    (number, row, size, *_), settings = first, dict(caches.keys[first[0]][2:])
-    names, buffers, new = zip(*(each[3:] for each in parts if each is not None), strict=True)
+    first, buffers = parts[0], tuple(part.buffers[0] for part in parts)
+    path, settings = f"cache.{first.number}.{name}", dict(caches.keys[first.number][2:])
     packed = "bits" in settings
-    if list(names) != ([f"{name}.{i}" for i in range(3)] if packed else [name]):
+    paths = [f"{path}.{i}" for i in range(3)] if packed else [path]
+    if [buffer.arg[0] for buffer in buffers] != paths:
         return None
-    rows: Node = new[0]
-    if packed:
-        of = rows.src[0] if rows.op == "Item" else None
-        bits = settings.get("v_bits" if name == "values" else "bits", settings["bits"])
-        settled = settings["group_size"], bits, 0, False
-        if of is None or of.op != "Quantize" or of.arg != settled:
-            return None
-        if any(each.src != (of,) or each.arg != (i,) for i, each in enumerate(new)):
-            return None
-        rows = of.src[0]
-    elif rows.dtype != buffers[0].dtype:
+    if not packed:
+        return first if first.new.dtype == buffers[0].dtype else None
+    of = first.new.src[0] if first.new.op == "Item" else None
+    bits = settings.get("v_bits" if name == "values" else "bits", settings["bits"])
+    if of is None or (of.op, of.arg) != ("Quantize", (settings["group_size"], bits, 0, False)):
         return None
-    return Written(number, buffers, rows, row, size)
+    if any(part.new.src != (of,) or part.new.arg != (i,) for i, part in enumerate(parts)):
+        return None
+    return first._replace(buffers=buffers, new=of.src[0])
 
 
-def _part(node: Node, caches: TracedCaches) -> tuple[int, Size, int, str, Node, Node] | None:
-    """The cache's number, row and ring, and the array's name, what it was, and its new rows."""
+def _part(node: Node, caches: TracedCaches) -> Written | None:
+    """The same of one array; of packed ones there are three, and ``new`` is one of theirs."""
     node, counted = first_rows(node)
     while node.op == "Depends":
         node = node.src[0]
     if node.op != "SliceUpdate" or node.src[0].op != "Input":
         return None
     buffer, new = node.src
-    where, number, name = buffer.arg[0].split(".", 2)
-    kind, case, *attributes = caches.keys[int(number)] if where == "cache" else ("", "")
-    if kind not in APPENDED or case == "empty":
+    where, place, *_ = buffer.arg[0].split(".")
+    if where != "cache":
         return None
-    row, position = (caches.counter(int(number), each) for each in APPENDED[kind])
-    stop, settings = position._replace(const=new.shape[2]), dict(attributes)
+    number = int(place)
+    kind, case, *attributes = caches.keys[number]
+    if kind not in APPENDED or case not in ("", "full", "begins"):
+        return None
+    row, position = (caches.counter(number, each) for each in APPENDED[kind])
+    settings, stop = dict(attributes), position._replace(const=new.shape[2])
     if case == "begins":
         row = Size(settings["keep"], ())
-    allowed = {"full": (None,), "begins": (None,), "": (stop,)}
-    goes_round = case in ("full", "begins")
-    if node.arg[1][2] != (row if row.terms else row.const) or counted not in allowed.get(case, ()):
+    if node.arg[1][2] != (row if row.terms else row.const):
         return None
-    if not goes_round and row != position:
+    if counted != (None if case else stop) or not (case or row == position):
         return None
-    size = settings["max_size"] if goes_round else 0
-    return int(number), row, size, name, buffer, new
+    return Written(number, (buffer,), new, row, settings["max_size"] if case else 0)
 
 
 def _is_at(offset: Node | None, number: int, caches: TracedCaches) -> bool:
@@ -182,7 +178,7 @@ def with_append_buffers(graph: Graph, caches: TracedCaches) -> Graph:
     """The graph with attention to append buffers."""
     places, outputs, at = dict[Node, Node](), dict(graph.outputs), dict[str, Any]()
     sizes: dict[int, Any] = {}
-    for node in graph.nodes():
+    for node in graph.nodes:
         if node.op not in ATTENTIONS:
             continue
         q, *arrays, _, _ = node.src

@@ -21,7 +21,7 @@ def deferred(graph: Graph, values: Mapping[str, int]) -> Graph:
 
     Batch sizes for which it is faster in the same places have one graph.
     """
-    sums = {found[0].outputs[0] for node in graph.nodes() if (found := _norm_of(node))}
+    sums = {found[0].outputs[0] for node in graph.nodes if (found := _norm_of(node))}
     specs = {spec: ArraySpec(resolved(spec.shape, values), spec.dtype) for spec in sums}
     faster = frozenset(spec for spec, array in specs.items() if defers_norm(array))
     if faster not in graph.variants:
@@ -32,7 +32,7 @@ def deferred(graph: Graph, values: Mapping[str, int]) -> Graph:
 def _deferred(graph: Graph, faster: Set[Spec]) -> Graph:
     sums: dict[Node, Node] = {}
     places: dict[Node, Node] = {}
-    for node in graph.nodes():
+    for node in graph.nodes:
         found = _norm_of(node)
         if found is None:
             continue
@@ -53,7 +53,7 @@ def _deferred(graph: Graph, faster: Set[Spec]) -> Graph:
 
 def _once(graph: Graph) -> Graph:
     """Products take a norm that is computed for something else as well."""
-    nodes = graph.nodes()
+    nodes = graph.nodes
     norms = {(n.src, n.arg[0]): n for n in nodes if n.op == "RMSNorm"}
     places: dict[Node, Node] = {}
     for node in nodes:

@@ -44,7 +44,7 @@ def invariant(graph: Graph, caches: TracedCaches) -> PaddedGraph:
     for rules in ([*UNBROADCAST, *_EXPERTS], PRODUCT, gates, ROUNDED):
         graph = rewrite(graph, rules)
     made = padded(side_by_side(graph), caches)
-    nodes = made.graph.nodes()
+    nodes = made.graph.nodes
     padding = next((n for n in nodes if n.op == "Input" and ".left_padding" in n.arg[0]), None)
     if padding is None and any(kind in BATCHES for kind, *_ in caches.keys):
         raise Unsupported("paddings of a batch are not known")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..capture import Unsupported
-from ..graph import Graph, Node, Size, Spec, less
+from ..graph import Graph, Node, P, Size, Spec, fits, less
 from .attention_step import ATTENTIONS, TracedCaches
 from .canonical import ELEMENTWISE
 from .padding import Padding, from_0, is_position
@@ -29,8 +29,7 @@ _KEPT = (
     *("Log1p", "LogicalNot", "Mask", "Negative", "ScatterAxis", "Sigmoid", "Sin", "Sqrt"),
     *("Square", "Tanh"),
 )
-# Operations that give zeros where they take zeros.
-_KEEP_ZEROS = (*_RESHAPES, "Transpose", "AsType", "Broadcast", "Copy", "Multiply")
+_ROLLED = P("Concatenate(Item[1](split @ Split(old)), Item[0](split))")
 # The neutral elements of reductions by number: all, any, sum, prod, min, max.
 _NOTHING = (True, False, 0, 1, inf, -inf)
 Sources = tuple[Any, ...]
@@ -83,10 +82,7 @@ def _kept(now: Padding, node: Node, src: Sources) -> Node:
     if node.op in (*ELEMENTWISE, "Concatenate"):
         src = tuple(s and now.cut(s, specs[0].shape) for s in src)
     arg = (specs[0].shape,) if node.op in ("Broadcast", "Reshape") else node.arg
-    new = now.make(node.op, src, arg, *specs)
-    if moves and node.op in _KEEP_ZEROS and not now.zeros.isdisjoint(src):
-        now.zeros.add(new)
-    return new
+    return now.make(node.op, src, arg, *specs)
 
 
 def _item(now: Padding, node: Node, src: Sources) -> Node:
@@ -102,6 +98,7 @@ def _ahead(node: Node | None) -> list[tuple[Any, int]]:
 
 def _slice(now: Padding, node: Node, src: Sources) -> Node:
     (source,), old = src, node.src[0]
+    is_last = old.op == "ArgPartition" and is_position(old.arg[0])
     begin: dict[int, Any] = {}
     start, stop, step = ([*each] for each in node.arg)
     shape = [*node.shape]
@@ -109,7 +106,7 @@ def _slice(now: Padding, node: Node, src: Sources) -> Node:
         rows, size = source.shape[axis], shape[axis]
         if is_position((a, b)) and (step[axis] != 1 or (is_position(a) and is_position(size))):
             return _unknown(now, node, src)
-        if is_position(a) and source in now.ends and b == old.shape[axis]:
+        if is_position(a) and is_last and b == old.shape[axis]:
             start[axis], stop[axis] = less(rows, size), rows
         elif is_position(a):
             begin[axis], start[axis], stop[axis] = a, 0, size
@@ -122,8 +119,6 @@ def _slice(now: Padding, node: Node, src: Sources) -> Node:
     arg = tuple(start), tuple(stop), tuple(step)
     if arg != from_0(source.shape):
         source = now.make("Slice", (source,), arg, Spec(tuple(shape), node.dtype))
-    if src[0] in now.zeros and is_position(node.shape[-1]):
-        now.zeros.add(source)
     return source
 
 
@@ -145,13 +140,10 @@ def _same(now: Padding, node: Node, src: Sources) -> Node:
 
 def _rolled(now: Padding, node: Node) -> Node | None:
     """Two parts of an array in the other order."""
-    parts, (axis,) = [s.src[0] if s and s.op == "Item" else None for s in node.src], node.arg
-    split = parts[0]
-    if split is None or parts != [split, split] or split.op != "Split":
+    found = fits(_ROLLED, node)
+    if found is None or found["split"].arg[1:] != node.arg:
         return None
-    old, ((place,), of_axis) = split.src[0], split.arg
-    if [s and s.arg for s in node.src] != [(1,), (0,)] or of_axis != axis:
-        return None
+    old, ((place,), axis) = found["old"], found["split"].arg
     x = now.new[old]
     if place == old.shape[axis]:
         return x
@@ -168,7 +160,7 @@ def _product(now: Padding, node: Node, src: Sources) -> Node:
     (x, *others), old = src, node.src[1]
     axis = len(old.shape) - 2
     if is_position(old.shape[axis]):
-        if x not in now.zeros:
+        if node.src[0].op != "Softmax":
             return _unknown(now, node, src)
         rows = now.narrowest((x.shape[-1], others[0].shape[axis]))
         x = now.resized(x, len(x.shape) - 1, rows)
@@ -181,14 +173,11 @@ def _reduce(now: Padding, node: Node, src: Sources) -> Node:
     """A reduction, or a softmax along the last axis: rows behind are neutral."""
     (x,), old, is_softmax = src, node.src[0], node.op == "Softmax"
     axes, number = ((-1,), -inf) if is_softmax else (node.arg[1], _NOTHING[node.arg[0]])
-    moves = [axis for axis in axes if is_position(old.shape[axis])]
-    for axis in moves:
-        x = now.filled(x, old, axis, number)
+    for axis in axes:
+        if is_position(old.shape[axis]):
+            x = now.filled(x, old, axis, number)
     shape = x.shape if is_softmax else now.shape(node, node.shape)
-    new = now.make(node.op, (x,), node.arg, Spec(shape, node.dtype))
-    if moves and is_softmax:
-        now.zeros.add(new)
-    return new
+    return now.make(node.op, (x,), node.arg, Spec(shape, node.dtype))
 
 
 def _partition(now: Padding, node: Node, src: Sources) -> Node:
@@ -200,10 +189,7 @@ def _partition(now: Padding, node: Node, src: Sources) -> Node:
     if is_position(count):
         x = now.filled(x, node, axis, -inf if last else inf)
     place = less(width, count.const - place.const) if last else place
-    new = now.make(node.op, (x,), (place, axis), Spec(x.shape, node.dtype))
-    if last:
-        now.ends.add(new)
-    return new
+    return now.make(node.op, (x,), (place, axis), Spec(x.shape, node.dtype))
 
 
 def _attention(now: Padding, node: Node, src: Sources) -> Node:
@@ -273,7 +259,7 @@ def padded(graph: Graph, caches: TracedCaches) -> PaddedGraph:
     ``Unsupported`` says that something takes the rows that count in a way that is not known.
     """
     now = Padding(caches)
-    for node in graph.nodes():
+    for node in graph.nodes:
         src = tuple(s and now.new[s] for s in node.src)
         shapes = [each.shape for each in (*node.outputs, *node.src) if each]
         moves = node.op == "Input" or is_position((*shapes, node.arg))
@@ -283,6 +269,6 @@ def padded(graph: Graph, caches: TracedCaches) -> PaddedGraph:
     for name, node in graph.outputs.items():
         if is_position(node.shape) and now.new[node].shape != inputs.get((name,)):
             raise Unsupported(f"{name} grows with each token")
-    if left := next((node for node in made.nodes() if is_position(node.arg)), None):
+    if left := next((node for node in made.nodes if is_position(node.arg)), None):
         _unknown(now, left, ())
     return PaddedGraph(made, now.names)

@@ -34,8 +34,6 @@ class Padding:
         self.new: dict[Node, Node] = {}  # what takes the place of a node
         self.made: dict[Any, Node] = {}
         self.names: list[str] = []  # of positions, in the order in which the array has them
-        self.zeros = set[Node]()  # in the rows behind those that count, along their last axis
-        self.ends = set[Node]()  # those whose last rows are those that count
         self.caches = caches
         self.rows: dict[str, Any] = {}  # of caches by their numbers
         for name, other in caches.names.items():

@@ -117,7 +117,7 @@ def _rows(node: Node) -> tuple[Any, ...] | None:
 def side_by_side(graph: Graph) -> Graph:
     """Products of the same rows, of one format, as one node: a launch takes some of them."""
     alike: dict[tuple[Any, ...], list[Node]] = {}
-    for node in graph.nodes():
+    for node in graph.nodes:
         if (rows := _rows(node)) is not None:
             alike.setdefault(rows, []).append(node)
     places: dict[Node, Node] = {}

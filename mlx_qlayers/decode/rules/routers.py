@@ -37,7 +37,7 @@ def plain(node: Node, *views: str) -> Node:
 def routed(graph: Graph) -> Graph:
     """The graph with experts and shares that one launch gives."""
     places: dict[Node, Node] = {}
-    nodes = graph.nodes()
+    nodes = graph.nodes
     # Where the code changes them before they are used, it is the shares as they were taken.
     pairs = [node.src[1:3] for node in nodes if node.op == "Combined"]
     pairs += [(node.src[1], node) for node in nodes if node.op == "GatherAxis"]

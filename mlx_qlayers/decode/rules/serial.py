@@ -19,10 +19,10 @@ from .heads import VIEWS, finite, turned_heads
 def serial(graph: Graph) -> Graph:
     """The graph of a step as the host backend runs it."""
     places: dict[Node, Node] = {}
-    for node in graph.nodes():
+    for node in graph.nodes:
         if node.op == "Attention":
             q, k, *_ = node.src
-            new = _update(k)[1]
+            new = update.src[1] if (update := _update(k)) else None
             # Keys that several layers share were turned with the queries of the first.
             places |= {} if new in places else _turned(q, new)
     counts: dict[Any, Node] = {}
@@ -43,8 +43,7 @@ def _normed_first(root: Node) -> Node | None:
 
 def _by_rows(root: Node, counts: dict[Any, Node]) -> Node | None:
     q, k, v, mask, sinks = root.src
-    (of_k, _), (of_v, _) = _update(k), _update(v)
-    length = root.shape[2]
+    of_k, of_v, length = _update(k), _update(v), root.shape[2]
     if of_k is None or of_v is None or length > MAX_QUERIES:
         return None
     (*_, count, _) = k.arg[1]
@@ -61,12 +60,10 @@ def _is_causal(mask: Node, length: int, count: Size) -> bool:
     return causal and mask.shape[-2:] == (length, count)
 
 
-def _update(rows: Node) -> tuple[Node | None, Node | None]:
-    """The whole array whose first rows are given, and the rows written into it; or None, None."""
+def _update(rows: Node) -> Node | None:
+    """What gives the whole array whose first rows are given, if others were written into it."""
     update, count = first_rows(rows)
-    if update.op != "SliceUpdate" or not isinstance(count, Size):
-        return None, None
-    return update, update.src[1]
+    return update if update.op == "SliceUpdate" and isinstance(count, Size) else None
 
 
 def _turned(q: Node, k: Node | None) -> dict[Node, Node]:
