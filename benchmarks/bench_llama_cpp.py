@@ -20,7 +20,6 @@ import mlx.core as mx
 from bench_generate import Contender
 from common import Table, arguments, output, positive
 from harness import in_turns
-from kernel_assembly import count_instructions
 
 from mlx_qlayers import convert_model
 from mlx_qlayers.conversion.loading import load_stock
@@ -106,8 +105,6 @@ def main() -> None:
         runs = in_turns(found, args.repeats, lambda run: run(prompt, args.tokens))
         for name, (prompts, texts) in runs.items():
             table.add(**{"SmolLM2-135M": name, "prompt tok/s": prompts, "text tok/s": texts})
-        print("\ninstructions of the loops that multiply, for each weight or element:")
-        count_instructions()
 
 
 if __name__ == "__main__":
