@@ -101,15 +101,6 @@ _OF = "from float32: "
 _CONTEXT = 16
 
 
-def build(name: str) -> nn.Module:
-    """A random quantized model of one of :data:`SHAPES`."""
-    module_name, config = SHAPES[name]
-    module = importlib.import_module(f"mlx_lm.models.{module_name}")
-    mx.random.seed(0)
-    args = module.ModelArgs.from_dict({"model_type": module_name, **_COMMON, **config})
-    return quantized(module.Model(args), 64, 4)
-
-
 def small(name: str) -> nn.Module:
     """The small model of an architecture with which the tests compare."""
     tests = str(Path(__file__).parents[1] / "tests")
@@ -190,8 +181,12 @@ def converted(stock: nn.Module) -> dict[str, nn.Module]:
 
 @cache
 def built(name: str) -> dict[str, nn.Module]:
-    """One of :data:`SHAPES`, stock and converted."""
-    return converted(build(name))
+    """One of :data:`SHAPES` with random quantized weights, stock and converted."""
+    module_name, config = SHAPES[name]
+    module = importlib.import_module(f"mlx_lm.models.{module_name}")
+    mx.random.seed(0)
+    args = module.ModelArgs.from_dict({"model_type": module_name, **_COMMON, **config})
+    return converted(quantized(module.Model(args), 64, 4))
 
 
 def measured(

@@ -143,7 +143,7 @@ def measure(case: Case, table: Table, repeats: int) -> Iterator[str]:
         if shape.compiled:
             found = shape.paths().items()
             return {name: chain(run, gradients, shape.inputs()) for name, run in found}
-        return {name: either(task, run, shape.inputs()) for name, run in shape.paths().items()}
+        return {name: either(task, run) for name, run in shape.paths().items()}
 
     with compiled_in_parallel():
         error = verify(case)  # of all paths, forward and gradients

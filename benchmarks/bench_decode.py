@@ -28,19 +28,20 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+import re
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from common import Table, arguments, output, positive
-from decoding_model import QWEN2_7B, TINY, build, decode, prefill
+from decoding_model import QWEN2_7B, TINY, build, cache_of, decode, filled, prefill, verify
 from harness import emptied, in_turns
-from kernel_times import can_run, kernels
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
-from verified_model import filled, verify
 
 from mlx_qlayers import convert_model, explain
 from mlx_qlayers.decode.quantized_caches import quantized
@@ -49,6 +50,8 @@ BATCHES = (1, 4, 8)
 # Tokens that a cache of mlx-lm's grows by.
 GROWTH = 256
 PREFILLS = (512, 2048)
+# Parts of a kernel's name that say nothing: where it is, its hash and its arguments.
+_NOISE = re.compile(r"mlx::core::|cu::|custom_kernel_|_[0-9a-f]{16}(?=\()|void |\(.*|<.*")
 
 
 def speeds(models: dict[str, nn.Module], args: argparse.Namespace) -> None:
@@ -160,6 +163,48 @@ def _step_of_batch(
     return taken, held / 1e6, (mx.get_peak_memory() - before) / 1e6, error
 
 
+def kernels(model: nn.Module, args: argparse.Namespace) -> None:
+    """The time of each kernel of a step on the device, by batch."""
+    for batch in args.batches:
+        table = Table()
+        prompts = mx.random.randint(0, model.args.vocab_size, (batch, args.prompt_tokens))
+        cache = cache_of(model, batch)
+        y = model(prompts, cache=cache)[:, -1:].argmax(-1)
+        y = model(y, cache=cache).argmax(-1)  # no cache is about to grow
+        mx.eval(y, [c.state for c in cache])
+
+        def step(y: mx.array = y, cache: list[Any] = cache) -> None:
+            logits = model(y, cache=cache)
+            mx.eval((logits - mx.logsumexp(logits, keepdims=True)).argmax(-1))
+
+        found = kernel_times(step, repeats=8)
+        for name, count, seconds in found:
+            figures = {"us each": seconds / count * 1e6, "us a step": seconds * 1e6}
+            table.add(kernel=name, batch=batch, **{"a step": count}, **figures)
+        busy = sum(seconds for *_, seconds in found)
+        print(f"{busy * 1e3:.3f} ms a step\n", flush=True)
+
+
+def kernel_times(step: Callable[[], object], repeats: int) -> list[tuple[str, float, float]]:
+    """The kernels of a step: name, launches a step, seconds a step; the longest first."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.zeros(1, device="cuda")
+    step()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            step()
+        mx.synchronize()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = defaultdict(list)
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found[_NOISE.sub("", event.name)].append(event.time_range.elapsed_us() * 1e-6)
+    rows = [(name, len(times) / repeats, sum(times) / repeats) for name, times in found.items()]
+    return sorted(rows, key=lambda row: -row[2])
+
+
 def main() -> None:
     parser = arguments(__doc__, repeats=3)
     parser.add_argument("--tiny", action="store_true", help="a model that any machine can run")
@@ -202,7 +247,8 @@ def measure(args: argparse.Namespace) -> None:
         quantized_caches(models["converted"], args)
     else:
         speeds(models, args)
-        if not args.contexts and can_run():
+        has_profiler = mx.cuda.is_available() and find_spec("torch") is not None
+        if not args.contexts and has_profiler:
             kernels(models["converted"], args)
     print(f"{time.perf_counter() - start:.0f} s\n", flush=True)
 

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 from common import arguments, output
 from harness import GPU as ON_GPU
-from harness import Run, Task, case, either, on, paths, tasks
+from harness import Run, Task, as_torch, case, either, on_paths, tasks, torch_run
 
 from mlx_qlayers.ops.deformable_attention import deformable_attention
 
@@ -108,26 +108,19 @@ def main() -> None:
     args = arguments(__doc__, repeats=5).parse_args()
 
     def stock(task: Task) -> dict[str, Run]:
-        inputs = task.shape.inputs()
-        found = {"operators": either(task, operators, inputs)}
+        found = {"operators": either(task, operators)}
         if importlib.util.find_spec("torch"):
-            from torch_runs import as_torch, torch_run
-
-            found["torch"] = torch_run(task, torch_forward, [as_torch(a) for a in inputs])
+            inputs = [as_torch(a) for a in task.shape.inputs()]
+            found["torch"] = torch_run(task, torch_forward, inputs)
         return found
 
-    def ours(task: Task) -> dict[str, Run]:
-        run = either(
-            task,
-            lambda values, *more: deformable_attention(values, SHAPES, *more),
-            task.shape.inputs(),
-        )
-        return {path: on(path, run) for path in paths()}
+    def ours(values: mx.array, *more: mx.array) -> mx.array:
+        return deformable_attention(values, SHAPES, *more)
 
     with output(args, "deformable"):
         case(
             stock,
-            ours,
+            lambda task: on_paths(task, ours),
             tasks(GPU if ON_GPU else CPU),
             repeats=args.repeats,
             tolerance=lambda task: 1e-4 if task.shape.dtype == mx.float32 else 3e-2,

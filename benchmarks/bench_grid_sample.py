@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 import mlx.core as mx
 from common import arguments, output
 from harness import GPU as ON_GPU
-from harness import Run, Task, case, either, on, paths, peak, tasks
+from harness import case, either, on_paths, peak, tasks
 
 from mlx_qlayers.ops.grid_sample import affine_grid, grid_sample
 
@@ -96,20 +96,10 @@ CPU = [
 
 def main() -> None:
     args = arguments(__doc__, repeats=5).parse_args()
-
-    def stock(task: Task) -> dict[str, Run]:
-        return {
-            "operators": either(task, partial(operators, mode=task.shape.mode), task.shape.inputs())
-        }
-
-    def ours(task: Task) -> dict[str, Run]:
-        run = either(task, partial(grid_sample, mode=task.shape.mode), task.shape.inputs())
-        return {path: on(path, run) for path in paths()}
-
     with output(args, "grid_sample"):
         case(
-            stock,
-            ours,
+            lambda task: {"operators": either(task, partial(operators, mode=task.shape.mode))},
+            lambda task: on_paths(task, partial(grid_sample, mode=task.shape.mode)),
             tasks(GPU if ON_GPU else CPU),
             repeats=args.repeats,
             tolerance=lambda task: 1e-4 if task.shape.dtype == mx.float32 else 2e-2,

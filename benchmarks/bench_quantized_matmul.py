@@ -8,7 +8,8 @@ Every result is held against float64 before it is timed. On a CPU a time is that
 MLX's half-precision loops are so slow that each is timed twice only. On a GPU it is that of one
 product in a chain which ``mx.compile`` traced, each with a matrix that no cache holds, with a
 second chain queued behind the first: neither Python nor launches hide a kernel. Few rows depend on
-those before, as in a model, and their kernel is forced; many rows are what ``auto`` takes.
+those before, as in a model, and their kernel is forced; many rows are what ``auto`` takes. On CUDA
+MLX compiles each of its own products of several rows for up to half a minute, and keeps it on disk.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 from common import arguments, output
 from harness import Run, case, chain, on
-from quantized_products import Case, Packed, Product, compile_stock, error
+from quantized_products import Case, Packed, Product, error
 
 from mlx_qlayers import backend, quantized_matmul
 from mlx_qlayers.formats import MODES, Format
@@ -106,12 +107,11 @@ def in_turn(product: Product, shape: Case, dependent: bool) -> Run:
 def on_gpu(shapes: list[Case], name: str, repeats: int) -> None:
     """Chains of products beside stock; ``name`` is of our column."""
     few = name == "kernel"
-    compiled = compile_stock(shape.of_stock for shape in shapes)
-    forced = {s: on(backend(), ours(s)) if few else ours(s) for s in shapes}
-    errors = {shape: error(shape, [forced[shape]]) for shape in shapes}
+
+    def mine(shape: Case) -> Product:
+        return on(backend(), ours(shape)) if few else ours(shape)
 
     def theirs(shape: Case) -> dict[str, Run]:
-        compiled[shape.of_stock].result()
         products = {"stock": stock(shape)} | ({} if few else {"dense": dense(shape)})
         for each, product in list(products.items()):
             try:
@@ -128,10 +128,10 @@ def on_gpu(shapes: list[Case], name: str, repeats: int) -> None:
     print("milliseconds of a product in compiled chains, each with its own matrix")
     case(
         theirs,
-        lambda shape: {name: in_turn(forced[shape], shape, few)},
+        lambda shape: {name: in_turn(mine(shape), shape, few)},
         shapes,
         repeats=repeats,
-        check=errors.__getitem__,
+        check=lambda shape: error(shape, [mine(shape)]),
         row=row,
         calls=lambda shape: QUEUED if few else len(shape.copies()),
     )

@@ -28,9 +28,8 @@ import mlx.core as mx
 import numpy as np
 from bench_startup import empty_caches, run, tell
 from common import Table, arguments, output, positive
-from decoding_model import QWEN2_7B, TINY, build
+from decoding_model import QWEN2_7B, TINY, build, verify
 from mlx_lm.generate import BatchGenerator
-from verified_model import verify
 
 from mlx_qlayers import convert_model
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 from common import Sample, Table, turns
 from mlx.utils import tree_flatten
 
@@ -136,9 +137,40 @@ def with_gradients(function: Callable[..., mx.array], inputs: Sequence[mx.array]
     return run
 
 
-def either(task: Task, function: Callable[..., mx.array], inputs: Sequence[mx.array]) -> Run:
-    """The results that a task asks of a function."""
+def either(
+    task: Task, function: Callable[..., mx.array], inputs: Sequence[mx.array] | None = None
+) -> Run:
+    """The results that a task asks of a function; inputs are those of its shape by default."""
+    inputs = inputs or task.shape.inputs()
     return with_gradients(function, inputs) if task.gradients else lambda: [function(*inputs[:-1])]
+
+
+def on_paths(task: Task, function: Callable[..., mx.array]) -> dict[str, Run]:
+    """The same on each backend to compare."""
+    run = either(task, function)
+    return {path: on(path, run) for path in paths()}
+
+
+def as_torch(array: mx.array) -> Any:
+    """A copy of the same dtype, for PyTorch."""
+    import torch
+
+    dtype = getattr(torch, str(array.dtype).removeprefix("mlx.core."))
+    copy = torch.from_numpy(np.array(array.astype(mx.float32)))
+    return copy.to("cuda" if GPU else "cpu", dtype)
+
+
+def torch_run(task: Task, function: Callable[..., Any], inputs: Sequence[Any]) -> Run:
+    """As :func:`either` of a function of PyTorch and its tensors."""
+    from torch.autograd import grad
+
+    *primals, cotangent = (each.requires_grad_(task.gradients) for each in inputs)
+
+    def run() -> list[Any]:
+        out = function(*primals)
+        return [out, *(grad(out, primals, cotangent) if task.gradients else ())]
+
+    return run
 
 
 def on(path: str, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,23 +1,15 @@
-"""Products with quantized matrices: their inputs, their errors, and the kernels that MLX compiles.
-
-On CUDA MLX compiles its own products of several rows where they are first met, which takes up to
-half a minute each, and keeps them on disk. Processes do that side by side while ours are checked.
-"""
+"""Products with quantized matrices: their inputs and their errors."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import NamedTuple
 
 import mlx.core as mx
 from harness import held
 
-from mlx_qlayers import backend, quantized_matmul
+from mlx_qlayers import quantized_matmul
 from mlx_qlayers.commands.example import Example
 from mlx_qlayers.formats import Format
 
@@ -52,12 +44,6 @@ class Case(NamedTuple):
     def kind(self) -> str:
         """The dtype's name."""
         return str(self.dtype).removeprefix("mlx.core.")
-
-    @property
-    def of_stock(self) -> Case:
-        """A small product that takes the same kernel of MLX."""
-        rows = min(64, 1 << (self.rows - 1).bit_length())
-        return self._replace(shape=(512, 512), rows=rows)
 
     def x(self) -> mx.array:
         """The rows."""
@@ -94,28 +80,6 @@ def _copies(shape: tuple[int, int], fmt: Format, dtype: mx.Dtype) -> list[Packed
         copies.append((w, scales, -(2 ** (fmt.bits - 1)) * scales))
     mx.eval(copies)
     return copies
-
-
-def compile_stock(cases: Iterable[Case]) -> dict[Case, Future[None]]:
-    """Let MLX compile what these take, each in a process, the first ones first."""
-    pool = ThreadPoolExecutor(os.cpu_count())
-    return {case: pool.submit(_run_stock, case) for case in dict.fromkeys(cases)}
-
-
-def _run_stock(case: Case) -> None:
-    if backend() != "cuda":
-        return
-    (n, k), (group, bits, mode) = case.shape, case.fmt
-    affine = mode == "affine"
-    code = f"""
-import mlx.core as mx
-x, w = mx.zeros(({case.rows}, {k}), mx.{case.kind}), mx.zeros(({n}, {k * bits // 32}), mx.uint32)
-scales = mx.zeros(({n}, {k // group}), mx.{case.kind if affine else "uint8"})
-biases = scales if {affine} else None
-mx.eval(mx.quantized_matmul(x, w, scales, biases, {case.transpose}, {group}, {bits}, "{mode}"))
-"""
-    # Where MLX has no such product it says so again when it is timed.
-    subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
 
 
 def error(case: Case, ways: Iterable[Product]) -> float:

@@ -22,7 +22,8 @@ from unittest import mock
 import mlx.core as mx
 import plot
 from common import cell, facts, markdown, print_facts
-from stored import Results
+from harness import GPU
+from stored import Results, stored
 
 # Machines with less memory than this make the small runs, whether asked to be quick or not.
 FULL_BYTES = 32e9
@@ -108,8 +109,7 @@ def run(out: Path, *, quick: bool = False, only: Sequence[str] = ()) -> Path:
 
 def _run_one(family: Family, folder: Path, quick: bool) -> bool:
     """Whether it ran, or was not meant to."""
-    on_gpu = mx.default_device() == mx.Device(mx.gpu)
-    arguments = family.gpu if on_gpu else family.cpu
+    arguments = family.gpu if GPU else family.cpu
     small = quick or mx.device_info().get("memory_size", FULL_BYTES) < FULL_BYTES
     if arguments is None or (small and family.small is None):
         return True
@@ -137,7 +137,7 @@ def _slug(device: str) -> str:
 
 def summary(folder: Path) -> str:
     """The machine, its pictures and its tables, in Markdown."""
-    results = {path.stem: Results.read(path) for path in sorted(folder.glob("*.csv"))}
+    results = stored(folder)
     newest = max(results.values(), key=lambda found: found.facts["date"])
     parts = [f"# {newest.device}", markdown(["", ""], newest.facts.items(), texts=2)]
     parts += [f"![{path.stem}](plots/{path.name})" for path in sorted(folder.glob("plots/*.png"))]

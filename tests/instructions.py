@@ -8,15 +8,12 @@ done to a vector counts for each element.
 """
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from kernel_assembly import launched
 
 from mlx_qlayers import attention

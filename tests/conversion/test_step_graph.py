@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_qlayers import convert_model
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from decoding_model import QWEN2_7B
+from decoding_model import QWEN2_7B, cache_of
 from python_calls import calls
 from recorded_gpu import (
     Recorded,
@@ -31,7 +31,6 @@ from recorded_gpu import (
     without_numbers,
     zeros,
 )
-from verified_model import cache_of
 
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {},

@@ -27,9 +27,9 @@ static struct Pool {
   uint32_t threads = 0, inside = 0, wanted = 0;
 } pool;
 
-static uint64_t nanoseconds(clockid_t clock = CLOCK_MONOTONIC) {
+static uint64_t nanoseconds() {
   timespec t;
-  clock_gettime(clock, &t);
+  clock_gettime(CLOCK_MONOTONIC, &t);
   return t.tv_sec * 1000000000ull + t.tv_nsec;
 }
 
@@ -98,10 +98,6 @@ static void grow(uint32_t threads) {
     pool.threads++;
   }
 }
-
-// What a benchmark asks for: launches, nanoseconds in them, those that all threads worked, and those that the calling
-// ones ran.
-extern "C" uint64_t qk_totals[4] = {};
 
 // A forked child has none of its parent's threads.
 extern "C" void qk_after_fork() { pool = Pool(); }
@@ -213,21 +209,9 @@ static bool run_checked(Launch* launch, uint32_t count) {
   return true;
 }
 
-struct Times {
-  uint64_t wall = nanoseconds(), own = nanoseconds(CLOCK_THREAD_CPUTIME_ID);
-};
-
-static void add_totals(uint64_t launches, Times start, uint64_t work) {
-  Times now;
-  uint64_t all[] = {launches, now.wall - start.wall, work, now.own - start.own};
-  for (int i = 0; i < 4; i++) __atomic_fetch_add(&qk_totals[i], all[i], __ATOMIC_RELAXED);
-}
-
 // Returns 0, or the number of the launch, from 1, whose fault says what went wrong.
 extern "C" uint32_t qk_launch_list(Item* items, uint32_t length) {
   Job job = {items, 0};
-  Times start;
-  uint64_t launches = 0, work = 0;
   bool sharing = false, refused = false;
   uint32_t at = 0;
   for (bool ran = true; at < length; at++) {
@@ -257,11 +241,9 @@ extern "C" uint32_t qk_launch_list(Item* items, uint32_t length) {
       wait_while(&item->done, done);
     }
     if (!ran && !launch->fault) launch->fault = kFailed;
-    launches++, work += launch->work;
     if (launch->fault) break;
   }
   if (sharing) end_sharing(&job);
-  add_totals(launches, start, work);
   return at < length ? at + 1 : 0;
 }
 
@@ -271,9 +253,7 @@ extern "C" int qk_launch(Launch* launch) {
     Item item = {launch};
     return qk_launch_list(&item, 1) != 0;
   }
-  Times start;
   uint64_t count = threadgroups(launch);
   if (count && !run_checked(launch, count) && !launch->fault) launch->fault = kFailed;
-  add_totals(1, start, launch->work);
   return launch->fault != kNone;
 }
