@@ -36,29 +36,22 @@ def test_generate_says_what_mlx_lm_says(stock, exact_model, capsys):
     )
 
 
-def test_sampling_follows_the_seed(tiny_model, capsys):
-    texts = []
-    for seed in (1, 1, 2):
-        arguments = ["--model", str(tiny_model), "--prompt", PROMPT, "--max-tokens", "20"]
-        assert main(["generate", *arguments, "--temp", "1.5", "--seed", str(seed)]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] != texts[2]
-
-
-def test_prompt_from_standard_input(tiny_model, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
-    texts = []
-    for prompt in ("-", PROMPT):
-        arguments = ["--model", str(tiny_model), "--max-tokens", "5", "--prompt", prompt]
-        assert main(["generate", *arguments]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1]
-
-
 def generated(capsys: pytest.CaptureFixture[str], model: Path, *arguments: str) -> str:
     """The standard output of the command."""
     assert main(["generate", f"--model={model}", "--max-tokens=12", *arguments]) == 0
     return capsys.readouterr().out.removesuffix("\n")
+
+
+def test_sampling_follows_the_seed(tiny_model, capsys):
+    arguments = f"--prompt={PROMPT}", "--temp=1.5"
+    texts = [generated(capsys, tiny_model, *arguments, f"--seed={seed}") for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_prompt_from_standard_input(exact_model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    texts = [generated(capsys, exact_model, f"--prompt={prompt}") for prompt in ("-", PROMPT)]
+    assert texts[0] == texts[1]
 
 
 def test_options_of_mlx_lm(exact_model, adapters, capsys):
