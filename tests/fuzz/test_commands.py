@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -100,9 +99,7 @@ def before_work() -> Iterator[Path]:
             stack.enter_context(mock.patch(name, work))
         stack.enter_context(mock.patch("huggingface_hub.snapshot_download", offline))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        before = os.getcwd()
-        os.chdir(folder)
-        stack.callback(os.chdir, before)
+        stack.enter_context(contextlib.chdir(folder))
         yield Path(folder)
 
 

@@ -48,7 +48,9 @@ def quantized(
     return x, (wq, scales, biases), truth
 
 
-def _affine(kernel: str, bits: int, group: int, dtype: mx.Dtype, checked: bool) -> float:
+def _check_affine(
+    kernel: str, bits: int, group: int, dtype: mx.Dtype, record: Record, checked: bool = True
+) -> None:
     m, n, k = {
         "qmv_fast": (1, 24, 1024),
         "qmv": (2, 21, 384),
@@ -70,19 +72,13 @@ def _affine(kernel: str, bits: int, group: int, dtype: mx.Dtype, checked: bool) 
         "qmm_n": ("false", (n // 32, -(-m // 32), 1), (32, 2, 2)),
     }[kernel]
     y, _ = mk.affine_product(kernel, x, packed, n, (group, bits), *launch, checked=checked)
-    return mk.error(mk.float64(y, dtype), truth, dtype)
+    case = f"{bits} bits, groups of {group}, {mk.METAL_NAMES[dtype]}"
+    error = mk.error(mk.float64(y, dtype), truth, dtype)
+    note(record, f"affine_{kernel}", case, error, dtype, checked)
 
 
 KERNELS = ("qmv_fast", "qmv", "qmv_wide", "qvm", "qmm_t", "qmm_n")
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
-
-
-def _check_affine(
-    kernel: str, bits: int, group: int, dtype: mx.Dtype, record: Record, checked: bool = True
-) -> None:
-    case = f"{bits} bits, groups of {group}, {mk.METAL_NAMES[dtype]}"
-    error = _affine(kernel, bits, group, dtype, checked)
-    note(record, f"affine_{kernel}", case, error, dtype, checked)
 
 
 @pytest.mark.parametrize(
