@@ -15,6 +15,7 @@ from mlx_qlayers.measurements import entries, store
 from mlx_qlayers.metal.records import RECORDS
 from mlx_qlayers.reference.cores import _cores
 from mlx_qlayers.runtime import tensor_ops
+from mlx_qlayers.runtime.cache_folder import own_folder
 from mlx_qlayers.runtime.devices import DEVICES, device_of
 from mlx_qlayers.runtime.proof import trial
 from tests import apple_gpu
@@ -36,6 +37,13 @@ def no_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 
     monkeypatch.setattr(pwd, "getpwuid", unknown)
+
+
+def own_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache for a test alone, with this user's compiled kernels, in other processes too."""
+    if not (folder / "host").exists():
+        (folder / "host").symlink_to(own_folder("host").resolve())
+    monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(folder))
 
 
 def has_device(monkeypatch: pytest.MonkeyPatch, name: str, **other: Any) -> None:
@@ -93,12 +101,12 @@ class Machine:
 
     def threshold(self, device: str, **values: Any) -> None:
         """Values by which rules go were measured here, on the device of a backend."""
-        self._patch.setenv("MLX_QLAYERS_CACHE_DIR", str(self._folder))
+        own_cache(self._folder, self._patch)
         found = {name: entries.parsed({"values": value}) for name, value in values.items()}
         store.save(entries.devices(device)[0], found)
 
     def _measuring(self) -> None:
-        self._patch.setenv("MLX_QLAYERS_CACHE_DIR", str(self._folder))
+        own_cache(self._folder, self._patch)
         forget()
         backend.advance_epoch()
 

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import importlib
-import io
 import json
 import socket
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import outcome
 
 from mlx_qlayers import cli
 from mlx_qlayers.commands.ranges import RANGES
@@ -72,9 +72,7 @@ def no_work(monkeypatch, tmp_path):
 
 def refused(*arguments: str) -> str:
     """The message about a command line, in one line."""
-    with contextlib.redirect_stderr(io.StringIO()) as error, contextlib.redirect_stdout(None):
-        code = cli.main(arguments)
-    line = error.getvalue()
+    code, _, line = outcome(*arguments)
     assert code == 2, line
     assert line.startswith("mlx-qlayers") and line.count("\n") == 1 and len(line) < 800, line
     assert "work has begun" not in line and "\x1b" not in line

@@ -4,7 +4,6 @@ import argparse
 import io
 import json
 import re
-import shutil
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -21,24 +20,20 @@ from commands.test_serving import CHAT, COMPLETE, ask, rest, serving, start
 from mlx_qlayers import convert_model, explain
 from mlx_qlayers.cli import main
 from mlx_qlayers.commands import borrowed
-from mlx_qlayers.commands.demo import shipped_model
 from mlx_qlayers.conversion import kv_mixture
 from mlx_qlayers.decode.quantized_caches import CacheFormat, RotatingQuantizedKVCache
 from mlx_qlayers.runtime.backend import backend, requested
+from tests.load import model_in
 from tests.numerics import assert_same_losses, assert_same_model
 
 PROMPT, TOKENS = "Once upon a time there was a king", 12
 
 
 @pytest.fixture(scope="module")
-def talker(tmp_path_factory):
+def talker():
     """The shipped model in float32, where greedy choices do not hang on rounding."""
-    path = tmp_path_factory.mktemp("talker") / "model"
-    shutil.copytree(shipped_model(), path)
-    weights = mx.load(str(path / "model.safetensors"))
-    wide = {k: a.astype(mx.float32) if a.dtype == mx.bfloat16 else a for k, a in weights.items()}
-    mx.save_safetensors(str(path / "model.safetensors"), wide, {"format": "mlx"})
-    return path
+    with model_in(mx.float32) as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +43,9 @@ def expected(talker):
 
 
 @pytest.fixture(scope="module")
-def server(talker):
+def server(talker, tmp_path_factory):
     """The address of a running server and what it writes."""
-    log = talker.parent / "log"
+    log = tmp_path_factory.mktemp("server") / "log"
     with serving(talker, "--max-tokens", str(TOKENS), log=log) as (address, _):
         yield address, log
 

@@ -1,4 +1,4 @@
-"""The command doctor: it runs every kernel there is, and says what is wrong."""
+"""The command doctor: it runs every kernel there is, and says what is wrong; and info."""
 
 import os
 import re
@@ -37,11 +37,22 @@ TENSORS = {"qmm_tensor", "group_sums", "qmm_codes", "gather_qmm_tensor", "attent
 }
 
 
+def assert_facts(out: str, *names: str) -> None:
+    for name in ("python", "mlx", "device", "memory", "backend", *names):
+        assert re.search(rf"^{name} +\S", out, re.MULTILINE), name
+
+
+def test_info_names_versions_device_and_backends(tiny_model, capsys):
+    assert main(["info", "--model", str(tiny_model)]) == 0
+    out, err = capsys.readouterr()
+    assert_facts(out, "mlx-lm", "  metal", "  reference")
+    assert "qwen2" in out and err == ""
+
+
 def test_the_page_of_some_kernels(capsys):
     assert main(["doctor", "--only", "exp", "rotary_embedding", "gather_qmm"]) == 0
     out, _ = capsys.readouterr()
-    for name in ("python", "mlx", "device", "memory", "backend", "results"):
-        assert re.search(rf"^{name} +\S", out, re.MULTILINE), name
+    assert_facts(out, "results")
     assert len(re.findall(r"^(exp|rotary_embedding|gather_qmm), .* right ", out, re.M)) == 8
     assert "reference: the kernel was not measured on a CPU" in out or HERE != "host"
     assert out.endswith("8 of 8 checks were right\n")

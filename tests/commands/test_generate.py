@@ -36,29 +36,22 @@ def test_generate_says_what_mlx_lm_says(stock, exact_model, capsys):
     )
 
 
-def test_sampling_follows_the_seed(tiny_model, capsys):
-    texts = []
-    for seed in (1, 1, 2):
-        arguments = ["--model", str(tiny_model), "--prompt", PROMPT, "--max-tokens", "20"]
-        assert main(["generate", *arguments, "--temp", "1.5", "--seed", str(seed)]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] != texts[2]
-
-
-def test_prompt_from_standard_input(tiny_model, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
-    texts = []
-    for prompt in ("-", PROMPT):
-        arguments = ["--model", str(tiny_model), "--max-tokens", "5", "--prompt", prompt]
-        assert main(["generate", *arguments]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1]
-
-
 def generated(capsys: pytest.CaptureFixture[str], model: Path, *arguments: str) -> str:
     """The standard output of the command."""
     assert main(["generate", f"--model={model}", "--max-tokens=12", *arguments]) == 0
     return capsys.readouterr().out.removesuffix("\n")
+
+
+def test_sampling_follows_the_seed(tiny_model, capsys):
+    arguments = f"--prompt={PROMPT}", "--temp=1.5"
+    texts = [generated(capsys, tiny_model, *arguments, f"--seed={seed}") for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_prompt_from_standard_input(exact_model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    texts = [generated(capsys, exact_model, f"--prompt={prompt}") for prompt in ("-", PROMPT)]
+    assert texts[0] == texts[1]
 
 
 def test_options_of_mlx_lm(exact_model, adapters, capsys):
@@ -100,20 +93,28 @@ def test_chat_template_is_used_where_there_is_one(exact_model, tmp_path, capsys)
     assert generated(capsys, path, "--prompt=king", "--ignore-chat-template") == plain
 
 
-@pytest.mark.parametrize("temp", ["0", "0.9"])
-def test_guesses_change_no_text(temp, exact_model, capsys):
-    """Of a look-up and of a draft model, here the model itself, whose guesses are right."""
-    arguments = ["generate", f"--model={exact_model}", f"--prompt={PROMPT}", f"--temp={temp}"]
+def assert_same_text(
+    capsys: pytest.CaptureFixture[str], model: Path, temp: str, *sources: list[str]
+) -> None:
+    """Guesses of each source change no text, and are told of."""
+    arguments = ["generate", f"--model={model}", f"--prompt={PROMPT}", f"--temp={temp}"]
     arguments.append("--max-tokens=30")
     assert main(arguments) == 0
     out, err = capsys.readouterr()
     assert "guesses" not in err
-    draft = [f"--draft-model={exact_model}", "--num-draft-tokens", "3"]
-    for source in (["--prompt-lookup"], draft, [*draft, "--prompt-lookup", "--verbose=False"]):
+    for source in sources:
         assert main([*arguments, *source]) == 0
         found, err = capsys.readouterr()
         assert found == out
         assert re.search(r"guesses: \d+ of \d+ accepted in \d+ rounds, .* tokens/s", err)
+
+
+@pytest.mark.parametrize("temp", ["0", "0.9"])
+def test_guesses_change_no_text(temp, exact_model, capsys):
+    """Of a look-up and of a draft model, here the model itself, whose guesses are right."""
+    draft = [f"--draft-model={exact_model}", "--num-draft-tokens", "3"]
+    sources = ["--prompt-lookup"], draft, [*draft, "--prompt-lookup", "--verbose=False"]
+    assert_same_text(capsys, exact_model, temp, *sources)
 
 
 def test_heads_change_no_text(tmp_path, capsys, monkeypatch):
@@ -123,26 +124,21 @@ def test_heads_change_no_text(tmp_path, capsys, monkeypatch):
     mx.save_safetensors(str(path / "model-heads.safetensors"), head_of("mimo"))
     other = tmp_path / "heads.safetensors"
     mx.save_safetensors(str(other), head_of("mimo"))
-    arguments = ["generate", f"--model={path}", f"--prompt={PROMPT}", "--temp=0.9"]
-    arguments.append("--max-tokens=30")
-    assert main(arguments) == 0
-    out, _ = capsys.readouterr()
-    for source in (["--heads"], ["--prompt-lookup", "--heads", str(other)]):
-        assert main([*arguments, "--num-draft-tokens=2", *source]) == 0
-        found, err = capsys.readouterr()
-        assert found == out
-        assert re.search(r"guesses: \d+ of \d+ accepted in \d+ rounds, .* tokens/s", err)
+    few = "--num-draft-tokens=2"
+    sources = ["--heads", few], ["--prompt-lookup", "--heads", str(other), few]
+    assert_same_text(capsys, path, "0.9", *sources)
     config = json.loads((path / "tokenizer_config.json").read_text())
     config["chat_template"] = "{{ messages[-1]['content'] }}"
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     chat = ["chat", f"--model={path}", "--temp=0", "--max-tokens=9"]
     said = []
-    for source in ([], ["--heads", "--num-draft-tokens=2"]):
+    for source in ([], ["--heads", few]):
         monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\n{PROMPT}\nq\n"))
         assert main([*chat, *source]) == 0
         out, err = capsys.readouterr()
         said.append([line for line in out.splitlines() if "tok/s" not in line])
     assert said[0] == said[1] and err.count("guesses: ") == 2
+    arguments = ["generate", f"--model={path}", f"--prompt={PROMPT}"]
     assert main([*arguments, "--heads", str(tmp_path / "nowhere")]) == 2
     assert "nowhere: no such directory" in capsys.readouterr().err
 

@@ -1,7 +1,6 @@
 """Commands on two ranks, of which one comes to an end before the other, and what they tell then."""
 
 import io
-import json
 import os
 import signal
 import socket
@@ -9,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -20,6 +18,8 @@ import mlx.core as mx
 import mlx_lm.generate
 import pytest
 from commands.test_borrowed import texts
+from commands.test_serving import COMPLETE
+from commands.test_serving import ask as post
 from fine_tuning import Losses
 from mlx_lm.generate import generation_stream
 from numerics import assert_same_losses
@@ -76,10 +76,8 @@ def chat_and_serve(path: str, port: int) -> tuple[str, list[str], int]:
     assert cli.main(["chat", *arguments]) == 0
 
     def ask(prompt: str) -> None:
-        body = json.dumps({"prompt": prompt}).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body)
-        with urllib.request.urlopen(request) as answer:
-            answers.append(json.load(answer)["choices"][0]["finish_reason"])
+        _, answer = post(f"http://127.0.0.1:{port}", COMPLETE, {"prompt": prompt})
+        answers.append(answer["choices"][0]["finish_reason"])
 
     def ask_both() -> None:
         while socket.socket().connect_ex(("127.0.0.1", port)):

@@ -17,8 +17,6 @@ from typing import Any
 
 import mlx_lm
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_qlayers import convert_model
@@ -213,28 +211,6 @@ def test_the_served_model_is_listed_without_a_cache(address, exact_model):
         with urllib.request.urlopen(f"{address}/v1/models{path}") as answer:
             listed = json.loads(answer.read())
         assert listed["object"] == "list" and [each["id"] for each in listed["data"]] == ids
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-NAMES = sorted({name for _, body, _ in BAD if isinstance(body, dict) for name in body})
-BODIES = st.fixed_dictionaries(
-    {}, optional={name: JSON for name in NAMES if name not in ("model", "draft_model")}
-)
-
-
-@given(JSON | BODIES, st.sampled_from([COMPLETE, CHAT]))
-@settings(max_examples=90, deadline=None, database=None)
-def test_any_request_is_answered(address, body, path):
-    if isinstance(body, dict):
-        base = {"prompt": "a", "messages": [USER], "max_tokens": 2, "stream": False}
-        body = base | {k: v for k, v in body.items() if k not in ("stream", "max_tokens")}
-    assert ask(address, path, body)[0] in (200, 400)
 
 
 def test_a_seed_waits_for_nobody(address):

@@ -5,6 +5,7 @@ import os
 
 import mlx.core as mx
 import pytest
+from machine import own_cache
 
 from mlx_qlayers import convert_model
 from mlx_qlayers.cli import main
@@ -25,7 +26,7 @@ ARGUMENTS = ["tune", "--beam", "1", "--prompt-tokens", "20"]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "environ", os.environ | {"MLX_QLAYERS_CACHE_DIR": str(tmp_path)})
+    own_cache(tmp_path, monkeypatch)
     advance_epoch()
     yield tmp_path / "tuning"
     monkeypatch.undo()

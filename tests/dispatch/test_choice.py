@@ -59,11 +59,8 @@ def test_auto_runs_on_a_cpu_only_what_is_faster_there(machine, gain, expected, r
     assert choose("op", ALL, host_gain=gain) == Choice("op", expected, reason, evidence)
     with use_backend("host"):
         assert choose("op", ALL, host_gain=gain).path == "host"
-
-
-def test_on_metal_the_gain_on_a_cpu_does_not_matter(machine):
     machine("metal", "host")
-    assert choose("op", ALL, host_gain=0.5).path == "metal"
+    assert choose("op", ALL, host_gain=gain).path == "metal"
 
 
 def test_on_metal_what_nobody_measured_is_left(machine):

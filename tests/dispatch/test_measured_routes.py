@@ -25,17 +25,19 @@ def chosen(rows=1):
     return route("product", MatmulCall(x, PackedMatrix(w, None), True, FMT))[:2]
 
 
-def test_ops_take_the_kernel_where_it_won_and_say_so():
-    keep()
-    (_, path, reason, evidence), kernel = chosen()
-    assert (path, kernel, evidence) == ("cuda", QMV, "measured")
-    assert f"by qmv, measured here: {TIMES}" in reason
-
-
-def test_ops_take_stock_where_it_won_and_say_so():
-    keep(path="stock")
-    choice, _ = chosen()
-    assert choice[1:] == ("reference", f"measured here: {TIMES}", "measured")
+@pytest.mark.parametrize(
+    ("rows", "won", "path", "kernel", "says"),
+    [
+        (1, "kernel", "cuda", QMV, f"by qmv, measured here: {TIMES}"),
+        (1, "stock", "reference", None, f"measured here: {TIMES}"),
+        (64, "dequantized", "cuda", DENSE, "measured here"),
+    ],
+)
+def test_products_take_what_won_and_say_so(rows, won, path, kernel, says):
+    keep(*(("qmv", KEY) if rows == 1 else ("qmm", (rows, *KEY[1:], True))), path=won)
+    choice, found = chosen(rows)
+    assert (choice.path, choice.evidence) == (path, "measured") and says in choice.reason
+    assert kernel in (None, found)
 
 
 @pytest.mark.parametrize(
@@ -53,14 +55,6 @@ def test_an_operation_of_one_kernel_goes_by_what_won(path, expected):
     asked = "latent_attention", (200, *key[0][1:]), *key[1:]
     assert choose_measured("op", ("cuda",), *asked)[1:] == expected
     assert choose_measured("op", (), *asked).path == "reference"
-
-
-def test_ops_take_the_dense_product_where_it_won():
-    key = (64, 3584, 3584, mx.bfloat16, FMT, True)
-    keep("qmm", key, path="dequantized")
-    (_, path, reason, evidence), kernel = chosen(rows=64)
-    assert (path, kernel, evidence) == ("cuda", DENSE, "measured")
-    assert "measured here" in reason
 
 
 @pytest.mark.parametrize("path", ["dequantized", "kernel", "stock"])

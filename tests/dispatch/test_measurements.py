@@ -19,20 +19,16 @@ from mlx_qlayers.runtime import backend as backends
 pytestmark = pytest.mark.usefixtures("forgetful_gpu")
 
 
-def test_a_heuristic_gives_way_to_what_was_found():
+def test_a_heuristic_gives_way_to_what_was_found_and_evidence_says_where():
     assert configure("qmv", "cuda", *KEY) == heuristic()
-    keep(config=OTHER)
+    keep(config=OTHER, date="2026-11-22", command="mlx-qlayers tune")
     assert configure("qmv", "cuda", *KEY) == OTHER != heuristic()
     assert any(d.op == "tuning" and d.path == "kernel" for d in explain())
-    assert clear() == 1 and configure("qmv", "cuda", *KEY) == heuristic()
-
-
-def test_evidence_says_what_was_measured_where():
-    keep(config=OTHER, date="2026-11-22", command="mlx-qlayers tune")
     evidence = found("qmv", *KEY).evidence
     assert str(evidence) == f"measured here: {TIMES}"
     assert (evidence.device, evidence.date) == ("some_gpu", "2026-11-22")
     assert evidence.command == "mlx-qlayers tune"
+    assert clear() == 1 and configure("qmv", "cuda", *KEY) == heuristic()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ Prints for each target the examples and the findings; what was found is in ``bui
 words, only targets are run whose names have one of them.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -17,13 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.fuzz.target import HUNG
 from tests.fuzz.test_operations import TARGETS
 
 HERE = Path(__file__).parent
 OUT = Path("build/fuzz")
-# Seconds in which a case has to end: some compile several kernels.
-HANG = 240
-_START = 120  # seconds that a process may take beyond its own, to begin and to end
 
 
 @dataclass
@@ -75,36 +74,21 @@ def _one(target: str, seconds: float, result: Result) -> None:
             command, env=environment, stdout=file, stderr=file, stdin=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
-        hung = _watch(process, state, seconds)
+        code = process.wait()
+    with contextlib.suppress(ProcessLookupError):  # servers that it may have left behind
+        os.killpg(process.pid, signal.SIGKILL)
     count, case = _read(state)
     result.examples += count
-    if process.returncode == 0 and not hung:
+    if code == 0:
         return
     text = log.read_text(errors="replace")
-    what = f"hangs in {case}" if hung else _finding(process.returncode, text, case)
-    key = what.partition(": ")[0] if process.returncode > 0 else what[:40]
+    what = _finding(code, text, case)
+    key = what[:40] if code < 0 or HUNG in text else what.partition(": ")[0]
     if key not in result.findings:
         result.findings[key] = what
         kept = OUT / f"{result.name}.finding-{len(result.findings)}.log"
         kept.write_text(f"{what}\n\nlast case: {case}\n\n{text}")
         print(f"FINDING in {result.name}: {what[:2000]}\n  see {kept}", flush=True)
-
-
-def _watch(process: subprocess.Popen[bytes], state: Path, seconds: float) -> bool:
-    """Wait for a process; whether it stayed at one case for too long, and was ended."""
-    last, since, end = -1, time.monotonic(), time.monotonic() + seconds + _START
-    while process.poll() is None:
-        time.sleep(0.2)
-        count, now = _read(state)[0], time.monotonic()
-        if count != last:
-            last, since = count, now
-        if now - since > HANG + (count == 0) * _START or now > end + HANG:
-            for number in (signal.SIGABRT, signal.SIGKILL):
-                os.killpg(process.pid, number)
-                time.sleep(1)
-            process.wait()
-            return True
-    return False
 
 
 def _read(state: Path) -> tuple[int, str]:
@@ -118,6 +102,8 @@ def _read(state: Path) -> tuple[int, str]:
 def _finding(code: int, log: str, case: str) -> str:
     if code < 0:
         return f"{signal.Signals(-code).name} in {case}"
+    if HUNG in log:
+        return f"hangs in {case}"
     told = re.search(r"^FINDING (.*\n  case: .*)$", log, re.M)
     return told[1] if told else f"exit code {code}: {log[-300:]}"
 

@@ -100,11 +100,6 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from _places(inner)
 
 
-def text_of(document: Any) -> str:
-    """JSON, as Python writes it; a surrogate stays escaped."""
-    return json.dumps(document)
-
-
 @dataclass(frozen=True)
 class Damage:
     """A damaged file: edits of its values, or changes of its bytes."""
@@ -116,14 +111,14 @@ class Damage:
     def of_json(self, data: bytes) -> bytes:
         """A JSON file's new bytes."""
         if self.edits:
-            data = text_of(spoilt_document(json.loads(data), self.edits)).encode()
+            data = json.dumps(spoilt_document(json.loads(data), self.edits)).encode()
         return spoilt_bytes(data, self.cuts)
 
     def of_weights(self, data: bytes) -> bytes:
         """A safetensors file's new bytes; the edits are of its header."""
         if self.edits:
             end = 8 + int.from_bytes(data[:8], "little")
-            text = text_of(spoilt_document(json.loads(data[8:end]), self.edits)).encode()
+            text = json.dumps(spoilt_document(json.loads(data[8:end]), self.edits)).encode()
             data = len(text).to_bytes(8, "little") + text + data[end:]
         return spoilt_bytes(data, self.cuts)
 

@@ -5,6 +5,7 @@ and go on for as long; the one that is running is kept in the file ``FUZZ_STATE`
 the process, or hangs, leaves nothing else behind.
 """
 
+import faulthandler
 import functools
 import os
 import time
@@ -18,6 +19,8 @@ from hypothesis.strategies import SearchStrategy
 _BATCH = 400  # examples between two looks at the clock
 _SHRINKING = 60.0  # seconds for making an example smaller
 SIZE = 1 << 16
+# Seconds in which a case has to end: some compile several kernels; and what is said where not.
+HANG, HUNG = 240, "Timeout (0:04:00)!"
 
 _options = settings(
     deadline=None,
@@ -84,6 +87,7 @@ class _Watched:
         self.state = os.environ.get("FUZZ_STATE")
         if self.state:
             self.file = os.open(self.state, os.O_WRONLY | os.O_CREAT)
+            faulthandler.dump_traceback_later(HANG, exit=True)  # where it does not begin
 
     def __call__(self, case: Any) -> None:
         # A case that failed must fail again, or it is called flaky.
@@ -93,6 +97,7 @@ class _Watched:
         if self.state:
             text = f"{self.count}\n{case!r}\n\0".encode("utf-8", "backslashreplace")
             os.pwrite(self.file, text[:SIZE], 0)
+            faulthandler.dump_traceback_later(HANG, exit=True)
         try:
             self.check(case)
         except Exception as error:

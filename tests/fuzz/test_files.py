@@ -1,7 +1,6 @@
 """Files that were damaged or made up: models, adapters, tuning results."""
 
 import contextlib
-import io
 import json
 import os
 import shutil
@@ -13,9 +12,9 @@ from typing import Any
 from unicodedata import category
 
 import mlx.core as mx
+from command_line import outcome
 from hypothesis import strategies as st
 
-from mlx_qlayers.cli import main
 from mlx_qlayers.conversion.checkpoint import check_directory
 from mlx_qlayers.conversion.config import QuantizationConfig
 from mlx_qlayers.conversion.loading import load_stock
@@ -50,13 +49,6 @@ def changed(name: str, change: Callable[[bytes], bytes]) -> Iterator[Path]:
         yield path
 
 
-def _command(*arguments: str) -> tuple[int, str, str]:
-    out, error = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
-        code = main(arguments)
-    return code, out.getvalue(), error.getvalue()
-
-
 def _check_terminal(text: str, what: str) -> None:
     odd = [c for c in text if category(c) == "Cc" and c not in "\n\t\r"]
     assert not odd, f"{what} prints {odd[:5]}"
@@ -74,7 +66,7 @@ CONFIGS = (
 @fuzz(damaged("config.json", "config.json", *CONFIGS), examples=8, seconds=4)
 def test_model_documents(case: Damage) -> None:
     with changed(case.name, case.of_json) as path:
-        code, out, error = _command("info", "--model", str(path))
+        code, out, error = outcome("info", "--model", str(path))
         assert code in (0, 2)
         _check_terminal(out, "info")
         _check_terminal(error, "info")

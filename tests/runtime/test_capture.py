@@ -38,20 +38,17 @@ def test_without_metal_it_says_so(tmp_path):
         pass
 
 
-def test_captures_must_be_enabled(calls, monkeypatch, tmp_path):
-    monkeypatch.delenv("MTL_CAPTURE_ENABLED")
-    with pytest.raises(RuntimeError, match="MTL_CAPTURE_ENABLED=1"), capture(tmp_path / "a"):
-        pass
-
-
-def test_the_name_must_be_one_that_xcode_opens(calls, tmp_path):
-    with pytest.raises(ValueError, match=r"must end in .gputrace"), capture(tmp_path / "a.trace"):
-        pass
-
-
-def test_nothing_is_overwritten(calls, tmp_path):
-    path = tmp_path / "a.gputrace"
-    path.mkdir()
-    with pytest.raises(FileExistsError, match="does not overwrite"), capture(path):
+@pytest.mark.parametrize(
+    ("name", "enabled", "error", "says"),
+    [
+        ("a.gputrace", "0", RuntimeError, "MTL_CAPTURE_ENABLED=1"),
+        ("a.trace", "1", ValueError, "must end in .gputrace"),
+        ("taken.gputrace", "1", FileExistsError, "does not overwrite"),
+    ],
+)
+def test_what_cannot_be_captured(name, enabled, error, says, calls, monkeypatch, tmp_path):
+    monkeypatch.setenv("MTL_CAPTURE_ENABLED", enabled)
+    (tmp_path / "taken.gputrace").mkdir()
+    with pytest.raises(error, match=says), capture(tmp_path / name):
         pass
     assert calls == []

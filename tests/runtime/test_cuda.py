@@ -161,12 +161,11 @@ def test_the_text_compiled_off_the_gpu_is_mlx_own(capfd):
         "input_names": ["x", "s"],
         "output_names": ["a", "b"],
         "header": "struct pair { int a; };\n",
-        "source": "a[0] = x_shape[0] + x_strides[0] + x_ndim + s[0]; b[0] = N;",
+        "source": "a[0] = x_shape[0] + x_strides[0] + x_ndim + s[0]; b[0] = 5;",
     }
     launch: dict[str, Any] = {
         "inputs": [x, mx.array(2, mx.int32)],
         "output_dtypes": [mx.float32, mx.int64],
-        "template": [("T", mx.float16), ("N", 5), ("flag", True)],
     }
     name, text = text_of(declaration, launch)
     mx.fast.cuda_kernel(**declaration)(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from machine import forget, has_gpu, zeros
+from machine import zeros
 
 from mlx_qlayers import explain, quantized_matmul, use_backend
 from mlx_qlayers.runtime import cuda_ahead
@@ -29,7 +29,7 @@ def test_the_hash_is_that_of_libstdcxx():
 
 
 @pytest.fixture
-def machine(tmp_path, monkeypatch):
+def ahead(machine, tmp_path, monkeypatch):
     """A machine that says it has an NVIDIA GPU; what MLX would compile is in ``launched``."""
     launched, given = set(), []
 
@@ -41,22 +41,17 @@ def machine(tmp_path, monkeypatch):
         given.append(input)
         return SimpleNamespace(stdout=b"mangled\ncode")
 
+    machine.nvidia()
     monkeypatch.setattr(mx.fast, "cuda_kernel", nvrtc.kernel_that(run))
-    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
-    has_gpu(monkeypatch, "sm_90")
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "ptx"))
     cuda_ahead._folder.cache_clear()
     monkeypatch.setattr(cuda_ahead, "_library", lambda: "libnvrtc.so")
     cuda_ahead._jobs.clear()
     monkeypatch.setattr(cuda_ahead, "string_hash", lambda text: abs(hash(text)) | 1)
     monkeypatch.setattr(subprocess, "run", compile_one)
-    advance_epoch()
     explain(reset=True)
     yield SimpleNamespace(launched=launched, given=given, folder=tmp_path / "ptx")
     cuda_ahead._folder.cache_clear()
-    monkeypatch.undo()
-    forget()
-    advance_epoch()
 
 
 def product(rows):
@@ -65,27 +60,27 @@ def product(rows):
         quantized_matmul(mx.ones((rows, 256), mx.bfloat16), *w)
 
 
-def test_the_texts_are_those_that_mlx_generates(machine):
+def test_the_texts_are_those_that_mlx_generates(ahead):
     """By the hash of its text MLX finds a compiled kernel."""
     with compiled_in_parallel():
         for rows in (1, 7, 100):
             product(rows)
-    wanted = {f"{name}_{cuda_ahead.string_hash(text):x}" for name, text in machine.launched}
-    found = {path.suffix: path for path in machine.folder.iterdir()}
-    stems = {path.stem for path in machine.folder.iterdir()}
+    wanted = {f"{name}_{cuda_ahead.string_hash(text):x}" for name, text in ahead.launched}
+    found = {path.suffix: path for path in ahead.folder.iterdir()}
+    stems = {path.stem for path in ahead.folder.iterdir()}
     assert stems == {name.removeprefix("mlx::core::cu::") for name in wanted}
-    assert len(machine.given) == len(wanted) > 2
+    assert len(ahead.given) == len(wanted) > 2
     assert set(found) == {".txt", ".ptx"} and found[".ptx"].read_bytes() == b"code"
     function, mangled = found[".txt"].read_text().rstrip("\n").split("\t")
     assert function.startswith("mlx::core::cu::custom_kernel_") and mangled == "mangled"
-    assert b"cooperative_groups.h" not in machine.given[0] and b"sm_90a" in machine.given[0]
-    count = len(machine.given)
+    assert b"cooperative_groups.h" not in ahead.given[0] and b"sm_90a" in ahead.given[0]
+    count = len(ahead.given)
     advance_epoch()
     product(1)
-    assert len(machine.given) == count
+    assert len(ahead.given) == count
 
 
-def test_what_is_being_compiled_is_waited_for_by_whoever_launches_it(machine, monkeypatch):
+def test_what_is_being_compiled_is_waited_for_by_whoever_launches_it(ahead, monkeypatch):
     may_end, ended = Event(), []
 
     def compile_one(command, **_):
@@ -110,13 +105,13 @@ def test_what_is_being_compiled_is_waited_for_by_whoever_launches_it(machine, mo
     assert len(ended) == len(cuda_ahead._jobs) and len(cuda_ahead.seconds) >= len(ended)
 
 
-def test_what_does_not_compile_is_left_to_mlx(machine, monkeypatch):
+def test_what_does_not_compile_is_left_to_mlx(ahead, monkeypatch):
     def fails(command, **_):
         raise subprocess.CalledProcessError(1, command, stderr=b"error: no such header")
 
     monkeypatch.setattr(subprocess, "run", fails)
     product(1)
-    assert machine.launched and not [*machine.folder.iterdir()]
+    assert ahead.launched and not [*ahead.folder.iterdir()]
     assert any("no such header" in d.reason for d in explain())
 
 

@@ -11,11 +11,6 @@ from mlx_qlayers.runtime.explain import Decision, count, explain, note, recordin
 from tests.threads import in_threads
 
 
-def test_notes_of_ones_own():
-    note("op", "reference", "why not")
-    assert str(explain()[0]) == "op: reference (why not), 1 calls"
-
-
 def test_a_decision_is_listed_once_for_each_reason_and_evidence():
     for _ in range(2):
         note("op", "reference", "why", "rule")
@@ -44,6 +39,7 @@ def test_decisions_print_as_a_table_in_which_figures_do_not_count():
 
 def test_a_reset_forgets():
     note("op", "reference", "why")
+    assert str(explain()[0]) == "op: reference (why), 1 calls"
     assert explain(reset=True) == [Decision("op", "reference", "why")]
     assert explain() == []
     note("op", "reference", "why")

@@ -1,7 +1,5 @@
 """The generated source is, byte for byte, what MLX generates."""
 
-import itertools
-
 import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,11 +12,12 @@ from mlx_qlayers.runtime.program import Program
 from .mlx_text import record
 
 DTYPES = list(generated.TYPES)
-SHAPES = [(), (1,), (7,), (8,), (1, 7), (2, 4), (2, 3, 4), (0,), (1, 1, 1, 1, 9)]
+# From eight elements on an array lies in device memory.
+SHAPES = [(), (7,), (8,), (9,), (1, 7), (1, 1, 1, 1, 9)]
 SIZES = {"grid": (5, 3, 2), "threadgroup": (4, 1, 2)}
 
 
-def agrees(program, inputs, template, output_dtypes, **options):
+def agrees(program, inputs, template, output_dtypes):
     """Compare with MLX's record of the same call, and return that record."""
 
     def call(*arrays):
@@ -28,7 +27,6 @@ def agrees(program, inputs, template, output_dtypes, **options):
             output_shapes=[(3,)] * len(output_dtypes),
             output_dtypes=list(output_dtypes),
             **SIZES,
-            **options,
         )
 
     recorded = record(call, inputs)
@@ -50,38 +48,16 @@ def program(source="o[thread_position_in_grid.x] = 1;", inputs=("x",), outputs=(
     return Program("k", fields.pop("header", ""), source, tuple(inputs), tuple(outputs), **fields)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_inputs_of_every_dtype_and_rank(dtype, shape):
-    source = "o[thread_position_in_grid.x] = x_shape[0] + x_strides[0] + x_ndim;"
-    agrees(program(source), [mx.zeros(shape, dtype)], [("T", dtype)], [dtype])
-
-
-@pytest.mark.parametrize(
-    "words",
-    [c for n in range(4) for c in itertools.combinations(("_shape", "_strides", "_ndim"), n)],
-)
-@pytest.mark.parametrize("attribute", ["", "thread_position_in_grid"])
-@pytest.mark.parametrize("outputs", [("o",), ("o", "p", "q")])
-def test_shape_words_with_and_without_an_attribute(words, attribute, outputs):
-    # Two outputs, shape words and no attribute: MLX's text does not compile, and has to be matched.
-    source = attribute + "".join(f" y{word};" for word in words)
-    inputs = [mx.zeros(20, mx.float16), mx.zeros((3, 4), mx.int8)]
-    agrees(program(source, ("x", "y"), outputs), inputs, [], [mx.float32] * len(outputs))
-
-
 def test_words_are_found_inside_longer_words():
     source = "max_shape; dispatch_threads_per_threadgroup; my_thread_index_in_simdgroup_2;"
     recorded = agrees(program(source, ("x",)), [mx.zeros(20)], [], [mx.float32])
     assert recorded.shape_words == [(True, False, False)]
 
 
-@pytest.mark.parametrize("init_value", [None, 0.0, -1.5])
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_options_that_are_not_in_the_text(init_value, contiguous):
+def test_what_is_not_in_the_text(contiguous):
     made = program(ensure_row_contiguous=contiguous)
-    recorded = agrees(made, [mx.zeros((4, 4)).T], [], [mx.float32], init_value=init_value)
-    assert recorded.init_value == init_value
+    recorded = agrees(made, [mx.zeros((4, 4)).T], [], [mx.float32])
     assert recorded.ensure_row_contiguous is contiguous
     assert (recorded.grid, recorded.threadgroup) == (SIZES["grid"], SIZES["threadgroup"])
 
@@ -98,7 +74,9 @@ def test_launches_of_other_sizes_share_a_text():
 
 names = st.sampled_from(["x", "w", "max", "x_shape", "scales", "A1"])
 arrays = st.builds(
-    mx.zeros, st.lists(st.integers(0, 4), max_size=4).map(tuple), st.sampled_from(DTYPES)
+    mx.zeros,
+    st.lists(st.integers(0, 4), max_size=4).map(tuple) | st.sampled_from(SHAPES),
+    st.sampled_from(DTYPES),
 )
 values = st.one_of(st.integers(0, 2**31 - 1), st.booleans(), st.sampled_from(DTYPES))
 fragments = st.lists(

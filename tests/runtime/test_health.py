@@ -1,7 +1,5 @@
 """In the debug mode a kernel's report becomes an exception, or leads to the reference."""
 
-import struct
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -24,10 +22,9 @@ def roots(x=X, **changes):
     return ROOTS([x], **sizes | changes)
 
 
-def report(started=8, finished=8, failed=0, code=0, value=0.0, thread=0, grid=(4, 2, 1)):
+def report(finished=8, failed=0, code=0):
     """The contents of a kernel's health buffer."""
-    bits = struct.unpack("<I", struct.pack("<f", value))[0]
-    return [started, *grid, finished, failed, code, bits, thread]
+    return [8, *(4, 2, 1), finished, failed, code, 0, 0]
 
 
 @pytest.fixture
@@ -57,13 +54,7 @@ def test_a_healthy_kernel_gives_its_outputs_and_nothing_more(kernel):
     assert call["output_dtypes"] == [mx.float32, mx.bool_, mx.uint32]
     assert call["init_value"] == 0
     assert launches[0].kernel == "roots_health"
-
-
-def test_outside_the_mode_nothing_is_added(kernel):
-    stand_in = kernel()
-    with health_checks():
-        roots()
-    roots()
+    roots()  # outside of the mode
     assert len(stand_in.called[1]["output_shapes"]) == 2
     assert stand_in.called[1]["init_value"] is None
 

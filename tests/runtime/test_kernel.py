@@ -11,6 +11,7 @@ from mlx_qlayers.runtime import metal as metal_backend
 from mlx_qlayers.runtime.backend import advance_epoch, use_backend
 from mlx_qlayers.runtime.kernel import Kernel, KernelError
 from mlx_qlayers.runtime.launch import Launch
+from mlx_qlayers.runtime.tracing import Record, trace
 
 from .kernels import AFFINE, GATHER, ROW_SUMS
 from .mlx_text import record
@@ -49,6 +50,25 @@ def test_a_launch_reaches_the_backend_as_it_was_called(metal):
     assert (call["output_shapes"], call["output_dtypes"]) == ([(40,)], [mx.float32])
     assert call["init_value"] == 1.5
     assert call["inputs"][0] is X
+
+
+def test_launches_are_traced_and_those_that_fail_are_not(metal):
+    with trace() as launches:
+        gather(mx.zeros((2, 8)))
+        gather(X)
+        with pytest.raises(KernelError):
+            affine(grid=(0, 1, 1))
+    gather(X)
+    assert launches[0] == Record(
+        kernel="gather",
+        backend="metal",
+        grid=(16, 1, 1),
+        threadgroup=(8, 1, 1),
+        template={"T": mx.float32},
+        input_shapes=((2, 8),),
+        output_shapes=((16,),),
+    )
+    assert [record.grid for record in launches] == [(16, 1, 1), (40, 1, 1)]
 
 
 def test_the_kernel_is_made_once(metal):

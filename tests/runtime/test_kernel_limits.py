@@ -40,22 +40,23 @@ def test_declarations_and_limits(metal, fields, call, message):
     assert not metal.called
 
 
-def test_threadgroup_memory_may_depend_on_the_template(metal):
-    kernel = dataclasses.replace(AFFINE, threadgroup_memory=lambda T, N, NEGATE: N * T.size)
+@pytest.mark.parametrize(
+    ("limit", "fits", "exceeds", "message"),
+    [
+        (
+            {"threadgroup_memory": lambda T, N, NEGATE: N * T.size},
+            *(8192, 8193, "needs 32772 bytes"),
+        ),
+        ({"multiples": (Multiple("x", 0, "N"),)}, 5, 7, "a multiple of N = 7, not 40"),
+    ],
+)
+def test_limits_may_depend_on_the_template(metal, limit, fits, exceeds, message):
+    kernel = dataclasses.replace(AFFINE, **limit)
     sizes = {"grid": (8, 1, 1), "threadgroup": (8, 1, 1), "output_shapes": [(40,)]}
-    fits, exceeds = ({"T": mx.float32, "N": n, "NEGATE": True} for n in (8192, 8193))
-    kernel([X, SCALAR, BIAS], template=fits, **sizes)
-    with pytest.raises(KernelError, match="needs 32772 bytes"):
-        kernel([X, SCALAR, BIAS], template=exceeds, **sizes)
-
-
-def test_a_multiple_may_be_a_template_value(metal):
-    kernel = dataclasses.replace(AFFINE, multiples=(Multiple("x", 0, "N"),))
-    sizes = {"grid": (8, 1, 1), "threadgroup": (8, 1, 1), "output_shapes": [(40,)]}
-    template = {"T": mx.float32, "N": 5, "NEGATE": True}
+    template = {"T": mx.float32, "N": fits, "NEGATE": True}
     kernel([X, SCALAR, BIAS], template=template, **sizes)
-    with pytest.raises(KernelError, match=re.escape("a multiple of N = 7, not 40")):
-        kernel([X, SCALAR, BIAS], template=template | {"N": 7}, **sizes)
+    with pytest.raises(KernelError, match=message):
+        kernel([X, SCALAR, BIAS], template=template | {"N": exceeds}, **sizes)
 
 
 def test_arrays_of_2_to_the_31_elements_need_a_kernel_that_says_so(metal):

@@ -47,19 +47,13 @@ def test_minifying_mlx_headers_changes_no_word(path):
         ("#ifdef A", "not in the dialect"),
         ("float operator x;", "test.metal:1: this operator takes nothing"),
         ("namespace n {}", "namespaces are not in the dialect"),
+        ("struct S {\n int a;", "test.metal:1: this declaration does not end"),
     ],
 )
 def test_texts_outside_the_dialect(tmp_path, text, message):
     (tmp_path / "test.metal").write_text(text + "\n")
     with pytest.raises(SourceError, match=re.escape(message)):
         source.read(tmp_path / "test.metal")
-
-
-def test_a_declaration_that_does_not_end(tmp_path):
-    path = tmp_path / "test.metal"
-    path.write_text("struct S {\n int a;\n")
-    with pytest.raises(SourceError, match=re.escape("test.metal:1: this declaration does not end")):
-        source.read(path)
 
 
 def test_a_file_that_changed_is_read_again(tmp_path):

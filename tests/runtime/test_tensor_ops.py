@@ -9,15 +9,6 @@ import pytest
 
 from mlx_qlayers.runtime import tensor_ops
 from mlx_qlayers.runtime.macos import macos_version
-from tests.machine import forget
-
-
-@pytest.fixture(autouse=True)
-def asked_anew():
-    forget()
-    yield
-    forget()
-
 
 TENSOR, CODES = "__HAVE_TENSOR__", "__HAVE_INT4B_FORMAT_TYPE__"
 
@@ -45,10 +36,8 @@ def compiling(macros):
         ("applegpu_g17g", "25.4.0", [], "has no <MetalPerformancePrimitives", "has no <Metal"),
     ],
 )
-def test_gates(gpu, system, macros, why, no_codes, monkeypatch):
-    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.setattr(mx, "device_info", lambda *_: {"architecture": gpu})
-    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=system))
+def test_gates(gpu, system, macros, why, no_codes, machine, monkeypatch):
+    machine.apple(gpu, system)
     monkeypatch.setattr(mx.fast, "metal_kernel", compiling(macros))
     for expected, found in ((why, tensor_ops.missing()), (no_codes, tensor_ops.missing_codes())):
         assert (found is None) == (expected is None)
@@ -65,6 +54,6 @@ def test_the_kernel_says_which_macos_this_is(darwin, macos, monkeypatch):
     assert macos_version() == macos
 
 
-def test_no_apple_gpu(monkeypatch):
-    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+def test_no_apple_gpu(machine):
+    machine.gpu(None, {})
     assert tensor_ops.missing() == "there is no Apple GPU"

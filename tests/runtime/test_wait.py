@@ -1,4 +1,4 @@
-"""A wait for a result ends."""
+"""A wait for a result ends, in a thread or in another process."""
 
 import ctypes
 import threading
@@ -12,6 +12,7 @@ from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.host.array_memory import locate
 from mlx_qlayers.runtime.tracing import trace
 from mlx_qlayers.runtime.wait import KernelTimeout, wait_for
+from mlx_qlayers.runtime.worker import Worker
 
 from .kernels import GATHER, SPIN
 
@@ -84,3 +85,18 @@ def test_a_kernel_that_hangs_on_the_host():
         ctypes.c_int.from_address(locate(x)).value = 0
         while not launches:
             time.sleep(0.01)
+
+
+def work(seconds, tell):
+    tell(seconds)
+    time.sleep(seconds)
+
+
+def test_messages_of_a_process_come_until_a_job_takes_too_long():
+    worker = Worker(work)
+    for seconds in (0, 0, 60):
+        worker.jobs.send(seconds)
+        assert worker.received() == seconds
+    with pytest.raises(EOFError):
+        worker.received(0.1)
+    assert worker.ending() == "its process ended with SIGKILL"

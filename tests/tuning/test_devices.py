@@ -6,15 +6,14 @@ take. Which problems there are, their order, texts, repeats and deadlines are th
 
 import random
 import re
-import sys
 import time
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models import qwen2
+from recorded_gpu import without_numbers
 from step_models import on_a_gpu
 
 from mlx_qlayers import convert_model, use_backend
@@ -30,9 +29,6 @@ from mlx_qlayers.tuning import evaluator, measuring
 from mlx_qlayers.tuning.calibrate import calibrate
 from mlx_qlayers.tuning.evaluator import Evaluator
 from mlx_qlayers.tuning.queue_timer import QueueTimer
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from recorded_gpu import without_numbers
 
 
 class Chip(NamedTuple):

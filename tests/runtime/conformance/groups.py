@@ -96,33 +96,24 @@ def _moves(group: str, width: int, dtype: mx.Dtype) -> Case:
             _groups(filling, width, lambda g: g[:, source]),
         )
 
-    if width == 32:
-        rows = {
-            "broadcast": take(lambda i: i * 0 + 5),
-            "shuffle": take(lambda i: (i * 7 + 3) % 32),
-            "shuffle_up": take(lambda i: np.where(i < 3, i, i - 3)),
-            "shuffle_down": take(lambda i: np.where(i > 28, i, (i + 3) % 32)),
-            "shuffle_xor": take(lambda i: i ^ 21),
-            "shuffle_rotate_up": take(lambda i: (i - 5) % 32),
-            "shuffle_rotate_down": take(lambda i: (i + 5) % 32),
-            "shuffle_and_fill_up": fill(6, 32),
-            "shuffle_and_fill_down": fill(-6, 32),
-            "shuffle_and_fill_up by 8": fill(3, 8),
-            "shuffle_and_fill_down by 8": fill(-3, 8),
-        }
-    else:
-        rows = {
-            "broadcast": take(lambda i: i * 0 + 2),
-            "broadcast_first": take(lambda i: i * 0),
-            "shuffle": take(lambda i: 3 - i),
-            "shuffle_up": take(lambda i: np.maximum(i - 1, 0)),
-            "shuffle_down": take(lambda i: np.minimum(i + 1, 3)),
-            "shuffle_xor": take(lambda i: i ^ 3),
-            "shuffle_rotate_up": take(lambda i: (i - 1) % 4),
-            "shuffle_rotate_down": take(lambda i: (i + 1) % 4),
-            "shuffle_and_fill_up": fill(1, 4),
-            "shuffle_and_fill_down": fill(-1, 4),
-        }
+    wide = width == 32
+    from_lane, by, mask, turn, filled = (5, 3, 21, 5, 6) if wide else (2, 1, 3, 1, 1)
+    rows = {"broadcast": take(lambda i: i * 0 + from_lane)}
+    if not wide:
+        rows["broadcast_first"] = take(lambda i: i * 0)
+    rows |= {
+        "shuffle": take(lambda i: (i * 7 + 3) % width),
+        "shuffle_up": take(lambda i: np.where(i < by, i, i - by)),
+        "shuffle_down": take(lambda i: np.where(i >= width - by, i, i + by)),
+        "shuffle_xor": take(lambda i: i ^ mask),
+        "shuffle_rotate_up": take(lambda i: (i - turn) % width),
+        "shuffle_rotate_down": take(lambda i: (i + turn) % width),
+        "shuffle_and_fill_up": fill(filled, width),
+        "shuffle_and_fill_down": fill(-filled, width),
+    }
+    if wide:
+        rows["shuffle_and_fill_up by 8"] = fill(3, 8)
+        rows["shuffle_and_fill_down by 8"] = fill(-3, 8)
     rows = {name: ROUND[dtype](row) for name, row in rows.items()}
     arrays = [mx.array(x).astype(dtype), mx.array(filling).astype(dtype)]
     return _case(f"{group}_moves", "x filling", arrays, rows, T=dtype)

@@ -64,15 +64,21 @@ def cases() -> Iterator[Case]:
         "fmod": np.fmod(x, y),
     }
     yield _case("math_plain", [a, b], plain, dict.fromkeys(plain, _PLAIN) | {"/": 0.5, "fmod": 0})
-    precise = ("exp", "exp2", "log", "log2", "sin", "cos", "tanh", "sqrt", "rsqrt", "pow")
-    rows = {name: plain[name] for name in precise} | {"divide": x / y}
+    rows = _in_two_precisions(x, y)
     yield _case("math_precise", [a, b], rows, {name: _PRECISE.get(name, _PLAIN) for name in rows})
     # Keep the results of log, sin and cos away from zero.
     c = np.where(np.abs(a) < 0.25, np.float32(0.5), a)
     c = np.where(np.abs(np.abs(c) - np.pi / 2) < 0.2, np.float32(1.0), c).astype(np.float32)
     d = np.where(np.abs(b - 1) < 0.25, np.float32(2.5), b).astype(np.float32)
-    x, y = c.astype(np.float64), d.astype(np.float64)
-    rows = {
+    rows = _in_two_precisions(c.astype(np.float64), d.astype(np.float64))
+    yield _case("math_fast", [c, d], rows, _FAST)
+    yield _exact()
+    yield _special()
+
+
+def _in_two_precisions(x: np.ndarray, y: np.ndarray) -> Rows:
+    """Functions that are in ``fast::`` and in ``precise::``."""
+    return {
         "exp": np.exp(x),
         "exp2": np.exp2(x),
         "log": np.log(y),
@@ -85,9 +91,6 @@ def cases() -> Iterator[Case]:
         "pow": y**x,
         "divide": x / y,
     }
-    yield _case("math_fast", [c, d], rows, _FAST)
-    yield _exact()
-    yield _special()
 
 
 def _case(name: str, inputs: list[np.ndarray], rows: Rows, ulp: dict[str, float]) -> Case:

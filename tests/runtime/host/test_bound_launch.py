@@ -39,7 +39,6 @@ def run(
     threadgroup: int = 64,
     init_value: float | None = None,
     name: str = "probe",
-    contiguous: bool = True,
 ) -> list[mx.array]:
     program = Program(
         name=name,
@@ -48,7 +47,6 @@ def run(
         input_names=tuple("abcd"[: len(inputs)]),
         output_names=tuple("xyz"[: len(shapes)]),
         atomic_outputs=init_value is not None,
-        ensure_row_contiguous=contiguous,
     )
     grid = (threads or int(np.prod(shapes[0])), 1, 1)
     group = (min(threadgroup, grid[0]), 1, 1)

@@ -2,18 +2,10 @@
 
 from pathlib import Path
 
-import pytest
-
 from mlx_qlayers.runtime.host import CompileError, cache, compile_source, compiler
 
 HEADERS = "#include <metal_stdlib>\n#include <metal_atomic>\nusing namespace metal;\n"
 KERNEL = "kernel void f(device float* y, uint i [[thread_position_in_grid]]) { y[i] = VALUE; }\n"
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
-    return tmp_path
 
 
 def headers(folder: Path) -> list[Path]:

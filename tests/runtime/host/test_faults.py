@@ -4,16 +4,12 @@ The summary of the test run prints the table.
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from mlx_qlayers.runtime import host
-
-Record = Callable[[str, Any], None]
 
 _BEFORE = """
 #include <metal_stdlib>
@@ -38,7 +34,6 @@ class Planted:
     threads: tuple[int, int] = (64, 64)  # of the grid and of one threadgroup
     fresh: bool = False  # whether `y` is an output that must be written
     budget: int = 100_000
-    dynamic: tuple[int, ...] = field(default=())  # bytes of a `[[threadgroup(0)]]` parameter
 
 
 _SHARED = "threadgroup float s[64]; "

@@ -48,7 +48,9 @@ def quantized(
     return x, (wq, scales, biases), truth
 
 
-def _affine(kernel: str, bits: int, group: int, dtype: mx.Dtype, checked: bool) -> float:
+def _check_affine(
+    kernel: str, bits: int, group: int, dtype: mx.Dtype, record: Record, checked: bool = True
+) -> None:
     m, n, k = {
         "qmv_fast": (1, 24, 1024),
         "qmv": (2, 21, 384),
@@ -70,19 +72,13 @@ def _affine(kernel: str, bits: int, group: int, dtype: mx.Dtype, checked: bool) 
         "qmm_n": ("false", (n // 32, -(-m // 32), 1), (32, 2, 2)),
     }[kernel]
     y, _ = mk.affine_product(kernel, x, packed, n, (group, bits), *launch, checked=checked)
-    return mk.error(mk.float64(y, dtype), truth, dtype)
+    case = f"{bits} bits, groups of {group}, {mk.METAL_NAMES[dtype]}"
+    error = mk.error(mk.float64(y, dtype), truth, dtype)
+    note(record, f"affine_{kernel}", case, error, dtype, checked)
 
 
 KERNELS = ("qmv_fast", "qmv", "qmv_wide", "qvm", "qmm_t", "qmm_n")
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
-
-
-def _check_affine(
-    kernel: str, bits: int, group: int, dtype: mx.Dtype, record: Record, checked: bool = True
-) -> None:
-    case = f"{bits} bits, groups of {group}, {mk.METAL_NAMES[dtype]}"
-    error = _affine(kernel, bits, group, dtype, checked)
-    note(record, f"affine_{kernel}", case, error, dtype, checked)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +165,14 @@ def attention_inputs(
 _PLAIN = {20: False, 21: False, 23: False, 24: False, 25: False}
 
 
+def _sdpa_arguments(q: mx.array, k: mx.array, v: mx.array) -> dict[str, Any]:
+    *_, keys, d = k.shape
+    strides = {f"{name}_head_stride": mk.i64(keys * d) for name in "kv"}
+    strides |= {f"{name}_seq_stride": mk.i64(d) for name in "kv"}
+    scale = struct.pack("f", d**-0.5)
+    return {"queries": q, "keys": k, "values": v, "N": mk.i32(keys), "scale": scale, **strides}
+
+
 @pytest.mark.parametrize(("causal", "checked"), [(False, True), (True, True), (True, False)])
 def test_sdpa_vector(causal, checked, record_property):
     h, hk, length, keys, d = 4, 2, 3, 139, 64
@@ -177,10 +181,7 @@ def test_sdpa_vector(causal, checked, record_property):
         "sdpa", "sdpa_vector<half, 64, 64>", checked=checked, constants={**_PLAIN, 22: causal}
     )
     out = mk.empty((1, h, length, d), mx.float16)
-    arguments = {"queries": q, "keys": k, "values": v, "gqa_factor": mk.i32(h // hk)}
-    arguments |= {"N": mk.i32(keys), "scale": struct.pack("f", d**-0.5)}
-    for name in "kv":
-        arguments |= {f"{name}_head_stride": mk.i64(keys * d), f"{name}_seq_stride": mk.i64(d)}
+    arguments = _sdpa_arguments(q, k, v) | {"gqa_factor": mk.i32(h // hk)}
     mk.run(loaded, arguments, {"out": out}, (h, length, 1), (1024, 1, 1))
     error = mk.error(mk.float64(out, mx.float16), truth, mx.float16)
     case = "causal" if causal else "no mask"
@@ -194,12 +195,8 @@ def test_sdpa_vector_2pass(record_property):
     first = mk.load("sdpa", "sdpa_vector_2pass_1<half, 64, 64>", checked=True, constants=constants)
     partials = mk.empty((1, h, length, blocks, d), mx.float16)
     sums, maxs = (mk.empty((1, h, length, blocks), mx.float32) for _ in range(2))
-    arguments = {"queries": q, "keys": k, "values": v, "N": mk.i32(keys)}
-    arguments |= {"scale": struct.pack("f", d**-0.5)}
-    for name in "kv":
-        arguments |= {f"{name}_head_stride": mk.i64(keys * d), f"{name}_seq_stride": mk.i64(d)}
     outputs = {"out": partials, "sums": sums, "maxs": maxs}
-    mk.run(first, arguments, outputs, (hk, 1, blocks), (32, h // hk, length))
+    mk.run(first, _sdpa_arguments(q, k, v), outputs, (hk, 1, blocks), (32, h // hk, length))
     second = mk.load("sdpa", "sdpa_vector_2pass_2<half, 64>", checked=True)
     out = mk.empty((1, h, length, d), mx.float16)
     arguments = {"partials": partials, "sums": sums, "maxs": maxs, "blocks": mk.i32(blocks)}

@@ -3,14 +3,9 @@
 The summary of the test run prints the table.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from mlx_qlayers.runtime.host import CompileError, compile_source, lint
-
-Record = Callable[[str, Any], None]
 
 _HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
 _KERNEL = (

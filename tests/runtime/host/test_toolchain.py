@@ -4,6 +4,7 @@ import ctypes
 import os
 import re
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -52,16 +53,11 @@ def compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, mode: i
     toolchain.zig.cache_clear()
 
 
+FULL = "error: unable to open 'x': 'No space left'"
+
+
 def killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler(folder, monkeypatch, "kill -9 $$")
-
-
-def not_executable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler(folder, monkeypatch, "exit 0", mode=0o644)
-
-
-def full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler(folder, monkeypatch, "echo \"error: unable to open 'x': 'No space left'\" >&2; exit 1")
 
 
 def nowhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,8 +75,8 @@ def not_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 CAUSES = {
     "ended by SIGKILL": killed,
-    "Permission denied": not_executable,
-    "No space left": full,
+    "Permission denied": partial(compiler, script="exit 0", mode=0o644),
+    "No space left": partial(compiler, script=f'echo "{FULL}" >&2; exit 1'),
     "Not a directory": nowhere,
     "failed to map segment": not_loaded,
 }
