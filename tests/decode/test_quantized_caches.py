@@ -1,15 +1,13 @@
 """Quantized caches of batches and windows: sequences join, wrap and leave as if each were alone."""
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
+import texts
 from architecture_table import ARCHITECTURES
 from architectures import VOCABULARY
-from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import cache as stock
 from step_models import as_graphs, models_of, pair
 
@@ -157,26 +155,6 @@ def test_sequences_of_a_batch_are_as_each_alone(form, size, backend, tmp_path):
         assert {d.path for d in explain() if d.op == "attention"} >= {backend}
 
 
-def greedy(model: nn.Module, prompts: list[list[int]], make: Callable[[], list[Any]]) -> list[Any]:
-    """The greedy tokens of each prompt alone, and those of all in a batch where some come later."""
-    alone = [
-        [int(t) for t, _ in generate_step(mx.array(p), model, max_tokens=14, prompt_cache=make())]
-        for p in prompts
-    ]
-    generator = BatchGenerator(model, max_tokens=14, prefill_step_size=4)
-    found: dict[int, list[int]] = {}
-    for some in (prompts[:2], prompts[2:]):
-        uids = generator.insert(some, caches=[make() for _ in some])
-        found |= {uid: [] for uid in uids}
-        for _ in range(3):
-            for response in generator.next_generated():
-                found[response.uid].append(response.token)
-    while responses := generator.next_generated():
-        for response in responses:
-            found[response.uid].append(response.token)
-    return [alone, [*found.values()]]
-
-
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]]
 
 
@@ -198,14 +176,13 @@ def test_texts_alone_and_in_a_batch_are_those_of_stock(name, window, path):
             stock.QuantizedKVCache(32, 8) if type(c).__name__ == "QuantizedKVCache" else c
             for c in make()
         ]
-        steps = generate_step(mx.array(prompt), plain, max_tokens=14, prompt_cache=cache)
-        wanted.append([int(token) for token, _ in steps])
+        wanted.append(texts.plain(plain, prompt, 14, prompt_cache=cache))
     if path == "a GPU":
         with as_graphs() as graphs:
-            assert greedy(model, PROMPTS, make) == [wanted, wanted]
+            assert texts.alone_and_in_a_batch(model, PROMPTS, 14, make) == [wanted, wanted]
             assert len(graphs) > 40, engine.stopped(model)
     else:
-        assert greedy(model, PROMPTS, make) == [wanted, wanted]
+        assert texts.alone_and_in_a_batch(model, PROMPTS, 14, make) == [wanted, wanted]
     forms = {
         type(form).__name__
         for steps in engine._steps.values()
@@ -244,19 +221,18 @@ def test_texts_in_formats_of_this_package(form, path):
     config = {"num_attention_heads": heads, "num_key_value_heads": max(1, heads // 2)}
     plain, model = models_of("qwen2", qwen2._replace(config=qwen2.config | config))
     caches = [Rounded(form) for _ in plain.layers]
-    prompt = PROMPTS[2]
-    steps = generate_step(mx.array(prompt), plain, max_tokens=14, prompt_cache=caches)
-    wanted = [int(token) for token, _ in steps]
+    prompt, prompts = PROMPTS[2], [PROMPTS[2], [1, 2], PROMPTS[2]]
+    wanted = texts.plain(plain, prompt, 14, prompt_cache=caches)
 
     def make() -> list[Any]:
         return make_prompt_cache(plain, formats=form)
 
     if path == "a GPU":
         with as_graphs() as graphs:
-            alone, batch = greedy(model, [prompt, [1, 2], prompt], make)
+            alone, batch = texts.alone_and_in_a_batch(model, prompts, 14, make)
             assert len(graphs) > 40, engine.stopped(model)
     else:
-        alone, batch = greedy(model, [prompt, [1, 2], prompt], make)
+        alone, batch = texts.alone_and_in_a_batch(model, prompts, 14, make)
         assert engine.stopped(model) is None
     assert alone[::2] == batch[::2] == [wanted, wanted]
     with pytest.raises(ValueError, match="convert_model first"):
