@@ -5,7 +5,6 @@ import random
 from typing import Any
 
 import mlx.core as mx
-import pytest
 from mlx_lm.models import qwen2
 from mlx_lm.models.cache import make_prompt_cache
 from numerics import assert_same_model
@@ -15,12 +14,6 @@ from step_models import capturing
 from mlx_qlayers.decode import engine
 
 PROMPT, TOKEN = mx.array([[5, 17, 3]]), mx.array([[4]])
-
-
-@pytest.fixture(autouse=True)
-def forgotten():
-    yield
-    engine._steps.clear()
 
 
 def after_prompt(model: Any) -> list[Any]:

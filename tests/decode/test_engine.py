@@ -18,12 +18,6 @@ from mlx_qlayers.decode.append_form import AppendForm
 from mlx_qlayers.runtime.tracing import trace
 
 
-@pytest.fixture(autouse=True)
-def forgotten():
-    yield
-    engine._steps.clear()
-
-
 def decoded(model: Any, cache: list[Any], length: int) -> mx.array:
     """The logits of tokens one by one behind a prompt of six."""
     rows = [model(mx.array([[1, 2, 3, 4, 5, 6]]), cache=cache)]

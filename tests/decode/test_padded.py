@@ -36,7 +36,6 @@ def on_a_mac():
     with on("gpu"):
         yield
     mx.enable_compile()
-    engine._steps.clear()
 
 
 def forms(model: Any) -> set[type]:

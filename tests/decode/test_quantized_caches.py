@@ -1,8 +1,11 @@
 """Quantized caches of batches and windows: sequences join, wrap and leave as if each were alone."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 import texts
@@ -103,6 +106,11 @@ class Batch:
         self.cache.extend(other.cache)
         self.alone += other.alone
 
+    def trim(self, count: int) -> None:
+        assert self.cache.trim(count) == count
+        for each in self.alone:
+            each.rows = [rows[:-count] for rows in each.rows]
+
     def leave(self, keep: list[int]) -> None:
         self.cache.filter(keep)
         self.alone = [self.alone[i] for i in keep]
@@ -148,14 +156,22 @@ def test_sequences_of_a_batch_are_as_each_alone(form, size, backend, tmp_path):
         for _ in range(3):
             batch.token()
         if not size:
-            assert batch.cache.trim(2) == 2
-            for each in batch.alone:
-                each.rows = [rows[:-2] for rows in each.rows]
+            batch.trim(2)
             batch.token()
         assert {d.path for d in explain() if d.op == "attention"} >= {backend}
 
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]]
+
+
+def written(
+    path: str, model: nn.Module, prompts: list[list[int]], make: Callable[[], list[Any]]
+) -> list[Any]:
+    """Texts alone and in a batch, by graphs as a GPU or a CPU has them."""
+    with as_graphs() if path == "a GPU" else nullcontext([]) as graphs:
+        found = texts.alone_and_in_a_batch(model, prompts, 14, make)
+    assert path == "a CPU" or len(graphs) > 40, engine.stopped(model)
+    return found
 
 
 @pytest.mark.parametrize("path", ["a GPU", "a CPU"])
@@ -177,12 +193,7 @@ def test_texts_alone_and_in_a_batch_are_those_of_stock(name, window, path):
             for c in make()
         ]
         wanted.append(texts.plain(plain, prompt, 14, prompt_cache=cache))
-    if path == "a GPU":
-        with as_graphs() as graphs:
-            assert texts.alone_and_in_a_batch(model, PROMPTS, 14, make) == [wanted, wanted]
-            assert len(graphs) > 40, engine.stopped(model)
-    else:
-        assert texts.alone_and_in_a_batch(model, PROMPTS, 14, make) == [wanted, wanted]
+    assert written(path, model, PROMPTS, make) == [wanted, wanted]
     forms = {
         type(form).__name__
         for steps in engine._steps.values()
@@ -227,13 +238,8 @@ def test_texts_in_formats_of_this_package(form, path):
     def make() -> list[Any]:
         return make_prompt_cache(plain, formats=form)
 
-    if path == "a GPU":
-        with as_graphs() as graphs:
-            alone, batch = texts.alone_and_in_a_batch(model, prompts, 14, make)
-            assert len(graphs) > 40, engine.stopped(model)
-    else:
-        alone, batch = texts.alone_and_in_a_batch(model, prompts, 14, make)
-        assert engine.stopped(model) is None
+    alone, batch = written(path, model, prompts, make)
+    assert path == "a GPU" or engine.stopped(model) is None
     assert alone[::2] == batch[::2] == [wanted, wanted]
     with pytest.raises(ValueError, match="convert_model first"):
         plain(mx.array([prompt]), cache=make())
@@ -257,9 +263,8 @@ def test_tokens_of_a_batch_are_read_packed_on_a_cpu():
 def test_a_window_that_is_not_full_is_trimmed():
     form = FORMATS[3]
     batch = Batch(20, form, 5).prompts([7, 3], chunk=4)
-    assert batch.cache.is_trimmable() and batch.cache.trim(2) == 2
-    for each in batch.alone:
-        each.rows = [rows[:-2] for rows in each.rows]
+    assert batch.cache.is_trimmable()
+    batch.trim(2)
     batch.token()
     single = batch.cache.extract(0)
     assert single.is_trimmable() and single.trim(3) == 3 and single.size() == 3
