@@ -10,6 +10,7 @@ import mlx.nn as nn
 import pytest
 from architecture_table import ARCHITECTURES
 from architectures import build
+from mlx_lm import load
 from mlx_lm.sample_utils import make_sampler
 from texts import guessed, plain
 
@@ -210,17 +211,10 @@ def test_the_time_of_a_step_is_its_own(count, monkeypatch):
     assert min(times) >= 0.003, times
 
 
-def test_calls_that_are_refused(tiny_text):
-    model, tokenizer = tiny_text
+def test_calls_that_are_refused(tiny_model):
+    model, tokenizer = load(str(tiny_model))
     with pytest.raises(ValueError, match="num_draft_tokens must be at least 0, not -1"):
         speculate(model, tokenizer, "a", num_draft_tokens=-1)
     for options in ({"stop": "."}, {"max_tokens": 0}, {"input_embeddings": mx.zeros((1, 4))}):
         with pytest.raises((TypeError, ValueError), match=r"stop|non-zero|input embeddings"):
             list(speculate(model, tokenizer, "a", **options))
-
-
-@pytest.fixture
-def tiny_text(tiny_model):
-    from mlx_lm import load
-
-    return load(str(tiny_model))

@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from head_checkpoints import FAMILIES, D, head_of, layer_of, model_of
+from mlx_lm import load
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
@@ -211,8 +212,6 @@ def test_of_a_repository_only_heads_are_downloaded(name, tmp_path, monkeypatch):
 
 
 def test_heads_that_are_refused(tmp_path, tiny_model):
-    from mlx_lm import load
-
     stock, _ = load(str(tiny_model))
     with pytest.raises(ValueError, match="qwen2: heads are known of deepseek_v3"):
         load_heads(str(tiny_model), stock)
