@@ -7,7 +7,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator, generate_step
 
-from mlx_qlayers.speculation.loop import Speculation, speculative_generate_step
+from mlx_qlayers.speculation.depth import Depths
+from mlx_qlayers.speculation.drawing import Drawer
+from mlx_qlayers.speculation.loop import Speculation, batch_caches, speculative_generate_step
+from mlx_qlayers.speculation.rounds import Rounds
+from mlx_qlayers.speculation.sequence import Text
 
 
 def plain(
@@ -35,6 +39,16 @@ def guessed(
         prompt, model, speculation, num_draft_tokens=depth, max_tokens=count, **options
     )
     return [token for token, *_ in steps]
+
+
+def rounds_of(
+    model: Any, prompts: Sequence[list[int]], sources: list[Any], depth: int, trunk: Any = None
+) -> Rounds:
+    """The rounds of a batch of greedy texts, each of which has its sources of guesses."""
+    pairs = zip(prompts, sources, strict=True)
+    texts = [Text(prompt, Drawer(None, None), own) for prompt, own in pairs]
+    caches = batch_caches(model, prompts, trunk=trunk, texts=texts)
+    return Rounds(model, caches, texts, Depths(model, depth, measured=False), trunk=trunk)
 
 
 def alone_and_in_a_batch(

@@ -12,21 +12,12 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from numerics import assert_same_model, to64
-from texts import guessed, plain
+from texts import guessed, plain, rounds_of
 
 from mlx_qlayers import convert_model, load_heads
 from mlx_qlayers.layers.qlinear import Counterpart
-from mlx_qlayers.speculation.depth import Depths
-from mlx_qlayers.speculation.drawing import Drawer
 from mlx_qlayers.speculation.heads import PredictionHeads
-from mlx_qlayers.speculation.loop import (
-    Speculation,
-    batch,
-    batch_caches,
-    speculative_generate_step,
-)
-from mlx_qlayers.speculation.rounds import Rounds
-from mlx_qlayers.speculation.sequence import Text
+from mlx_qlayers.speculation.loop import Speculation, batch, speculative_generate_step
 
 PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], mx.uint32)
 
@@ -180,10 +171,8 @@ def test_a_head_that_knows_the_model_is_always_right(tmp_path):
     prompts, length = [PROMPT.tolist(), PROMPT.tolist()[:4]], 20
     right = [plain(model, prompt, length) for prompt in prompts]
     speculation = Speculation(prompt_lookup=False, measured=False, heads=heads)
-    texts = [Text(prompt, Drawer(None, None), speculation.sources()) for prompt in prompts]
-    caches = batch_caches(model, prompts, trunk=heads.trunk, texts=texts)
-    depths = Depths(model, 4, measured=False)
-    run = Rounds(model, caches, texts, depths, trunk=heads.trunk)
+    sources = [speculation.sources() for _ in prompts]
+    run = rounds_of(model, prompts, sources, 4, heads.trunk)
     assert batch(run, (), length) == right
     assert run.report.accepted == run.report.guesses >= 30, run.report
 

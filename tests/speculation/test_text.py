@@ -9,14 +9,11 @@ import pytest
 from architecture_table import ARCHITECTURES
 from architectures import VOCABULARY, build
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
-from texts import guessed, plain
+from texts import guessed, plain, rounds_of
 
 from mlx_qlayers import convert_model
-from mlx_qlayers.speculation.depth import Depths
-from mlx_qlayers.speculation.drawing import Drawer
-from mlx_qlayers.speculation.loop import Speculation, batch, batch_caches
+from mlx_qlayers.speculation.loop import Speculation, batch
 from mlx_qlayers.speculation.rounds import Rounds
-from mlx_qlayers.speculation.sequence import Text
 from mlx_qlayers.speculation.sources import Draw
 
 LENGTH = 40
@@ -74,41 +71,30 @@ def test_the_text_is_that_without_guesses(name):
             assert 0 < report.accepted < report.guesses and report.steps < 30, report
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "qwen3_next"])
-def test_steps_by_graphs(name):
-    model = build(name, ARCHITECTURES[name])
-    convert_model(model, verify=False)
-    right, found, speculation = texts(model)
-    assert found == right and speculation.report.accepted
+CONVERTED = [
+    *((name, mx.float32, False) for name in ("qwen2", "gemma3_text", "qwen3_next")),
+    *((name, mx.bfloat16, True) for name in ("qwen2", "qwen3_moe")),
+    pytest.param("gemma3_text", mx.bfloat16, True, marks=pytest.mark.caches),
+]
 
 
-@pytest.mark.parametrize("name", ["qwen2", pytest.param("gemma3_text", marks=pytest.mark.caches)])
-def test_batch_invariant_models_in_bfloat16(name):
-    """Rounded numbers, of which steps of several tokens have the same bits."""
-    model = build(name, ARCHITECTURES[name], mx.bfloat16)
-    convert_model(model, verify=False, calibrate=False, batch_invariant=True)
-    right, found, speculation = texts(model)
-    assert found == right and speculation.report.accepted
-
-
-def rounds(model, prompts, texts):
-    """Those of a batch whose guesses are its texts."""
-    some = [
-        Text(prompt, Drawer(None, None), [Known([*prompt, *text])])
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
-    return Rounds(model, batch_caches(model, prompts), some, Depths(model, 7, measured=False))
-
-
-def test_batch_invariant_texts_in_bfloat16():
-    """Of experts: greedy and sampled alone, and in a batch."""
-    model = build("qwen3_moe", ARCHITECTURES["qwen3_moe"], mx.bfloat16)
-    convert_model(model, batch_invariant=True, verify=False, calibrate=False)
+@pytest.mark.parametrize(("name", "dtype", "batch_invariant"), CONVERTED, ids=str)
+def test_converted_models(name, dtype, batch_invariant):
+    """By graphs; in rounded numbers, of which steps of several tokens have the same bits."""
+    model = build(name, ARCHITECTURES[name], dtype)
+    convert_model(model, verify=False, calibrate=False, batch_invariant=batch_invariant)
     for options in ({}, SAMPLED):
         right, found, speculation = texts(model, **options)
         assert found == right and speculation.report.accepted
-    alone = [plain(model, prompt, 9) for prompt in PROMPTS]
-    assert batch(rounds(model, PROMPTS, alone), set(), 9) == alone
+    if name == "qwen3_moe":  # and in a batch
+        alone = [plain(model, prompt, 9) for prompt in PROMPTS]
+        assert batch(rounds(model, alone), set(), 9) == alone
+
+
+def rounds(model: Any, texts: list[list[int]]) -> Rounds:
+    """Those of a batch whose guesses are its texts."""
+    sources = [[Known([*prompt, *text])] for prompt, text in zip(PROMPTS, texts, strict=True)]
+    return rounds_of(model, PROMPTS, sources, 7)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "qwen3_next", "lfm2", "mamba2"])
@@ -118,6 +104,6 @@ def test_texts_of_a_batch_accept_other_numbers(name):
     right = [plain(model, prompt, LENGTH) for prompt in PROMPTS]
     end = right[1][17]
     right = [text[: text.index(end) + 1] if end in text else text for text in right]
-    run = rounds(model, PROMPTS, right)
+    run = rounds(model, right)
     assert batch(run, {end}, LENGTH) == right
     assert 0 < run.report.accepted < run.report.guesses and run.report.steps < 30
