@@ -58,9 +58,10 @@ test-cuda: setup
 # The launches of the tests, as texts for Apple's compiler; on a Mac tests/compile_metal_sources.py
 # compiles them. Kernels give zeros and assertions come to nothing, so nothing is compiled here. Left
 # out are slow tests that launch nothing of the package, or in other processes.
-ELSEWHERE := fuzz models runtime/host decode/test_effects.py metal/test_instructions.py \
-  $(patsubst %,commands/test_%.py,arguments convert ranks server_lives server_load serving) $(patsubst \
-  %,conversion/test_%.py,compiled_step quantize sharding step_faults step_graph step_interrupts) \
+ELSEWHERE := fuzz models runtime/host metal/test_instructions.py \
+  $(patsubst %,commands/test_%.py,arguments convert ranks server_lives server_load serving) \
+  $(patsubst %,conversion/test_%.py,quantize sharding) \
+  $(patsubst %,decode/test_%.py,compiled_step effects step_faults step_graph step_interrupts) \
   $(patsubst %,test_%.py,apple_faults benchmarks metal_sources notebooks sanitize stress wheel)
 metal-sources: setup
 	PYTHONOPTIMIZE=1 $(PYTEST) -n auto --dist load --maxschedchunk 4 --tb=no --timeout 60 -rN \

@@ -50,10 +50,10 @@ def rules_of(device: str) -> Iterator[None]:
     advance_epoch()
 
 
-def converted(name: str, dtype: mx.Dtype) -> nn.Module:
+def converted(name: str, dtype: mx.Dtype = mx.float32, **options: Any) -> nn.Module:
     model = build(name, ARCHITECTURES[name])
     model.set_dtype(dtype)
-    convert_model(model, batch_invariant=True, calibrate=False)
+    convert_model(model, batch_invariant=True, calibrate=False, **options)
     return model
 
 
@@ -105,18 +105,25 @@ class Batches:
         self.compared += found.size
         self.differing += int((found != wanted).sum().item())
 
-    def one(self, most: int = MOST) -> None:
-        """A batch of random texts, which goes on by one step of so many tokens each."""
+    def one(self, most: int = MOST, steps: int = 1) -> None:
+        """A batch of random texts, which goes on by steps of so many tokens each.
+
+        Behind a step two of three texts leave.
+        """
         some = self.draw.choices(self.begun, k=self.draw.randint(1, most))
         caches = [
             deepcopy(each[0]).merge([*each]) for each in zip(*(c for *_, c in some), strict=True)
         ]
-        step = self.draw.choice([1, 1, 1, self.draw.randint(2, STEP)])
-        tokens = [self.texts[i][length : length + step] for i, length, _ in some]
-        run: Any = self.model
-        found = run(mx.array(tokens), cache=caches)
-        wanted = [self.alone[i][length : length + step] for i, length, _ in some]
-        self._compare(found, mx.stack(wanted))
+        size = self.draw.choice([1, 1, 1, self.draw.randint(2, STEP // steps)])
+        for at in range(0, steps * size, size):
+            parts = [(i, slice(length + at, length + at + size)) for i, length, _ in some]
+            run: Any = self.model
+            found = run(mx.array([self.texts[i][part] for i, part in parts]), cache=caches)
+            self._compare(found, mx.stack([self.alone[i][part] for i, part in parts]))
+            keep = sorted(self.draw.sample(range(len(some)), max(1, len(some) // 3)))
+            some = [some[i] for i in keep]
+            for each in caches:
+                each.filter(keep)
 
 
 def main() -> None:

@@ -1,5 +1,7 @@
 """Small models, stock and converted, and what their conversion says."""
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 from architectures import Architecture, build
@@ -42,9 +44,9 @@ def add_adapters(model: nn.Module, layers: int) -> None:
             layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(2))
 
 
-def decoded(model: nn.Module, steps: int = 4) -> mx.array:
-    """Logits of a prompt, and of tokens that do not depend on them."""
-    cache = make_prompt_cache(model)
+def decoded(model: nn.Module, steps: int = 4, cache: list[Any] | None = None) -> mx.array:
+    """Logits of a prompt, and of tokens that do not depend on them, with a new cache or this."""
+    cache = make_prompt_cache(model) if cache is None else cache
     parts = [model(TOKENS, cache=cache)]
     parts += [model(TOKENS[:, i : i + 1], cache=cache) for i in range(steps)]
     return mx.concatenate(parts, axis=1)

@@ -28,14 +28,6 @@ class Counter:
         self.n, self.seen = 0, list[mx.array]()
 
 
-def of_mlx(model: Any, y: mx.array) -> mx.array:
-    return y + mx.random.normal(y.shape)
-
-
-def jitter(model: Any, y: mx.array) -> mx.array:
-    return y * mx.random.uniform(0.9, 1.1)
-
-
 def unused(model: Any, y: mx.array) -> mx.array:
     mx.random.normal((3,))
     return y

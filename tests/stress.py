@@ -42,7 +42,7 @@ from mlx_qlayers.runtime.backend import (
 from mlx_qlayers.runtime.explain import collectors, recording
 from tests.numerics import assert_function, assert_same_model, assert_same_sums
 from tests.small_qwen import BASE, TOKENS, qwen, snapshot
-from tests.threads import switching
+from tests.threads import in_threads, switching
 
 Check = Callable[[], object]
 
@@ -192,6 +192,28 @@ def interrupts_of_conversion(rounds: int) -> None:
             assert snapshot(each) == before
 
 
+@contextmanager
+def meanwhile(function: Callable[[], object], number: int = 1) -> Iterator[Callable[[], bool]]:
+    """Threads that call a function until the end; what they raise is raised there.
+
+    Gives a function that says whether none of them has raised yet.
+    """
+    over = threading.Event()
+
+    def again() -> None:
+        while not over.is_set():
+            function()
+
+    with ThreadPoolExecutor(number) as pool:
+        others = [pool.submit(again) for _ in range(number)]
+        try:
+            yield lambda: not any(other.done() for other in others)
+        finally:
+            over.set()
+    for other in others:
+        other.result()
+
+
 def threads(rounds: int) -> None:
     """Backends, values and counts of four threads, beside explain() and new epochs."""
     x, packed = mx.random.normal((3, 128)), mx.quantize(mx.random.normal((64, 128)))
@@ -199,10 +221,9 @@ def threads(rounds: int) -> None:
     wanted = mx.quantized_matmul(x, *packed)
     mx.eval(wanted)
     counted = Operation("stressed", lambda *_: Plan(choose("stressed", ()), lambda x: x))
-    errors: list[BaseException] = []
-    over = threading.Event()
 
-    def work(name: str) -> None:
+    def work(number: int) -> None:
+        name = ("host", "reference")[number % 2]
         for turn in range(rounds):
             with use_backend(name):
                 assert backend() == requested() == name
@@ -212,37 +233,20 @@ def threads(rounds: int) -> None:
             dispatch(counted, (x,), (turn % 3,))
 
     def watch() -> None:
-        while not over.is_set():
-            explain()
-            with trace(), recording():
-                pass
-            advance_epoch()
-            time.sleep(1e-3)
+        explain()
+        with trace(), recording():
+            pass
+        advance_epoch()
+        time.sleep(1e-3)
 
     explain(reset=True)
-    watcher = threading.Thread(target=_noting(errors, watch))
-    watcher.start()
-    with ThreadPoolExecutor(4) as pool:
-        names = ("host", "reference", "host", "reference")
-        list(pool.map(_noting(errors, work), names))
-    over.set()
-    watcher.join()
-    assert not errors, errors
+    with meanwhile(watch):
+        in_threads(work, 4)
     calls = Counter[str]()
     for decision in explain():
         calls[decision.op] += decision.calls
     expected = {"stressed": 4 * rounds, "quantized_matmul": 4 * rounds}
     assert expected.items() <= calls.items(), calls
-
-
-def _noting(errors: list[BaseException], function: Callable[..., None]) -> Callable[..., None]:
-    def noting(*args: str) -> None:
-        try:
-            function(*args)
-        except BaseException as error:
-            errors.append(error)
-
-    return noting
 
 
 def tasks(rounds: int) -> None:
@@ -270,31 +274,22 @@ def tasks(rounds: int) -> None:
 
 def conversion_in_use(rounds: int) -> None:
     """Other threads compute with a model that is converted and reverted."""
-    errors: list[BaseException] = []
-    over, model = threading.Event(), qwen()
+    model = qwen()
     # Other threads cannot evaluate what belongs to a stream of this one.
     mx.eval(TOKENS, model.parameters())
     wanted = model(TOKENS)
     mx.eval(wanted)
 
     def use() -> None:
-        while not over.is_set():
-            assert_same_model(model(TOKENS), wanted, bits=None, what="in use")
+        assert_same_model(model(TOKENS), wanted, bits=None, what="in use")
 
-    users = [threading.Thread(target=_noting(errors, use)) for _ in range(2)]
-    with switching(1e-6):
-        for user in users:
-            user.start()
+    with switching(1e-6), meanwhile(use, 2) as going:
         for _ in range(rounds):
             convert_model(model, verify=False)
             revert_model(model)
-            if errors:
+            if not going():
                 break
-        over.set()
-        for user in users:
-            user.join()
     time.sleep(0.2)  # MLX frees what a thread compiled after its end, and needs Python for it
-    assert not errors, errors
 
 
 def exits(rounds: int) -> None:
@@ -375,8 +370,8 @@ def main() -> None:
             try:
                 each(args.rounds)
                 outcome = "nothing lost"
-            except AssertionError as error:
-                failed, outcome = 1, f"FAILED: {error}"
+            except Exception as error:
+                failed, outcome = 1, f"FAILED: {error!r}"
             seconds = time.monotonic() - start
             print(f"{each.__name__}: {args.rounds} rounds, {seconds:.0f} s, {outcome}", flush=True)
     os._exit(failed) if failed else None

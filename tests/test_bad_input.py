@@ -25,8 +25,7 @@ from mlx_qlayers.conversion.loading import load_stock
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_damaged_model(case, tiny_model, tmp_path):
-    path = tmp_path / "model"
-    shutil.copytree(tiny_model, path)
+    path = shutil.copytree(tiny_model, tmp_path / "model")
     case.damage(path)
     with pytest.raises(case.error) as caught:
         load(path)
@@ -74,8 +73,7 @@ def test_the_pair_that_load_gives_is_one_line(tiny_model):
 
 
 def test_keys_of_no_module_are_named_and_no_error(tiny_model, tmp_path):
-    path = tmp_path / "model"
-    shutil.copytree(tiny_model, path)
+    path = shutil.copytree(tiny_model, tmp_path / "model")
     quantization(**{"model.layers.7.mlp.up_proj": {"group_size": 64, "bits": 8}})(path)
     loaded = load_stock(path)
     report = convert_model(loaded.model, config=loaded.quantization)
@@ -150,8 +148,7 @@ def test_repository_out_of_reach(monkeypatch, tmp_path):
 
 
 def test_code_of_the_tokenizer_is_not_run(tiny_model, tmp_path):
-    path = tmp_path / "model"
-    shutil.copytree(tiny_model, path)
+    path = shutil.copytree(tiny_model, tmp_path / "model")
     settings = {"auto_map": {"AutoTokenizer": [None, "own.Own"]}, "tokenizer_class": "Own"}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     (path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")

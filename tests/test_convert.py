@@ -35,13 +35,6 @@ def test_dry_run_changes_nothing():
     assert snapshot(model) == before
 
 
-def test_shared_layers_are_swapped_once():
-    shared = nn.QuantizedLinear(64, 64)
-    model = nn.Sequential(shared, nn.ReLU(), shared)
-    assert convert_model(model).counts == {"swapped": 1}
-    assert model.layers[0] is model.layers[2] and type(model.layers[2]) is QLinear
-
-
 def test_a_single_layer_is_a_model():
     layer = nn.QuantizedLinear(64, 64)
     convert_model(layer)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import time
 
 import mlx.core as mx
@@ -117,11 +118,9 @@ def test_every_dtype_of_mlx_is_known(tmp_path):
 
 
 def test_an_index_left_over_beside_merged_weights_does_no_harm(tiny_model, tmp_path):
-    path = tmp_path / "model"
-    path.mkdir()
-    for file in tiny_model.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
-    index = json.loads((path / "model.safetensors.index.json").read_text())
+    path = shutil.copytree(tiny_model, tmp_path / "model")
+    file = path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
     index["weight_map"] = dict.fromkeys(index["weight_map"], "model-00001-of-00002.safetensors")
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    file.write_text(json.dumps(index))
     check_directory(path)

@@ -122,8 +122,7 @@ def test_offline_takes_the_cache(tiny_model, tmp_path, monkeypatch):
 
 
 def test_runs_code_only_when_told(tiny_model, tmp_path):
-    path = tmp_path / "model"
-    shutil.copytree(tiny_model, path)
+    path = shutil.copytree(tiny_model, tmp_path / "model")
     config = json.loads((path / "config.json").read_text()) | {"model_file": "own.py"}
     (path / "config.json").write_text(json.dumps(config))
     mark = tmp_path / "ran"

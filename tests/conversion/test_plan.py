@@ -33,14 +33,11 @@ def test_an_unquantized_model():
     assert type(model.model.layers[1].mlp.up_proj) is nn.QuantizedLinear
 
 
-def test_without_config_they_stay():
-    model = nn.Sequential(nn.Linear(64, 64), nn.QuantizedLinear(64, 64))
-    assert convert_model(model).counts == {"left": 1, "swapped": 1}
-
-
 def test_the_global_format_does_not_touch_what_a_checkpoint_left_alone():
-    model = nn.Sequential(nn.Linear(64, 64), nn.QuantizedLinear(64, 64))
-    assert convert_model(model, config={"quantization": BASE}).counts == {"left": 1, "swapped": 1}
+    """Nor does a conversion without a format."""
+    for config in (None, {"quantization": BASE}):
+        model = nn.Sequential(nn.Linear(64, 64), nn.QuantizedLinear(64, 64))
+        assert convert_model(model, config=config).counts == {"left": 1, "swapped": 1}
     named = {"quantization": BASE | {"layers.0": {"bits": 8}}}
     assert convert_model(model, config=named).rows[0].bits == 8
 

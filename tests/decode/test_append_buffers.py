@@ -16,7 +16,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from small_qwen import qwen
 from step_models import appending, as_graphs
-from stepping import KINDS, TOKENS, Stepped, assert_same, state
+from stepping import KINDS, Stepped, assert_same, state, steps_as_the_model
 
 from mlx_qlayers.decode import append_buffers, append_form, caches, engine
 
@@ -26,7 +26,6 @@ def like_a_gpu():
     """Steps by append buffers of four tokens, of which MLX compiles nothing."""
     with as_graphs(), appending(4):
         yield
-    engine._steps.clear()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -47,32 +46,30 @@ def test_every_token_is_by_append_buffers_while_caches_grow_and_go_round(kind):
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
 def test_states_that_a_prompt_changes_between_tokens(name):
     """A model's code writes them into the list that a cache has."""
-    model, logits = build(name, ARCHITECTURES[name]), []
-    for by_graph in (True, False):
-        cache, rows, at = make_prompt_cache(model), [], 0
-        for length in (5, 1, 1, 1, 4, 1, 1, 3, 1):
-            tokens = TOKENS[:1, at : at + length]
-            made = engine.step(model, tokens, cache) if by_graph and length == 1 else None
-            rows.append(model(tokens, cache=cache) if made is None else made)
-            assert made is not None or not by_graph or length > 1
-            at += length
-        logits.append(mx.concatenate(rows, axis=1))
-    assert_same(*logits, "states", name)
+    model = build(name, ARCHITECTURES[name])
+    parts = [5, 1, 1, 1, 4, 1, 1, 3, 1]
+    assert steps_as_the_model(model, partial(make_prompt_cache, model), parts) == 6
 
 
-@pytest.mark.parametrize("keep", [0, 3])
-def test_windows_smaller_than_a_ring(keep):
-    """Also where mlx-lm's mask of a ring that begins anew takes the row of its token as 0."""
-    model, logits = build("llama", ARCHITECTURES["llama"]), []
-    for by_graph in (True, False):
-        cache = [RotatingKVCache(12, keep) for _ in make_prompt_cache(model)]
-        rows = [model(TOKENS[:1, :5], cache=cache)]
-        for i in range(5, 32):
-            token = TOKENS[:1, i : i + 1]
-            made = engine.step(model, token, cache) if by_graph else None
-            rows.append(model(token, cache=cache) if made is None else made)
-        logits.append(mx.concatenate(rows, axis=1))
-    assert_same(*logits, "window", keep)
+# Windows that are smaller than a ring; then rings behind prompts that are longer, as long, and that
+# have fewer tokens than are kept.
+RINGS = [("llama", 5, 12, 0), ("llama", 5, 12, 3), ("phi3", 11, 8, 0), ("phi3", 8, 8, 2)]
+RINGS += [("phi3", 1, 16, 4), ("phi3", 2, 7, 4)]
+
+
+@pytest.mark.parametrize(("name", "prompt", "size", "keep"), RINGS)
+def test_rings(name, prompt, size, keep):
+    """More than twice around, with several tokens at once in between.
+
+    A step is the model's own where mlx-lm's mask of a ring that begins anew takes its row as 0.
+    """
+    model = build(name, ARCHITECTURES[name])
+
+    def make() -> list[Any]:
+        return [RotatingKVCache(size, keep) for _ in make_prompt_cache(model)]
+
+    steps = steps_as_the_model(model, make, [prompt, *[1] * 35, 3, 1, 1, 1])
+    assert steps >= 37, engine.stopped(model)
 
 
 def _write(array: mx.array) -> None:

@@ -7,21 +7,16 @@ import mlx.core as mx
 import pytest
 from architecture_table import ARCHITECTURES
 from architectures import build
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
+from numerics import assert_same_model
 from small_qwen import qwen
 from step_models import capturing, on_a_gpu
-from stepping import ByGraph
+from stepping import ByGraph, Stepped, assert_same, state
 
 from mlx_qlayers import use_backend
 from mlx_qlayers.decode import engine
 from mlx_qlayers.decode.append_form import AppendForm
 from mlx_qlayers.runtime.tracing import trace
-
-
-@pytest.fixture(autouse=True)
-def forgotten():
-    yield
-    engine._steps.clear()
 
 
 def decoded(model: Any, cache: list[Any], length: int) -> mx.array:
@@ -31,30 +26,19 @@ def decoded(model: Any, cache: list[Any], length: int) -> mx.array:
     return mx.concatenate(rows, axis=1)[0]
 
 
-@pytest.mark.parametrize("kind", ["plain", "rotating", "kept", "quantized"])
+@pytest.mark.parametrize("kind", ["plain", "ring", "kept", "bits"])
 def test_caches_that_grow_go_round_and_are_trimmed(kind):
     """The arrays of a cache and its counts stay those of mlx-lm's own."""
-    model, results = qwen(), []
-    for run in (model, ByGraph(model)):
-        cache = make_prompt_cache(model)
-        if kind in ("rotating", "kept"):
-            cache = [RotatingKVCache(20, keep=4 * (kind == "kept")) for _ in cache]
-        decoded(run, cache, 1)
-        if kind == "quantized":
-            cache = [c.to_quantized(32, 8) for c in cache]
-        rows = [decoded(run, cache, 270 if kind == "plain" else 30)]
-        if kind in ("plain", "quantized"):
-            assert [c.trim(3) for c in cache] == [3, 3]
-            rows.append(decoded(run, cache, 3))
-        results.append((mx.concatenate(rows), [c.state for c in cache]))
-    (want, states), (found, ours) = results
-    assert run.steps > 30, engine.stopped(model)
-    assert mx.abs(want - found).max() < 1e-4 * mx.abs(want).max()
-    for one, other in zip(states, ours, strict=True):
-        assert [a for a in one if isinstance(a, int)] == [a for a in other if isinstance(a, int)]
-        for a, b in zip(one[:2], other[:2], strict=True):
-            pairs = zip(a, b, strict=True) if isinstance(a, tuple | list) else [(a, b)]
-            assert all(x.shape == y.shape and x.dtype == y.dtype for x, y in pairs)
+    model = qwen()
+    runs = Stepped(model, kind, True), Stepped(model, kind, False)
+    found, want = (run(270 if kind == "plain" else 30) for run in runs)
+    assert_same_model(found, want, bits=None, what="grown")
+    if kind in ("plain", "bits"):
+        for run in runs:
+            run.drop(3)
+        found, want = (run(3) for run in runs)
+        assert_same_model(found, want, bits=None, what="trimmed")
+    assert_same(*(state(run.cache) for run in runs), kind, "behind all")
 
 
 def test_one_capture_for_batches_and_texts_that_grow_and_shrink():

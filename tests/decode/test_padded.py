@@ -1,5 +1,6 @@
 """Steps whose positions are an array: what they compute, and what caches hold behind them."""
 
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,17 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from numerics import assert_same_model
 from python_calls import on
 from small_qwen import qwen
-from stepping import KINDS, TOKENS, ByGraph, Stepped, assert_same, begun, sequences, state
+from stepping import (
+    KINDS,
+    TOKENS,
+    ByGraph,
+    Stepped,
+    assert_same,
+    begun,
+    sequences,
+    state,
+    steps_as_the_model,
+)
 
 from mlx_qlayers.decode import engine
 from mlx_qlayers.decode.forms import PaddedForm
@@ -25,7 +36,6 @@ def on_a_mac():
     with on("gpu"):
         yield
     mx.enable_compile()
-    engine._steps.clear()
 
 
 def forms(model: Any) -> set[type]:
@@ -74,14 +84,10 @@ def test_caches_that_go_round_and_are_looked_at(kind):
 
 def test_rings_that_begin_anew_at_other_times():
     """Each writes to the row of its own."""
-    model, made = qwen(), []
-    for run in (model, ByGraph(model)):
-        cache: list[Any] = [RotatingKVCache(9), RotatingKVCache(14, keep=3)]
-        run(TOKENS[:1, :20], cache=cache)
-        rows = [run(TOKENS[:1, i : i + 1], cache=cache) for i in range(20, 60)]
-        made.append([mx.concatenate(rows, axis=1), state(cache)])
-    assert_same(made[1], made[0], "rings", "behind all")
-    assert run.steps == 40 and forms(model) == {PaddedForm}
+    model = qwen()
+    rings = partial(RotatingKVCache, 9), partial(RotatingKVCache, 14, keep=3)
+    steps = steps_as_the_model(model, lambda: [ring() for ring in rings], [20, *[1] * 40])
+    assert steps == 40 and forms(model) == {PaddedForm}
 
 
 @pytest.mark.parametrize("kind", ["plain", "bits", "batch", "kept", "batch of rings"])

@@ -1,15 +1,16 @@
 """Quantized caches of batches and windows: sequences join, wrap and leave as if each were alone."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+import texts
 from architecture_table import ARCHITECTURES
 from architectures import VOCABULARY
-from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import cache as stock
 from step_models import as_graphs, models_of, pair
 
@@ -105,6 +106,11 @@ class Batch:
         self.cache.extend(other.cache)
         self.alone += other.alone
 
+    def trim(self, count: int) -> None:
+        assert self.cache.trim(count) == count
+        for each in self.alone:
+            each.rows = [rows[:-count] for rows in each.rows]
+
     def leave(self, keep: list[int]) -> None:
         self.cache.filter(keep)
         self.alone = [self.alone[i] for i in keep]
@@ -150,34 +156,22 @@ def test_sequences_of_a_batch_are_as_each_alone(form, size, backend, tmp_path):
         for _ in range(3):
             batch.token()
         if not size:
-            assert batch.cache.trim(2) == 2
-            for each in batch.alone:
-                each.rows = [rows[:-2] for rows in each.rows]
+            batch.trim(2)
             batch.token()
         assert {d.path for d in explain() if d.op == "attention"} >= {backend}
 
 
-def greedy(model: nn.Module, prompts: list[list[int]], make: Callable[[], list[Any]]) -> list[Any]:
-    """The greedy tokens of each prompt alone, and those of all in a batch where some come later."""
-    alone = [
-        [int(t) for t, _ in generate_step(mx.array(p), model, max_tokens=14, prompt_cache=make())]
-        for p in prompts
-    ]
-    generator = BatchGenerator(model, max_tokens=14, prefill_step_size=4)
-    found: dict[int, list[int]] = {}
-    for some in (prompts[:2], prompts[2:]):
-        uids = generator.insert(some, caches=[make() for _ in some])
-        found |= {uid: [] for uid in uids}
-        for _ in range(3):
-            for response in generator.next_generated():
-                found[response.uid].append(response.token)
-    while responses := generator.next_generated():
-        for response in responses:
-            found[response.uid].append(response.token)
-    return [alone, [*found.values()]]
-
-
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]]
+
+
+def written(
+    path: str, model: nn.Module, prompts: list[list[int]], make: Callable[[], list[Any]]
+) -> list[Any]:
+    """Texts alone and in a batch, by graphs as a GPU or a CPU has them."""
+    with as_graphs() if path == "a GPU" else nullcontext([]) as graphs:
+        found = texts.alone_and_in_a_batch(model, prompts, 14, make)
+    assert path == "a CPU" or len(graphs) > 40, engine.stopped(model)
+    return found
 
 
 @pytest.mark.parametrize("path", ["a GPU", "a CPU"])
@@ -198,14 +192,8 @@ def test_texts_alone_and_in_a_batch_are_those_of_stock(name, window, path):
             stock.QuantizedKVCache(32, 8) if type(c).__name__ == "QuantizedKVCache" else c
             for c in make()
         ]
-        steps = generate_step(mx.array(prompt), plain, max_tokens=14, prompt_cache=cache)
-        wanted.append([int(token) for token, _ in steps])
-    if path == "a GPU":
-        with as_graphs() as graphs:
-            assert greedy(model, PROMPTS, make) == [wanted, wanted]
-            assert len(graphs) > 40, engine.stopped(model)
-    else:
-        assert greedy(model, PROMPTS, make) == [wanted, wanted]
+        wanted.append(texts.plain(plain, prompt, 14, prompt_cache=cache))
+    assert written(path, model, PROMPTS, make) == [wanted, wanted]
     forms = {
         type(form).__name__
         for steps in engine._steps.values()
@@ -244,20 +232,14 @@ def test_texts_in_formats_of_this_package(form, path):
     config = {"num_attention_heads": heads, "num_key_value_heads": max(1, heads // 2)}
     plain, model = models_of("qwen2", qwen2._replace(config=qwen2.config | config))
     caches = [Rounded(form) for _ in plain.layers]
-    prompt = PROMPTS[2]
-    steps = generate_step(mx.array(prompt), plain, max_tokens=14, prompt_cache=caches)
-    wanted = [int(token) for token, _ in steps]
+    prompt, prompts = PROMPTS[2], [PROMPTS[2], [1, 2], PROMPTS[2]]
+    wanted = texts.plain(plain, prompt, 14, prompt_cache=caches)
 
     def make() -> list[Any]:
         return make_prompt_cache(plain, formats=form)
 
-    if path == "a GPU":
-        with as_graphs() as graphs:
-            alone, batch = greedy(model, [prompt, [1, 2], prompt], make)
-            assert len(graphs) > 40, engine.stopped(model)
-    else:
-        alone, batch = greedy(model, [prompt, [1, 2], prompt], make)
-        assert engine.stopped(model) is None
+    alone, batch = written(path, model, prompts, make)
+    assert path == "a GPU" or engine.stopped(model) is None
     assert alone[::2] == batch[::2] == [wanted, wanted]
     with pytest.raises(ValueError, match="convert_model first"):
         plain(mx.array([prompt]), cache=make())
@@ -281,9 +263,8 @@ def test_tokens_of_a_batch_are_read_packed_on_a_cpu():
 def test_a_window_that_is_not_full_is_trimmed():
     form = FORMATS[3]
     batch = Batch(20, form, 5).prompts([7, 3], chunk=4)
-    assert batch.cache.is_trimmable() and batch.cache.trim(2) == 2
-    for each in batch.alone:
-        each.rows = [rows[:-2] for rows in each.rows]
+    assert batch.cache.is_trimmable()
+    batch.trim(2)
     batch.token()
     single = batch.cache.extract(0)
     assert single.is_trimmable() and single.trim(3) == 3 and single.size() == 3

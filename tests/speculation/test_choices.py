@@ -10,13 +10,14 @@ import mlx.nn as nn
 import pytest
 from architecture_table import ARCHITECTURES
 from architectures import build
-from mlx_lm.generate import generate_step
+from mlx_lm import load
 from mlx_lm.sample_utils import make_sampler
+from texts import guessed, plain
 
 from mlx_qlayers import speculate
 from mlx_qlayers.speculation.depth import Depths
 from mlx_qlayers.speculation.drawing import Drawer, accepted
-from mlx_qlayers.speculation.loop import Speculation, batch, speculative_generate_step
+from mlx_qlayers.speculation.loop import Speculation, batch
 from mlx_qlayers.speculation.rounds import Rounds
 from mlx_qlayers.speculation.sequence import Text
 from mlx_qlayers.speculation.sources import Draw, PromptLookup
@@ -81,13 +82,9 @@ def test_100_000_accepted_tokens_have_the_distribution_of_the_model():
 def test_sampled_text_has_the_distribution_of_the_model(temp):
     chain, draft = Chain(1), Chain(1)
     draft.logits += 0.7 * mx.random.normal((STATES, STATES), key=mx.random.key(4))
-    mx.random.seed(11)
     speculation = Speculation(draft, prompt_lookup=True, measured=False)
-    steps = speculative_generate_step(
-        mx.array([0, 1]), chain, speculation, num_draft_tokens=4, max_tokens=2500,
-        sampler=make_sampler(temp=temp),
-    )  # fmt: skip
-    tokens = mx.array([token for token, *_ in steps])
+    sampler, prompt = make_sampler(temp=temp), mx.array([0, 1])
+    tokens = mx.array(guessed(chain, prompt, 2500, speculation, seed=11, sampler=sampler))
     chain.logits = chain.logits / temp
     assert abs(chi_square(tokens[:-1], tokens[1:], chain)) < 4
     report = speculation.report
@@ -100,16 +97,10 @@ def test_a_draft_model_with_the_same_random_numbers(name, temp):
     """Its caches go back as well: rows, states, and rings that are full."""
     model, draft = (build(name, ARCHITECTURES[name]) for _ in range(2))
     draft.model.norm.weight += 0.4 * mx.random.normal((128,), key=mx.random.key(2))
-    prompt, length = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], mx.uint32), 40
-    sampler = make_sampler(temp=temp)
-    mx.random.seed(5)
-    plain = [int(t) for t, _ in generate_step(prompt, model, max_tokens=length, sampler=sampler)]
-    mx.random.seed(5)
+    prompt, sampler = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], mx.uint32), make_sampler(temp=temp)
     speculation = Speculation(draft, measured=False)
-    rounds = speculative_generate_step(
-        prompt, model, speculation, num_draft_tokens=4, max_tokens=length, sampler=sampler
-    )
-    assert [token for token, *_ in rounds] == plain
+    found = guessed(model, prompt, 40, speculation, sampler=sampler)
+    assert found == plain(model, prompt, 40, sampler=sampler)
     report = speculation.report
     assert 0 < report.accepted < report.guesses + (temp == 0), report
 
@@ -220,17 +211,10 @@ def test_the_time_of_a_step_is_its_own(count, monkeypatch):
     assert min(times) >= 0.003, times
 
 
-def test_calls_that_are_refused(tiny_text):
-    model, tokenizer = tiny_text
+def test_calls_that_are_refused(tiny_model):
+    model, tokenizer = load(str(tiny_model))
     with pytest.raises(ValueError, match="num_draft_tokens must be at least 0, not -1"):
         speculate(model, tokenizer, "a", num_draft_tokens=-1)
     for options in ({"stop": "."}, {"max_tokens": 0}, {"input_embeddings": mx.zeros((1, 4))}):
         with pytest.raises((TypeError, ValueError), match=r"stop|non-zero|input embeddings"):
             list(speculate(model, tokenizer, "a", **options))
-
-
-@pytest.fixture
-def tiny_text(tiny_model):
-    from mlx_lm import load
-
-    return load(str(tiny_model))

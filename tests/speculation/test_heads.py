@@ -7,25 +7,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from head_checkpoints import FAMILIES, D, head_of, layer_of, model_of
-from mlx_lm.generate import generate_step
+from mlx_lm import load
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from numerics import assert_same_model, to64
+from texts import guessed, plain, rounds_of
 
 from mlx_qlayers import convert_model, load_heads
 from mlx_qlayers.layers.qlinear import Counterpart
-from mlx_qlayers.speculation.depth import Depths
-from mlx_qlayers.speculation.drawing import Drawer
 from mlx_qlayers.speculation.heads import PredictionHeads
-from mlx_qlayers.speculation.loop import (
-    Speculation,
-    batch,
-    batch_caches,
-    speculative_generate_step,
-)
-from mlx_qlayers.speculation.rounds import Rounds
-from mlx_qlayers.speculation.sequence import Text
+from mlx_qlayers.speculation.loop import Speculation, batch, speculative_generate_step
 
 PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], mx.uint32)
 
@@ -139,14 +131,9 @@ def test_the_text_is_that_without_heads(name, temp, tmp_path):
                 assert (module.bits, module.mode) == (like.bits, like.mode)
     assert "scales" in heads.layers[0].eh_proj
     sampler, length = make_sampler(temp=temp), 24
-    mx.random.seed(5)
-    plain = [int(t) for t, _ in generate_step(PROMPT, model, max_tokens=length, sampler=sampler)]
-    mx.random.seed(5)
     speculation = Speculation(measured=False, heads=heads)
-    rounds = speculative_generate_step(
-        PROMPT, model, speculation, num_draft_tokens=4, max_tokens=length, sampler=sampler
-    )
-    assert [token for token, *_ in rounds] == plain
+    found = guessed(model, PROMPT, length, speculation, sampler=sampler)
+    assert found == plain(model, PROMPT, length, sampler=sampler)
     assert speculation.report.guesses >= length
 
 
@@ -154,12 +141,9 @@ def test_heads_of_a_batch_invariant_model_in_bfloat16(tmp_path):
     model = model_of("mimo", quantized=True, dtype=mx.bfloat16)
     convert_model(model, verify=False, calibrate=False, batch_invariant=True)
     heads = load_heads(saved(tmp_path, head_of("mimo")), model)
-    plain = [int(token) for token, _ in generate_step(PROMPT, model, max_tokens=24)]
     speculation = Speculation(measured=False, heads=heads)
-    rounds = speculative_generate_step(
-        PROMPT, model, speculation, num_draft_tokens=4, max_tokens=24
-    )
-    assert [token for token, *_ in rounds] == plain and speculation.report.guesses
+    assert guessed(model, PROMPT, 24, speculation) == plain(model, PROMPT, 24)
+    assert speculation.report.guesses
 
 
 def of_embeddings_alone(name: str) -> tuple[Any, dict[str, mx.array]]:
@@ -185,16 +169,11 @@ def test_a_head_that_knows_the_model_is_always_right(tmp_path):
     model, raw = of_embeddings_alone("mimo")
     heads = load_heads(saved(tmp_path, raw), model)
     prompts, length = [PROMPT.tolist(), PROMPT.tolist()[:4]], 20
-    plain = []
-    for prompt in prompts:
-        steps = generate_step(mx.array(prompt), model, max_tokens=length)
-        plain.append([int(token) for token, _ in steps])
+    right = [plain(model, prompt, length) for prompt in prompts]
     speculation = Speculation(prompt_lookup=False, measured=False, heads=heads)
-    texts = [Text(prompt, Drawer(None, None), speculation.sources()) for prompt in prompts]
-    caches = batch_caches(model, prompts, trunk=heads.trunk, texts=texts)
-    depths = Depths(model, 4, measured=False)
-    run = Rounds(model, caches, texts, depths, trunk=heads.trunk)
-    assert batch(run, (), length) == plain
+    sources = [speculation.sources() for _ in prompts]
+    run = rounds_of(model, prompts, sources, 4, heads.trunk)
+    assert batch(run, (), length) == right
     assert run.report.accepted == run.report.guesses >= 30, run.report
 
 
@@ -222,8 +201,6 @@ def test_of_a_repository_only_heads_are_downloaded(name, tmp_path, monkeypatch):
 
 
 def test_heads_that_are_refused(tmp_path, tiny_model):
-    from mlx_lm import load
-
     stock, _ = load(str(tiny_model))
     with pytest.raises(ValueError, match="qwen2: heads are known of deepseek_v3"):
         load_heads(str(tiny_model), stock)

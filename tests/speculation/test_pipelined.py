@@ -6,10 +6,10 @@ import mlx.core as mx
 import pytest
 from architecture_table import ARCHITECTURES
 from architectures import build
-from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from step_models import on_a_gpu
+from texts import plain
 
 from mlx_qlayers import convert_model, use_backend
 from mlx_qlayers.decode.append_form import AppendForm
@@ -58,18 +58,11 @@ def written(model: Any, draft: Any, count: int, temp: float, caches: Any, **opti
     return [token for _, (token, *_) in zip(range(count), steps, strict=False)], speculation.report
 
 
-def plain(model: Any, count: int, temp: float, **options: Any) -> list[int]:
-    mx.random.seed(5)
-    sampler = make_sampler(temp=temp)
-    steps = generate_step(PROMPT, model, max_tokens=count, sampler=sampler, **options)
-    return [int(token) for token, _ in steps]
-
-
 @pytest.mark.parametrize("temp", [0.0, 1.0])
 def test_the_text_and_the_caches_behind_it(temp, moved):
     """Longer than append buffers, ended anywhere: in a round, behind it, and by the caller."""
     model, draft = models()
-    right = plain(model, 300, temp)
+    right = plain(model, PROMPT, 300, sampler=make_sampler(temp=temp))
     for count, most in ((300, 300), (37, 37), (38, 38), (41, 300), (42, 300), (43, 300), (1, 9)):
         caches = make_prompt_cache(model) + make_prompt_cache(draft)
         found, report = written(model, draft, count, temp, caches, max_tokens=most)
@@ -87,7 +80,7 @@ def test_the_text_and_the_caches_behind_it(temp, moved):
 
 def test_caches_that_are_looked_at_in_between(moved):
     model, draft = models()
-    right, caches = plain(model, 60, 0.0), make_prompt_cache(model)
+    right, caches = plain(model, PROMPT, 60), make_prompt_cache(model)
     steps = speculative_generate_step(
         PROMPT, model, Speculation(draft, measured=False), prompt_cache=caches,
         num_draft_tokens=4, max_tokens=60,
@@ -104,7 +97,8 @@ def test_caches_that_are_looked_at_in_between(moved):
 def test_steps_that_fail_are_the_models(temp, monkeypatch):
     """One of nine, of the model or of its draft, among them rounds behind others."""
     model, draft = models()
-    right, calls, run = plain(model, 60, temp), [0], AppendForm.run
+    calls, run = [0], AppendForm.run
+    right = plain(model, PROMPT, 60, sampler=make_sampler(temp=temp))
 
     def failing(*args: Any) -> Any:
         calls[0] += 1
@@ -121,6 +115,6 @@ def test_steps_that_fail_are_the_models(temp, monkeypatch):
 def test_quantized_caches(moved):
     model, draft = models()
     options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 30}
-    right = plain(model, 80, 0.0, **options)
+    right = plain(model, PROMPT, 80, **options)
     found, _ = written(model, draft, 80, 0.0, None, max_tokens=80, **options)
     assert found == right and sum(moved) > 5

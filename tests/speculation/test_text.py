@@ -8,24 +8,17 @@ import mlx.core as mx
 import pytest
 from architecture_table import ARCHITECTURES
 from architectures import VOCABULARY, build
-from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from texts import guessed, plain, rounds_of
 
 from mlx_qlayers import convert_model
-from mlx_qlayers.speculation.depth import Depths
-from mlx_qlayers.speculation.drawing import Drawer
-from mlx_qlayers.speculation.loop import (
-    Speculation,
-    batch,
-    batch_caches,
-    speculative_generate_step,
-)
+from mlx_qlayers.speculation.loop import Speculation, batch
 from mlx_qlayers.speculation.rounds import Rounds
-from mlx_qlayers.speculation.sequence import Text
 from mlx_qlayers.speculation.sources import Draw
 
 LENGTH = 40
 PROMPT = mx.random.randint(0, VOCABULARY, (13,), key=mx.random.key(5)).astype(mx.uint32)
+PROMPTS = [PROMPT.tolist(), PROMPT.tolist()[:6], PROMPT.tolist()[2:]]
 SAMPLED = {
     "sampler": make_sampler(temp=0.8, top_p=0.9),
     "logits_processors": make_logits_processors(repetition_penalty=1.3),
@@ -57,14 +50,9 @@ class Known:
 
 def texts(model: Any, **options: Any) -> tuple[list[int], list[int], Speculation]:
     """The text without guesses, that with guesses, and what these were worth."""
-    mx.random.seed(7)
-    plain = [int(token) for token, _ in generate_step(PROMPT, model, max_tokens=LENGTH, **options)]
-    speculation = Speculation(others=[Known([*PROMPT.tolist(), *plain])], measured=False)
-    mx.random.seed(7)
-    rounds = speculative_generate_step(
-        PROMPT, model, speculation, num_draft_tokens=7, max_tokens=LENGTH, **options
-    )
-    return plain, [token for token, *_ in rounds], speculation
+    right = plain(model, PROMPT, LENGTH, **options)
+    speculation = Speculation(others=[Known([*PROMPT.tolist(), *right])], measured=False)
+    return right, guessed(model, PROMPT, LENGTH, speculation, depth=7, **options), speculation
 
 
 @pytest.mark.parametrize(
@@ -75,66 +63,47 @@ def test_the_text_is_that_without_guesses(name):
     """Greedy and sampled, with states and rings that go round behind the eighth token."""
     model = build(name, ARCHITECTURES[name])
     for options in ({}, SAMPLED):
-        plain, found, speculation = texts(model, **options)
-        assert found == plain
+        right, found, speculation = texts(model, **options)
+        assert found == right
         report = speculation.report
         assert report.tokens == LENGTH and sum(report.lengths) == report.rounds
         if name != "plamo3":  # whose rings take one token at a time
             assert 0 < report.accepted < report.guesses and report.steps < 30, report
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "qwen3_next"])
-def test_steps_by_graphs(name):
-    model = build(name, ARCHITECTURES[name])
-    convert_model(model, verify=False)
-    plain, found, speculation = texts(model)
-    assert found == plain and speculation.report.accepted
+CONVERTED = [
+    *((name, mx.float32, False) for name in ("qwen2", "gemma3_text", "qwen3_next")),
+    *((name, mx.bfloat16, True) for name in ("qwen2", "qwen3_moe")),
+    pytest.param("gemma3_text", mx.bfloat16, True, marks=pytest.mark.caches),
+]
 
 
-@pytest.mark.parametrize("name", ["qwen2", pytest.param("gemma3_text", marks=pytest.mark.caches)])
-def test_batch_invariant_models_in_bfloat16(name):
-    """Rounded numbers, of which steps of several tokens have the same bits."""
-    model = build(name, ARCHITECTURES[name], mx.bfloat16)
-    convert_model(model, verify=False, calibrate=False, batch_invariant=True)
-    plain, found, speculation = texts(model)
-    assert found == plain and speculation.report.accepted
-
-
-def rounds(model, prompts, texts):
-    """Those of a batch whose guesses are its texts."""
-    some = [
-        Text(prompt, Drawer(None, None), [Known([*prompt, *text])])
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
-    return Rounds(model, batch_caches(model, prompts), some, Depths(model, 7, measured=False))
-
-
-def test_batch_invariant_texts_in_bfloat16():
-    """Of experts: greedy and sampled alone, and in a batch."""
-    model = build("qwen3_moe", ARCHITECTURES["qwen3_moe"], mx.bfloat16)
-    convert_model(model, batch_invariant=True, verify=False, calibrate=False)
+@pytest.mark.parametrize(("name", "dtype", "batch_invariant"), CONVERTED, ids=str)
+def test_converted_models(name, dtype, batch_invariant):
+    """By graphs; in rounded numbers, of which steps of several tokens have the same bits."""
+    model = build(name, ARCHITECTURES[name], dtype)
+    convert_model(model, verify=False, calibrate=False, batch_invariant=batch_invariant)
     for options in ({}, SAMPLED):
-        plain, found, speculation = texts(model, **options)
-        assert found == plain and speculation.report.accepted
-    prompts = [PROMPT.tolist(), PROMPT.tolist()[:6], PROMPT.tolist()[2:]]
-    alone = [[int(t) for t, _ in generate_step(mx.array(p), model, max_tokens=9)] for p in prompts]
-    assert batch(rounds(model, prompts, alone), set(), 9) == alone
+        right, found, speculation = texts(model, **options)
+        assert found == right and speculation.report.accepted
+    if name == "qwen3_moe":  # and in a batch
+        alone = [plain(model, prompt, 9) for prompt in PROMPTS]
+        assert batch(rounds(model, alone), set(), 9) == alone
+
+
+def rounds(model: Any, texts: list[list[int]]) -> Rounds:
+    """Those of a batch whose guesses are its texts."""
+    sources = [[Known([*prompt, *text])] for prompt, text in zip(PROMPTS, texts, strict=True)]
+    return rounds_of(model, PROMPTS, sources, 7)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "qwen3_next", "lfm2", "mamba2"])
 def test_texts_of_a_batch_accept_other_numbers(name):
     """Prompts of other lengths, texts that end at other tokens, rings and states."""
     model = build(name, ARCHITECTURES[name])
-    prompts = [PROMPT.tolist(), PROMPT.tolist()[:6], PROMPT.tolist()[2:]]
-    plain = []
-    for prompt in prompts:
-        steps = generate_step(mx.array(prompt), model, max_tokens=LENGTH)
-        plain.append([int(token) for token, _ in steps])
-    ends = {plain[1][17]}
-    plain = [
-        text[: text.index(next(iter(ends & {*text}))) + 1] if ends & {*text} else text
-        for text in plain
-    ]
-    run = rounds(model, prompts, plain)
-    assert batch(run, ends, LENGTH) == plain
+    right = [plain(model, prompt, LENGTH) for prompt in PROMPTS]
+    end = right[1][17]
+    right = [text[: text.index(end) + 1] if end in text else text for text in right]
+    run = rounds(model, right)
+    assert batch(run, {end}, LENGTH) == right
     assert 0 < run.report.accepted < run.report.guesses and run.report.steps < 30

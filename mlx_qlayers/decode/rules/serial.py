@@ -61,7 +61,7 @@ def _is_causal(mask: Node, length: int, count: Size) -> bool:
 
 
 def _update(rows: Node) -> Node | None:
-    """The update that gives the array whose first rows are given, if others were written into it."""
+    """The update of an array whose first rows are given, if others were written into it."""
     update, count = first_rows(rows)
     return update if update.op == "SliceUpdate" and isinstance(count, Size) else None
 

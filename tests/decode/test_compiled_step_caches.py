@@ -3,11 +3,10 @@
 from itertools import groupby
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from architectures import VOCABULARY
 from mlx.utils import tree_map
-from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
+from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import (
     BatchRotatingKVCache,
     KVCache,
@@ -15,30 +14,11 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     make_prompt_cache,
 )
-from numerics import assert_same_model, assert_same_states
+from numerics import assert_same_states
 from step_models import pair
+from texts import alone_and_in_a_batch, plain
 
 from mlx_qlayers.decode import engine
-
-# Prompt, largest size of the cache, tokens that it keeps: behind prompts that are longer, as long,
-# and that have fewer tokens than are kept.
-RINGS = [(11, 8, 0), (8, 8, 2), (1, 16, 4), (2, 7, 4)]
-
-
-@pytest.mark.parametrize("ring", RINGS, ids=str)
-def test_rings(ring, graphs):
-    """More than twice around, and with several tokens at once in between."""
-    prompt, size, keep = ring
-    results, tokens = [], mx.random.randint(0, VOCABULARY, (1, 60), key=mx.random.key(1))
-    for model in pair("phi3"):
-        cache = [RotatingKVCache(size, keep) for _ in make_prompt_cache(model)]
-        at, parts = 0, []
-        for length in (prompt, *[1] * 35, 3, 1, 1, 1):
-            parts.append(model(tokens[:, at : at + length], cache=cache))
-            at += length
-        results.append(mx.concatenate(parts, axis=1)[0])
-    assert len(graphs) >= 38
-    assert_same_model(*reversed(results), bits=None, what=f"{ring}")
 
 
 @pytest.mark.parametrize(("name", "keep"), [("gemma3_text", 0), ("phi3", 2)])
@@ -99,49 +79,19 @@ def test_a_token_is_written_into_the_arrays_of_a_cache(kind):
 
 
 @pytest.mark.parametrize("name", ["phi3", "qwen3_moe", "gemma3_text"])
-def test_tokens_are_the_same_alone_in_a_batch_behind_a_trimmed_cache_and_by_speculation(
-    name, graphs
-):
+def test_tokens_are_the_same_alone_in_a_batch_and_by_speculation(name, graphs):
     """Greedy tokens in float32, of the stock model and of the converted one."""
     stock, model = pair(name)
     prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3]]
-
-    def tokens(model: nn.Module, prompt: list[int]) -> list[int]:
-        return [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=12)]
-
-    greedy = [tokens(stock, prompt) for prompt in prompts]
+    greedy = [plain(stock, prompt, 12) for prompt in prompts]
     graphs.clear()
-    assert [tokens(model, prompt) for prompt in prompts] == greedy
-    assert len(graphs) >= 3 * 10
-
-    # Once more with a cache of which tokens are taken back: wrong ones, then the text's own.
-    cache, text = make_prompt_cache(model), [*prompts[0], *greedy[0]]
-    model(mx.array([text[:4]]), cache=cache)
-    for wrong in (90, 91, 92):
-        model(mx.array([[wrong]]), cache=cache)
-    graphs.clear()
-    for kept in (4, 9):
-        if all(c.is_trimmable() for c in cache):
-            assert {c.trim(c.offset - kept) > 0 for c in cache} == {True}
-            steps = generate_step(
-                mx.array(text[kept : kept + 1]), model, max_tokens=12, prompt_cache=cache
-            )
-            assert [int(token) for token, _ in steps][: len(text) - kept - 1] == text[kept + 1 :]
-    assert len(graphs) >= 10
-
-    generator = BatchGenerator(model, max_tokens=12)
-    found: dict[int, list[int]] = {uid: [] for uid in generator.insert(prompts)}
-    graphs.clear()
-    while responses := generator.next_generated():
-        for response in responses:
-            found[response.uid].append(response.token)
-    assert len(graphs) >= 10 and [*found.values()] == greedy
+    found = alone_and_in_a_batch(model, prompts, 12, lambda: make_prompt_cache(model))
+    assert found == [greedy, greedy] and len(graphs) >= 4 * 10
 
     _, draft = pair(name)
     draft.model.norm.weight = -draft.model.norm.weight  # so that it is wrong
-    steps = speculative_generate_step(
-        mx.array(prompts[0]), model, draft, num_draft_tokens=3, max_tokens=12
-    )
     # mlx-lm itself cannot take tokens back from rotating caches that are full.
     if {type(c) for c in make_prompt_cache(model)} == {KVCache}:
+        prompt = mx.array(prompts[0])
+        steps = speculative_generate_step(prompt, model, draft, num_draft_tokens=3, max_tokens=12)
         assert [int(token) for token, *_ in steps] == greedy[0]

@@ -8,12 +8,10 @@ import weakref
 from functools import partial
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
-from architectures import VOCABULARY
-from converted import pair
+from converted import decoded, pair
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache
+from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 from numerics import assert_same_model, assert_same_states
 from step_models import capturing
 
@@ -25,15 +23,6 @@ from tests.machine import has_device
 from tests.threads import in_threads, switching
 
 pytestmark = pytest.mark.usefixtures("gpu_path")
-
-
-def decoded(model: nn.Module) -> tuple[mx.array, list[KVCache]]:
-    """Logits of four tokens that follow a prompt, and the caches."""
-    tokens = mx.random.randint(0, VOCABULARY, (1, 13), key=mx.random.key(1))
-    cache = make_prompt_cache(model)
-    model(tokens[:, :9], cache=cache)
-    parts = [model(tokens[:, i : i + 1], cache=cache) for i in range(9, 13)]
-    return mx.concatenate(parts, axis=1), cache
 
 
 def test_gradient_through_steps(steps):
@@ -59,20 +48,18 @@ def test_gradient_through_steps(steps):
 
 
 def test_a_gradient_by_parameters_takes_no_graph(steps):
-    stock, model = pair()
     gradients = []
-    for m in (stock, model):
+    for m in (models := pair()):
         cache = make_prompt_cache(m)
         m(mx.array([[1, 2, 3]]), cache=cache)
-        norm = m.model.norm.weight
 
         def loss(weight, m=m, cache=cache):
             m.model.norm.weight = weight
             return (m(mx.array([[4]]), cache=copy.deepcopy(cache)) ** 2).mean()
 
-        gradients.append(mx.grad(loss)(norm))
+        gradients.append(mx.grad(loss)(m.model.norm.weight))
     assert_same_states(*reversed(gradients), bits=None, what="gradient")
-    assert steps == [] and "gradient" in engine.stopped(model)
+    assert steps == [] and "gradient" in engine.stopped(models[1])
 
 
 def test_positions_that_differ_between_layers(steps):
@@ -117,11 +104,11 @@ def test_generation_of_several_sequences(count, steps):
 
 def test_threads(steps):
     _, model = pair()
-    expected, _ = decoded(model)
+    expected = decoded(model)
     mx.eval(expected)
 
     def run(_: int) -> mx.array:
-        logits, _ = decoded(model)
+        logits = decoded(model)
         mx.eval(logits)
         return logits
 
@@ -134,13 +121,13 @@ def test_threads(steps):
 def test_two_models_in_two_threads(steps):
     """Both are captured at once: neither goes on from a run of its code before the other has."""
     names, together = ("qwen2", "qwen3_moe"), threading.Barrier(2)
-    alone = [decoded(pair(name)[1])[0] for name in names]
+    alone = [decoded(pair(name)[1]) for name in names]
     mx.eval(alone)
 
     models = [pair(name)[1] for name in names]
 
     def run(i: int) -> mx.array:
-        logits, _ = decoded(models[i])
+        logits = decoded(models[i])
         mx.eval(logits)
         return logits
 
@@ -153,7 +140,8 @@ def test_two_models_in_two_threads(steps):
 
 def test_what_a_step_leaves_is_let_go_with_the_cache_and_the_model():
     _, model = pair()
-    _, cache = decoded(model)
+    cache = make_prompt_cache(model)
+    decoded(model, cache=cache)
     assert len(engine._steps[id(model)].progress) == 1
     del cache
     assert len(engine._steps[id(model)].progress) == 0
@@ -168,11 +156,14 @@ def test_what_a_step_leaves_is_let_go_with_the_cache_and_the_model():
 def test_launches_that_share_arrays(name, monkeypatch):
     """Weights and append buffers side by side, and results for other launches: the same numbers."""
 
-    plain, theirs = decoded(pair(name)[1])
+    _, model = pair(name)
+    theirs = make_prompt_cache(model)
+    plain = decoded(model, cache=theirs)
     has_device(monkeypatch, "host", launches_views=True)
     _, again = pair(name)
+    ours = make_prompt_cache(again)
     weights = [each.weight for each in again.modules() if isinstance(each, QLinear)]
-    shared, ours = decoded(again)
+    shared = decoded(again, cache=ours)
     assert mx.array_equal(shared, plain)
     for one, other in zip(ours, theirs, strict=True):
         behind = [vars(each)["keys"][0] for each in (one, other)]

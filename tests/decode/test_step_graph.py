@@ -76,17 +76,12 @@ def token(model: nn.Module, cache: list[Any]) -> mx.array:
     return model(zeros((1, 1), mx.int32), cache=cache).argmax(-1)
 
 
-def launches(model: nn.Module, cache: list[Any], seen: list[Recorded]) -> list[Recorded]:
-    """The kernels of a token, in turn."""
-    return used(seen, token(model, cache))
-
-
 def of_token(name: str, layers: int, rows: int) -> tuple[Counter[str], list[Recorded]]:
     """The primitives of a token, and its kernels."""
     with recorded_gpu() as seen:
         model = build(name, num_hidden_layers=layers)
         cache = begun(model, rows)
-        return primitives(token(model, cache)), launches(model, cache, seen)
+        return primitives(token(model, cache)), used(seen, token(model, cache))
 
 
 def sizes(kernels: list[Recorded]) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from step_models import models_of
 
 import mlx_qlayers
 from mlx_qlayers import QLinear
-from tests.conversion.test_step_faults import TOKENS, decoded
+from tests.decode.test_step_faults import TOKENS, decoded
 
 FILES = {str(path) for path in Path(mlx_qlayers.__file__).parent.rglob("*.py")}
 

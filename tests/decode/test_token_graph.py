@@ -17,7 +17,7 @@ from mlx_qlayers.metal.attention.step_record import AttentionStepRecord
 from mlx_qlayers.runtime import metal as metal_backend
 from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.spec import Spec
-from tests.conversion.test_append_caches import TOKENS, begun
+from tests.decode.test_append_caches import TOKENS, begun
 
 
 @pytest.fixture
