@@ -295,44 +295,29 @@ def packed_matrices(rng, sizes, k, dtype, fmt=AFFINE):
     ]
 
 
+# Sizes of matrices that share an input, as queries, keys and values do, and what else is fused.
+FUSED = [
+    (AFFINE, [41], {}),
+    (Format(16, 4, "nvfp4"), [24, 8], {"norm": True}),
+    (AFFINE, [41, 41], {"gate": "gelu"}),
+    (Format(32, 3), [24, 24], {"norm": True, "gate": "silu"}),
+    (AFFINE, [41, 41], {"gate": "gelu_approx"}),
+    (AFFINE, [24, 8], {}),
+    (AFFINE, [24, 8], {"norm": False}),
+    (AFFINE, [33, 8, 41], {}),
+    (Format(16, 4, "nvfp4"), [24, 24], {"norm": False, "gate": "silu"}),
+    (Format(32, 8, "mxfp8"), [41], {"residual": True}),
+]
+
+
 @pytest.mark.parametrize(
-    ("device", "sizes", "dtype", "rows"),
-    in_turn(pairwise(DEVICES, ([41], [24, 8], [33, 8, 41])), DTYPES, (1, 7, 16)),
+    ("device", "case", "dtype", "rows"),
+    in_turn(pairwise(DEVICES, FUSED), DTYPES, (1, 5, 16)),
     ids=str,
 )
-def test_fused_matrices(device, sizes, dtype, rows):
-    """Queries, keys and values: other sizes, some with a bias, in one launch of a GPU."""
-    fused(np.random.default_rng(rows), device, dtype, rows, sizes, 192, AFFINE)
-
-
-@pytest.mark.parametrize(
-    ("device", "gate", "dtype", "rows"),
-    in_turn(pairwise(DEVICES, ("gelu", "gelu_approx")), DTYPES, (1, 5)),
-    ids=str,
-)
-def test_gates(device, gate, dtype, rows):
-    fused(np.random.default_rng(len(gate)), device, dtype, rows, [41, 41], 192, AFFINE, gate=gate)
-
-
-@pytest.mark.parametrize(
-    ("device", "gate", "dtype", "weighted", "fmt"),
-    in_turn(
-        pairwise(DEVICES, (None, "silu")),
-        *(DTYPES, (False, True), (AFFINE, Format(16, 4, "nvfp4"), Format(32, 3))),
-    ),
-    ids=str,
-)
-def test_norm(device, gate, dtype, weighted, fmt):
-    rows, sizes = (9, [24, 24]) if gate else (3, [24, 8])
-    fused(np.random.default_rng(7), device, dtype, rows, sizes, 192, fmt, norm=weighted, gate=gate)
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "rows"), in_turn(pairwise(DEVICES), DTYPES, (1, 16)), ids=str
-)
-def test_residual(device, dtype, rows):
-    fmt = Format(32, 8, "mxfp8")
-    fused(np.random.default_rng(8), device, dtype, rows, [41], 192, fmt, residual=True)
+def test_fused(device, case, dtype, rows):
+    fmt, sizes, options = case
+    fused(np.random.default_rng(rows), device, dtype, rows, sizes, 192, fmt, **options)
 
 
 def test_one_launch_for_all():
