@@ -267,6 +267,8 @@ def test_reads_no_more_than_mlx(rows):
 def fused(rng, device, dtype, rows, sizes, k, fmt, **options):
     """Fused products with checks, with the configuration of a device."""
     x = random(rng, (rows, k), dtype)
+    if "gate" in options:  # of large numbers GELU gives these, or zero
+        x /= 16
     matrices = packed_matrices(rng, sizes, k, dtype, fmt)
     if options.pop("residual", False):
         options["residual"] = random(rng, (rows, sizes[0]), dtype)
