@@ -31,7 +31,7 @@ def metal(monkeypatch):
 
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(metal_backend, "bind", counted)
-    monkeypatch.setattr(engine, "is_transformed", lambda arrays: False)  # as it is in the export
+    monkeypatch.setattr(engine, "is_traced", lambda tokens: False)  # as they are in the export
     with on_a_gpu(), use_backend("metal"):
         yield launches
 
