@@ -177,8 +177,7 @@ TABLES = [
 # The one table of README.md: a label with its unit, and the row of a table above.
 SUMMARY = {
     "shipped 11M model, decode, tokens/s": ("generate", "48 tokens of text"),
-    "SmolLM2-135M in Q4_1 on a CPU, text, tokens/s; llama.cpp in place of stock":
-        ("llama_cpp", "text"),
+    "SmolLM2-135M in Q4_1, AVX2, text, tokens/s; stock is llama.cpp": ("llama_cpp", "text"),
     "the same, activations in 8 bits": ("llama_cpp", "text, activations in 8 bits"),
     "the same, prompt of 256 tokens": ("llama_cpp", "a prompt of 256 tokens"),
     "7B, decode, batch 1, tokens/s": ("decode_contexts_cuda", "decode, context 16"),
@@ -283,6 +282,7 @@ OTHER = {
     "gptq_cuda": "GPTQ of a 7B model",
     "int8_cuda": "Products and prompts in 8-bit integers",
     "invariance_cuda": "The cost of batch-invariant results",
+    "llama_cpp_avx512": "Beside llama.cpp with AVX-512 and VNNI",
     "linalg_cuda": "Cholesky, triangular solves and QR beside PyTorch",
     "lora_curves": "Losses of 200 steps of training with adapters",
     "lora_curves_cuda": "The same in bfloat16, three seeds of each",
