@@ -58,9 +58,8 @@ def test_generation_begins_anew_after_errors_unless_there_are_many_in_a_row(
             # Who was generated for beside it is told so too.
             assert b'"code": 503' in rest(other)
             check_health(address)
-            urllib.request.urlopen(
-                f"{address}/health", timeout=5
-            ).close()  # raises unless it is 200
+            with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
+                assert answer.status == 200
         for _ in range(3):  # in a row
             assert ask(address, COMPLETE, {"prompt": ERROR})[0] == 503
         assert process.wait(30) == 2
