@@ -4,8 +4,10 @@ Kernels are chosen, bound and added to graphs as for an H200, but each is a ``De
 primitive of the same inputs that gives zeros. So a model decodes zeros, at the cost of its graph.
 """
 
+import importlib
 import io
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,11 +17,12 @@ from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
+from decoding_model import QWEN2_7B
 from mlx.utils import tree_map
 from step_models import on_a_gpu
 
-from mlx_qlayers import use_backend
-from mlx_qlayers.decode import capture, weights
+from mlx_qlayers import convert_model, use_backend
+from mlx_qlayers.decode import ahead, capture, weights
 from mlx_qlayers.runtime import backend, cuda_ahead
 from mlx_qlayers.runtime.arena import beside
 
@@ -29,6 +32,21 @@ _VIEWS = re.compile(
     r"StopGradient|CustomTransforms"
 )
 KERNEL = "Depends"
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "phi3": {},
+    "qwen3_moe": {
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+    },
+}
 
 
 class Recorded(NamedTuple):
@@ -97,6 +115,14 @@ def recorded_gpu() -> Iterator[list[Recorded]]:
         use_backend("cuda"),
     ):
         yield seen
+        made_ready()
+
+
+def made_ready() -> None:
+    """Wait for the kernels of other batch sizes."""
+    for thread in threading.enumerate():
+        if thread.name == ahead.THREAD:
+            thread.join()
 
 
 def used(seen: list[Recorded], *outputs: mx.array) -> list[Recorded]:
@@ -129,6 +155,16 @@ def without_numbers(model: nn.Module, group_size: int = 64, bits: int = 4) -> nn
     model.eval()
     model.update(tree_map(empty, model.parameters()))
     mx.eval(model.parameters())
+    return model
+
+
+def wide_model(name: str, **changes: Any) -> nn.Module:
+    """A converted model as wide as one of 7B."""
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    config = {"model_type": name, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+    config |= QWEN2_7B | MODELS[name] | changes
+    model = without_numbers(module.Model(module.ModelArgs.from_dict(config)))
+    convert_model(model, verify=False, calibrate=False)
     return model
 
 

@@ -85,10 +85,16 @@ def append_buffer_of(caches: Sequence[Any], tokens: int) -> AppendBuffer:
     if min(left) < tokens:
         raise Unsupported("an append buffer has no room")
     arrays = [_cut(each, 0 if goes_round else start, count) for each in buffers]
+    arrays = rows_side_by_side(arrays)
+    return AppendBuffer(buffers, arrays, start, row - held, held, min(left), keep)
+
+
+def rows_side_by_side(arrays: list[mx.array]) -> list[mx.array]:
+    """Append buffers of keys and values in turn, each two in one array if launches share arrays."""
     both = [*zip(arrays[::2], arrays[1::2], strict=True)]
     if device_of().launches_views and all(are_alike(*each) for each in both):
-        arrays = [joined(*each) for each in both]
-    return AppendBuffer(buffers, arrays, start, row - held, held, min(left), keep)
+        return [joined(*each) for each in both]
+    return arrays
 
 
 def _check_batch(caches: Sequence[Any], last: int) -> None:
@@ -108,6 +114,11 @@ def positions_of(beside: AppendBuffer, c: Any) -> mx.array:
         offset = mx.array([offset] * max(MIN_POSITIONS, batch))
     more = mx.zeros(max(0, MIN_POSITIONS - offset.size), mx.int32)
     return mx.concatenate([ahead, offset, more, last])
+
+
+def positions_for(batch: int) -> int:
+    """The size of such an array."""
+    return 3 + max(MIN_POSITIONS, batch)
 
 
 @lru_cache(maxsize=64)

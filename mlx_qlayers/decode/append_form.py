@@ -7,7 +7,7 @@ this one ended, as long as nobody looked at the caches or changed them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -21,7 +21,9 @@ from .append_buffers import (
     AppendBuffer,
     append_buffer_of,
     arrays_of,
+    positions_for,
     positions_of,
+    rows_side_by_side,
     tokens_on,
     watch,
 )
@@ -163,11 +165,25 @@ class AppendForm(Form):
     def _state(
         self, own: Sequence[Any], beside: list[AppendBuffer], at: list[mx.array]
     ) -> AppendState:
-        names = [name for name in self.fixed if name.startswith("semaphores.")]
-        semaphores = mx.split(mx.zeros(len(names) * self.semaphores, mx.int32), len(names) or 1)
-        arrays = named(own) | dict(zip(names, semaphores, strict=False))
+        arrays = named(own) | self._semaphores()
         fixed, states = ([arrays[name] for name in some] for some in (self.fixed, self.states))
         return AppendState(beside, at, fixed, states)
+
+    def _semaphores(self) -> dict[str, mx.array]:
+        names = [name for name in self.fixed if name.startswith("semaphores.")]
+        arrays = mx.split(mx.zeros(len(names) * self.semaphores, mx.int32), len(names) or 1)
+        return dict(zip(names, arrays, strict=False))
+
+    def tried(self, arrays: Mapping[str, mx.array]) -> mx.array:
+        arrays = {**arrays, **self._semaphores()}
+        buffers, new, fixed, states = (
+            [arrays[name] for name in some]
+            for some in (self.buffers, self.appended, self.fixed, self.states)
+        )
+        at = [mx.zeros(positions_for(self.program.batch), mx.int32) for _ in self.at]
+        given = arrays["tokens"], fixed, [buffers], at, rows_side_by_side(new), states
+        logits: mx.array = self.compiled(*given)[0]
+        return logits
 
     def _hold(self, items: list[dict[str, Any]], beside: Sequence[AppendBuffer]) -> None:
         """Let caches hold append buffers, and the numbers of theirs among the buffers of these."""

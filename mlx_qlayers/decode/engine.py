@@ -12,10 +12,12 @@ import mlx.core as mx
 
 from ..runtime.arena import View
 from ..runtime.backend import Mode, backend, current, epoch
+from ..runtime.devices import device_of
 from ..runtime.explain import note
 from ..runtime.memory import uncollected
 from ..runtime.threads import here
 from ..runtime.transformed import is_traced, is_transformed
+from . import ahead
 from .append_buffers import released
 from .append_form import AppendForm
 from .caches import REACH, Facts, arrays_of, facts, more_steps
@@ -25,7 +27,7 @@ from .effects import Effects
 from .emit import Program
 from .forms import Form, PaddedForm, Progress
 from .rules import fused
-from .rules.attention_step import TracedCaches
+from .rules.attention_step import BATCHES, TracedCaches
 from .rules.invariant import invariant
 from .rules.padded import padded
 from .snapshot import Snapshot
@@ -107,6 +109,7 @@ class Steps:
         self.steps: dict[Any, list[CapturedStep]] = {}
         self.reaches: dict[Any, int] = {}
         self.replaces = False
+        self.is_ahead = False  # whether kernels of other batch sizes were begun
         # The last step with append buffers that was begun for some tokens, and its capture.
         self.appending: dict[Any, tuple[AppendForm, CapturedStep]] = {}
         # The last step's progress, by the first of its caches as long as that lives.
@@ -203,6 +206,8 @@ class Steps:
             except Unsupported:  # as long as these caches hold what they do
                 continue
             logits, now = step.run(tokens, own, state)
+            if not self.is_ahead and type(step) is not Form and length == 1:
+                self._compile_ahead(step, found, some)
             steps = [(most - at[name]) // length for name, (_, most) in found.limits.items()]
             if not isinstance(step, AppendForm):
                 pairs = zip(some, own, strict=True)
@@ -265,6 +270,21 @@ class Steps:
             on_cpu = mx.default_device().type == mx.cpu and backend() in ("host", "reference")
             found.programs[key] = Form(found.captured, found.graph, batch, binds=on_cpu)
         yield found.programs[key]
+
+    def _compile_ahead(self, step: Form, found: CapturedStep, some: Sequence[Facts]) -> None:
+        """Have the kernels of other batch sizes compiled, of a batch that may grow."""
+        if not device_of().gpu or BATCHES.isdisjoint(each.key[0] for each in some):
+            return
+        self.is_ahead = True
+        caches = TracedCaches([each.key for each in some], found.captured.names)
+        kind = next(key[0] for key, form in found.programs.items() if form is step)
+        graph = found.forms[kind] if kind == "append" else found.forms[kind].graph
+
+        def logits(batch: int) -> mx.array:
+            form = self._compiled(kind, found, batch, caches)
+            return form.tried(ahead.zeros(graph, batch, found.captured.weights))
+
+        ahead.begin([n for n in ahead.SIZES if n <= found.batches[1]], logits)
 
     def _compiled(self, kind: str, found: CapturedStep, batch: int, caches: TracedCaches) -> Form:
         if kind not in found.forms:

@@ -7,7 +7,7 @@ well, and leaves the buffers of caches as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -97,6 +97,10 @@ class Form:
         after = {**at, **dict(zip(self.counters, counts, strict=True))}
         return made["logits"], Progress(self, left, (after, array))
 
+    def tried(self, arrays: Mapping[str, mx.array]) -> mx.array:
+        """The logits of a step that has these inputs, and its positions zero."""
+        raise NotImplementedError
+
     def computed(self, arrays: dict[str, mx.array], at: dict[str, int], array: Any) -> Any:
         """The outputs by their names, and what the next step goes on with besides positions."""
         return self.program.run(arrays, at, array), True
@@ -153,6 +157,11 @@ class PaddedForm(Form):
         with traced(arrays, self.weights):
             made = self.program.run({POSITIONS: at, **given}, rows)
         return [at + self.more, *(made[name] for name in ("logits", *self.states))]
+
+    def tried(self, arrays: Mapping[str, mx.array]) -> mx.array:
+        given = [arrays[path] for path in ("tokens", *(path for path, _ in self.given))]
+        logits: mx.array = self.compiled(mx.zeros_like(self.more), given)[1]
+        return logits
 
     def computed(self, arrays: dict[str, mx.array], at: dict[str, int], array: Any) -> Any:
         if not isinstance(array, mx.array):

@@ -3,11 +3,8 @@
 The graphs of the benchmark, of models as wide as 7B with few layers, without a GPU.
 """
 
-import importlib
-import sys
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import architectures
@@ -15,12 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from architecture_table import ARCHITECTURES
+from decoding_model import cache_of
 from mlx_lm.models.cache import make_prompt_cache
-
-from mlx_qlayers import convert_model
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from decoding_model import QWEN2_7B, cache_of
 from python_calls import calls
 from recorded_gpu import (
     Recorded,
@@ -28,35 +21,11 @@ from recorded_gpu import (
     recorded_gpu,
     starting,
     used,
-    without_numbers,
+    wide_model,
     zeros,
 )
 
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen2": {},
-    "phi3": {},
-    "qwen3_moe": {
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "head_dim": 128,
-        "max_position_embeddings": 32768,
-        "rope_theta": 1e6,
-    },
-}
-
-
-def build(name: str, **changes: Any) -> nn.Module:
-    """A converted model of that shape."""
-    module = importlib.import_module(f"mlx_lm.models.{name}")
-    config = {"model_type": name, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-    config |= QWEN2_7B | MODELS[name] | changes
-    model = without_numbers(module.Model(module.ModelArgs.from_dict(config)))
-    convert_model(model, verify=False, calibrate=False)
-    return model
+from mlx_qlayers import convert_model
 
 
 def begun(model: nn.Module, rows: int) -> list[Any]:
@@ -79,7 +48,7 @@ def token(model: nn.Module, cache: list[Any]) -> mx.array:
 def of_token(name: str, layers: int, rows: int) -> tuple[Counter[str], list[Recorded]]:
     """The primitives of a token, and its kernels."""
     with recorded_gpu() as seen:
-        model = build(name, num_hidden_layers=layers)
+        model = wide_model(name, num_hidden_layers=layers)
         cache = begun(model, rows)
         return primitives(token(model, cache)), used(seen, token(model, cache))
 
@@ -132,7 +101,7 @@ def test_a_token_behind_another_takes_python_few_calls(name, batch, bits):
     found = []
     for layers in (2, 4):
         with recorded_gpu():
-            model = build(name, num_hidden_layers=layers)
+            model = wide_model(name, num_hidden_layers=layers)
             cache = make_prompt_cache(model) if bits else cache_of(model, batch)
             for each in cache:
                 each.update_and_fetch(*[zeros((batch, 4, 300, 128), mx.bfloat16)] * 2)
@@ -147,7 +116,7 @@ def test_tokens_of_another_dtype_take_as_little():
     """A change of dtype begins anew; what follows is as it is with the other one."""
     found = []
     with recorded_gpu():
-        model = build("qwen2", num_hidden_layers=2)
+        model = wide_model("qwen2", num_hidden_layers=2)
         cache = begun(model, 512)
         for dtype in (mx.int32, mx.uint32):
             for _ in range(2):

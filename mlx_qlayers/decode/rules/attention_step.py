@@ -24,7 +24,7 @@ from ..graph import Graph, Node, Pattern, Rule, Size, Spec, first_rows, rewrite
 from .heads import VIEWS, Heads, reshaped, turned, turned_heads
 
 ATTENTIONS = "Attention", "AttentionPacked"
-BATCHES = tuple(name for name in APPENDED if name.startswith("Batch"))
+BATCHES = frozenset(name for name in APPENDED if name.startswith("Batch"))
 
 
 class TracedCaches(NamedTuple):

@@ -1,0 +1,58 @@
+"""Kernels of other batch sizes, made ready in a thread while a server answers its first requests.
+
+Products of few rows are compiled for 2, 4 and whole eights of them, so that a batch which grows
+comes to kernels that nobody has launched. Here a step of each such size runs once, on zeros: that
+writes, proves, compiles and loads them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import copy_context
+
+import mlx.core as mx
+
+from ..runtime.cuda_ahead import compiled_in_parallel, finish
+from ..runtime.explain import note, recording
+from .graph import Graph, resolved
+
+# The batch sizes at which kernels change, up to those of mlx-lm's server.
+SIZES = 1, 2, 3, 4, 5, 8, 9, 16, 17, 25
+# Of a cache that an input of a step is, as many as mlx-lm's caches grow by.
+_ROWS = 256
+THREAD = "kernels ahead"
+
+
+def begin(sizes: Iterable[int], logits: Callable[[int], mx.array]) -> None:
+    """Compute a step's logits for some batch sizes in another thread, in this one's context."""
+    given = _made_ready, sizes, logits
+    try:
+        threading.Thread(target=copy_context().run, args=given, name=THREAD).start()
+    except RuntimeError as error:  # there are too many, or the process ends
+        note("step", "not ahead", str(error))
+
+
+def _made_ready(sizes: Iterable[int], logits: Callable[[int], mx.array]) -> None:
+    goes_on = threading.main_thread().is_alive  # else the process ends, and waits for this thread
+    try:
+        with recording():  # nobody called these
+            with compiled_in_parallel(waits=False):
+                made = [logits(size) for size in sizes if goes_on()]
+            finish()
+            while made and goes_on():
+                mx.eval(made.pop(0))
+    except Exception as error:  # a request that needs such a kernel meets it again
+        note("step", "not ahead", f"{type(error).__name__}: {error}")
+
+
+def zeros(graph: Graph, batch: int, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """The inputs of a step besides its weights, of caches that hold zeros."""
+    sizes = defaultdict(lambda: _ROWS, batch=batch)
+    inputs = {node.arg[0]: node for node in graph.nodes if node.op == "Input"}
+    return {
+        name: mx.zeros(resolved(node.shape, sizes), node.dtype)
+        for name, node in inputs.items()
+        if name not in weights
+    }

@@ -1,0 +1,79 @@
+"""Kernels of larger batches are there before a batch grows."""
+
+import threading
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import BatchKVCache, KVCache
+from recorded_gpu import made_ready, recorded_gpu, wide_model, zeros
+
+from mlx_qlayers import explain
+
+SIZES = (2, 3, 4, 5, 8, 9, 12, 16, 17, 24, 25, 32)
+
+
+def step(model, count, kind=BatchKVCache):
+    """The next step of so many sequences."""
+    shape = count, 4, 40, 128
+    caches = [kind([0] * count) if kind is BatchKVCache else kind() for _ in model.layers]
+    for each in caches:
+        each.update_and_fetch(zeros(shape, mx.bfloat16), mx.ones(shape, mx.bfloat16))
+        mx.eval(each.keys, each.values)
+    return model(zeros((count, 1), mx.int32), cache=caches)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The kernels that are made, as on an H200."""
+    found = []
+    with recorded_gpu():
+        kernel = mx.fast.cuda_kernel
+        monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **x: found.append(x) or kernel(**x))
+        yield found
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
+def test_a_batch_grows_without_new_kernels(made, name):
+    model = wide_model(name, num_hidden_layers=2)
+    step(model, 1)
+    of_one = len(made)
+    made_ready()
+    of_all = len(made)
+    for count in SIZES:
+        step(model, count)
+    assert 2 * of_one < of_all == len(made)
+
+
+def test_steps_ahead_are_calls_of_nobody(made):
+    model = wide_model("qwen2", num_hidden_layers=2)
+    explain(reset=True)
+    step(model, 1)
+    made_ready()
+    assert {each.calls for each in explain() if each.op == "attention_step"} == {2}
+
+
+def test_a_single_text_has_no_kernels_ahead(made):
+    model = wide_model("qwen2", num_hidden_layers=2)
+    step(model, 1, KVCache)
+    of_one = len(made)
+    made_ready()
+    assert len(made) == of_one
+
+
+def test_failures_ahead_are_told_and_stop_no_request(made, monkeypatch):
+    model = wide_model("qwen2", num_hidden_layers=2)
+    kernel, main = mx.fast.cuda_kernel, threading.current_thread()
+
+    def fails(**x):
+        if threading.current_thread() is not main:
+            raise RuntimeError("out of memory")
+        return kernel(**x)
+
+    monkeypatch.setattr(mx.fast, "cuda_kernel", fails)
+    explain(reset=True)
+    step(model, 1)
+    made_ready()
+    assert [each.reason for each in explain() if each.path == "not ahead"] == [
+        "RuntimeError: out of memory"
+    ]
+    assert step(model, 2).shape == (2, 1, 152064)
