@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from ..runtime.cuda_ahead import compiled_in_parallel, finish
 from ..runtime.explain import note, recording
+from ..runtime.threads import short_turns
 from .graph import Graph, resolved
 
 # The batch sizes at which kernels change, up to those of mlx-lm's server.
@@ -38,7 +39,7 @@ def _made_ready(sizes: Iterable[int], logits: Callable[[int], mx.array]) -> None
     goes_on = threading.main_thread().is_alive  # else the process ends, and waits for this thread
     try:
         with recording():  # nobody called these
-            with compiled_in_parallel(waits=False):
+            with short_turns(), compiled_in_parallel(waits=False):
                 made = [logits(size) for size in sizes if goes_on()]
             finish()
             while made and goes_on():

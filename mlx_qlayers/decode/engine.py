@@ -273,7 +273,8 @@ class Steps:
 
     def _compile_ahead(self, step: Form, found: CapturedStep, some: Sequence[Facts]) -> None:
         """Have the kernels of other batch sizes compiled, of a batch that may grow."""
-        if not device_of().gpu or BATCHES.isdisjoint(each.key[0] for each in some):
+        grows = step.program.batch > 1 or any(each.key[0] in BATCHES for each in some)
+        if not grows or not device_of().gpu:
             return
         self.is_ahead = True
         caches = TracedCaches([each.key for each in some], found.captured.names)

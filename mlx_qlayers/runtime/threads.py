@@ -10,12 +10,17 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _TASKS = "/proc/self/task"  # of Linux; elsewhere a thread ends without unwinding
 _LONGEST = 5.0  # seconds to wait
 _MANY = 64
+_TURN = 1e-4  # seconds
+_turns = threading.Lock()
 
 _numbers = itertools.count()
 _natives: set[int] = set()
@@ -32,6 +37,21 @@ class _Here(threading.local):
 
 
 here = _Here()
+
+
+@contextmanager
+def short_turns() -> Iterator[None]:
+    """Let other threads have Python's lock at once when they ask for it; one block at a time.
+
+    A thread that waits for a GPU gives the lock away, and gets it back from a busy one after 5 ms.
+    """
+    with _turns:
+        before = sys.getswitchinterval()
+        try:
+            sys.setswitchinterval(_TURN)
+            yield
+        finally:
+            sys.setswitchinterval(before)
 
 
 def _there() -> list[str]:

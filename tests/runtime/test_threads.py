@@ -1,5 +1,6 @@
 """Threads have numbers of their own, and a process that ends after theirs does not abort."""
 
+import sys
 from threading import Thread
 
 from mlx_qlayers.runtime import threads
@@ -19,3 +20,10 @@ def test_numbers_are_used_once():
     assert len({number for number, _ in seen}) == 200 and seen[::2] == seen[1::2]
     # Those that have ended are forgotten now and then.
     assert len(threads._natives) <= threads._MANY + 1
+
+
+def test_short_turns_of_python_end_with_their_block():
+    before = sys.getswitchinterval()
+    with threads.short_turns():
+        assert sys.getswitchinterval() < before / 10
+    assert sys.getswitchinterval() == before
