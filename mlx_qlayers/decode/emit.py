@@ -11,6 +11,8 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -18,9 +20,10 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import dispatch, planned
-from ..runtime.backend import Mode, backend, mode
+from ..runtime.backend import Mode, backend, mode, within
 from ..runtime.explain import count
 from ..runtime.launch import Launching
+from ..runtime.spec import Spec
 from .calls import BoundCalls, Called, called, made_by
 from .capture import Unsupported
 from .graph import Graph, Node, Size, names_in, resolved
@@ -33,6 +36,7 @@ from .rules.serial import serial
 _NONE = 0
 # Lists of bound calls that are kept, for other numbers of rows.
 _KEPT = 8
+_made_once: ContextVar[dict[Any, Any] | None] = ContextVar("made_once", default=None)
 
 
 class Program:
@@ -232,9 +236,22 @@ def _bind(found: BoundCalls, at: int, call: Called, *arrays: Any) -> Any:
     return made
 
 
+def each_kind_once() -> AbstractContextManager[Any]:
+    """Run of alike operations one alone in a ``with`` block; others give what that one gave."""
+    return within(_made_once, {})
+
+
 def _dispatched(call: Dispatched, count: int, *arrays: Any) -> Any:
+    key, made = None, _made_once.get()
+    if made is not None:
+        key = call, tuple(a if a is None else Spec.of(a) for a in arrays)
+        if key in made:
+            return made[key]
     # A kernel may give more than its operation does, for a gradient.
-    return dispatch(call.operation, arrays, call.static)[:count]
+    found = dispatch(call.operation, arrays, call.static)[:count]
+    if made is not None:
+        made[key] = found
+    return found
 
 
 def resolver(args: Sequence[Any]) -> Callable[[Mapping[str, int]], Sequence[Any]]:

@@ -24,7 +24,7 @@ from .caches import REACH, Facts, arrays_of, facts, more_steps
 from .capture import Differs, Unsupported, stopping_line
 from .captured import MAX_BATCH, CapturedStep, captured
 from .effects import Effects
-from .emit import Program
+from .emit import Program, each_kind_once
 from .forms import Form, PaddedForm, Progress
 from .rules import fused
 from .rules.attention_step import BATCHES, TracedCaches
@@ -283,7 +283,8 @@ class Steps:
 
         def logits(batch: int) -> mx.array:
             form = self._compiled(kind, found, batch, caches)
-            return form.tried(ahead.zeros(graph, batch, found.captured.weights))
+            with each_kind_once():
+                return form.tried(ahead.zeros(graph, batch, found.captured.weights))
 
         ahead.begin([n for n in ahead.SIZES if n <= found.batches[1]], logits)
 
