@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import copy_context
+from typing import Any
 
 import mlx.core as mx
 
@@ -37,15 +38,22 @@ def begin(sizes: Iterable[int], logits: Callable[[int], mx.array]) -> None:
 
 def _made_ready(sizes: Iterable[int], logits: Callable[[int], mx.array]) -> None:
     goes_on = threading.main_thread().is_alive  # else the process ends, and waits for this thread
-    try:
-        with recording():  # nobody called these
-            with short_turns(), compiled_in_parallel(waits=False):
-                made = [logits(size) for size in sizes if goes_on()]
-            finish()
-            while made and goes_on():
-                mx.eval(made.pop(0))
-    except Exception as error:  # a request that needs such a kernel meets it again
-        note("step", "not ahead", f"{type(error).__name__}: {error}")
+    reasons: dict[str, None] = {}
+
+    def tried(run: Callable[..., Any], given: Any) -> Any:
+        try:
+            return run(given) if goes_on() else None
+        except Exception as error:  # a request that needs such a kernel meets it again
+            reasons[f"{type(error).__name__}: {error}"] = None
+
+    with recording():  # nobody called these
+        with short_turns(), compiled_in_parallel(waits=False):
+            made = [tried(logits, size) for size in sizes]
+        finish()
+        for each in made:
+            tried(mx.eval, each)
+    for reason in reasons:
+        note("step", "not ahead", reason)
 
 
 def zeros(graph: Graph, batch: int, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:

@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import dispatch, planned
+from ..runtime.arena import places
 from ..runtime.backend import Mode, backend, mode, within
 from ..runtime.explain import count
 from ..runtime.launch import Launching
@@ -244,7 +245,7 @@ def each_kind_once() -> AbstractContextManager[Any]:
 def _dispatched(call: Dispatched, count: int, *arrays: Any) -> Any:
     key, made = None, _made_once.get()
     if made is not None:
-        key = call, tuple(a if a is None else Spec.of(a) for a in arrays)
+        key = call, tuple(x if x is None else Spec.of(x) for x in arrays), places(arrays)
         if key in made:
             return made[key]
     # A kernel may give more than its operation does, for a gradient.

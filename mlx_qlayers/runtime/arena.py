@@ -107,6 +107,15 @@ def joined(x: mx.array, y: mx.array) -> mx.array:
     return mx.concatenate([x, y])
 
 
+def places(arrays: Sequence[mx.array | None]) -> tuple[tuple[int, int] | None, ...]:
+    """Where arrays lie in larger ones, by the numbers of these and their first bytes."""
+    those, numbers = current.get(), dict[int, int]()
+    found = [those.found.get(id(x)) if those else None for x in arrays]
+    return tuple(
+        each and (numbers.setdefault(id(each.whole), len(numbers)), each.start) for each in found
+    )
+
+
 def side_by_side(arrays: Sequence[mx.array]) -> list[View]:
     """Copy arrays into one array, in which they lie from then on; they stay the same objects."""
     specs, parts = [*map(Spec.of, arrays)], []
