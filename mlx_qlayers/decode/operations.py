@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -64,13 +65,20 @@ def _entry(at: mx.array, i: int) -> mx.array:
     return at[i : i + 1].reshape(())
 
 
+@lru_cache(maxsize=8)
+def _rows_from_0(count: int) -> mx.array:
+    """The numbers of rows: evaluated, as a constant of compiled steps, which waits for a GPU."""
+    rows = mx.arange(count)
+    mx.eval(rows)
+    return rows
+
+
 def _shown(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
     """Which rows of a cache and its append buffer tokens see."""
     window, keep, size, padded = node.arg
 
     def shown(at: mx.array, buffer: mx.array, appended: mx.array) -> Any:
-        row = mx.arange(buffer.shape[2] + appended.shape[2])
-        mx.eval(row)  # a constant of a compiled step
+        row = _rows_from_0(buffer.shape[2] + appended.shape[2])
         start, held, last = (_entry(at, i) for i in (0, 1, at.size - 1))
         # How many tokens came since that of a row.
         age = held + start - row
