@@ -218,11 +218,14 @@ def _composed(multiply: _Multiply, epsilon: float | None, gate: Gate | None) -> 
 
     def run(*arrays: Any) -> list[mx.array]:
         x, weight, partial_squares, residual, deferred_weight, *flat = arrays
-        rows = x if epsilon is None else normed(x, weight, epsilon, partial_squares)
+        # On a GPU neither MLX's norm nor its compiled activations take arrays without elements.
+        plain = epsilon is None or not x.size
+        rows = x if plain else normed(x, weight, epsilon, partial_squares)
         products = multiply(rows, residual, flat)
         if gate is not None:
             act, other = products
-            products = [swiglu(act, other) if by_kernel else ACTIVATIONS[gate](act) * other]
+            by_swiglu = by_kernel or not act.size
+            products = [swiglu(act, other) if by_swiglu else ACTIVATIONS[gate](act) * other]
         return _with_deferred_norm(products, deferred_weight)
 
     return run

@@ -160,5 +160,7 @@ FUSED_PRODUCTS = Random(
         {"fmt": Format(64, 4), "gate": "gelu_approx", "bias": (True,) * 3},
         {"fmt": Format(64, 4), "gate": "silu", "rows": (9,), "norm": "weighted"},
         {"widths": (8,) * 4},
+        {"rows": (0,), "gate": "gelu", "norm": "weighted"},
+        {"rows": (2, 0), "residual": True, "norm": "plain", "next": True},
     ],
 )

@@ -1,8 +1,11 @@
 """Properties of each example of the table, whatever the operation is."""
 
+from functools import partial
+
 import mlx.core as mx
 import numpy as np
 import pytest
+from recorded_gpu import primitives
 
 from mlx_qlayers import use_backend
 from mlx_qlayers.runtime.host import checks
@@ -20,6 +23,30 @@ AWKWARD = [(name, i) for name, each in RANDOM.items() for i in range(len(each.aw
 def test_awkward_calls_against_float64(name, number, path):
     """Results and gradients, by kernels where there are any."""
     RANDOM[name].check(RANDOM[name].case(path, number, **RANDOM[name].awkward[number]))
+
+
+# MLX's functions that divide by zero on a GPU, and end the process, where there are no elements.
+DIVIDES = {mx.fast: ("rms_norm", "layer_norm"), mx: ("quantized_matmul", "gather_qmm")}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_nothing_is_given_to_what_divides_by_zero(name, monkeypatch):
+    """Nor to functions that it compiled."""
+
+    def refuses(run, x, *others, **more):
+        assert x.size
+        return run(x, *others, **more)
+
+    for module, names in DIVIDES.items():
+        for each in names:
+            monkeypatch.setattr(module, each, partial(refuses, getattr(module, each)))
+    for number, changes in enumerate(RANDOM[name].awkward):
+        call = RANDOM[name].call("reference", number, **changes)
+        if any(x is not None and not x.size for x in call.arrays.values()):
+            with use_backend("reference"):
+                found = call.function(**call.arrays, **call.options)
+            used = primitives(*[found] if isinstance(found, mx.array) else found)
+            assert not [each for each in used if each.startswith("Compiled")]
 
 
 DIFFERENTIATED = (

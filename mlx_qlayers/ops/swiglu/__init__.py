@@ -79,6 +79,8 @@ def _plan(arrays: Sequence[Spec]) -> Plan:
     _TAKES.check(gate, x)
     why = "MLX makes one kernel of it on a GPU" if by_mlx() else None
     choice = choose("swiglu", empty=None if x.size else "x is empty", reason=why)
+    if not x.size:  # on a GPU MLX's compiled functions divide by zero
+        return Plan(choice, mx.multiply)
     if choice.path == "reference":
         return Plan(choice, _stock)
     forward, backward = bind(FORWARD, gate, x), bind(GRADIENT, x, gate, x)
