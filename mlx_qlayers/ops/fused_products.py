@@ -219,8 +219,9 @@ def _composed(multiply: _Multiply, epsilon: float | None, gate: Gate | None) -> 
     def run(*arrays: Any) -> list[mx.array]:
         x, weight, partial_squares, residual, deferred_weight, *flat = arrays
         # On a GPU neither MLX's norm nor its compiled activations take arrays without elements.
-        plain = epsilon is None or not x.size
-        rows = x if plain else normed(x, weight, epsilon, partial_squares)
+        rows = x
+        if epsilon is not None and x.size:
+            rows = normed(x, weight, epsilon, partial_squares)
         products = multiply(rows, residual, flat)
         if gate is not None:
             act, other = products
