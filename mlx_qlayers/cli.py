@@ -12,8 +12,9 @@ from importlib import import_module
 from types import ModuleType
 
 from ._interrupts import INTERRUPTED, raising
-from .commands import borrowed, generate, info
+from .commands import borrowed, generate
 from .commands.arguments import Parser, one_line
+from .runtime.versions import version_of
 
 _NAMES = "generate borrowed convert quantize perplexity tune bench info doctor explain demo"
 _COMMANDS = [import_module(f".commands.{name}", __package__) for name in _NAMES.split()]
@@ -75,7 +76,7 @@ def _parser() -> Parser:
         prog="mlx-qlayers",
         description="Language models with the layers of mlx-qlayers.",
     )
-    parser.add_argument("--version", action="version", version=info.version_of("mlx-qlayers"))
+    parser.add_argument("--version", action="version", version=version_of("mlx-qlayers"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     summaries = {
         name: (module, summary)

@@ -6,10 +6,10 @@ import argparse
 import os
 import platform
 import re
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ..runtime.macos import macos_build, macos_version
+from ..runtime.versions import version_of
 from .arguments import add_model
 
 
@@ -36,14 +36,6 @@ def versions() -> dict[str, str]:
     rows = {"python": platform.python_version(), "platform": platform.platform()}
     packages = ("mlx-qlayers", "mlx", "mlx-lm", "huggingface-hub", "safetensors")
     return rows | {package: version_of(package) for package in packages}
-
-
-def version_of(package: str) -> str:
-    """The installed version of a package."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def device() -> dict[str, str]:

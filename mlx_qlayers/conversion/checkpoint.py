@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+
+from ..runtime.versions import version_of
 
 INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model*.safetensors"  # the files that mlx-lm reads
@@ -76,7 +77,7 @@ def digests(path: Path) -> dict[str, str]:
     if path.is_dir():
         config = json.dumps(read_json(path / "config.json"), sort_keys=True)
         found["config.json"] = sha256(config.encode()).hexdigest()[:16]
-    return found | {name: version(name) for name in ("mlx", "mlx-lm", "mlx-qlayers")}
+    return found | {name: version_of(name) for name in ("mlx", "mlx-lm", "mlx-qlayers")}
 
 
 def check_adapter(path: Path) -> None:

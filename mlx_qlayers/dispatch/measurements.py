@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from functools import cache, lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,12 +25,11 @@ from ..runtime.backend import advance_epoch, backend, within
 from ..runtime.backend import current as context
 from ..runtime.backend import epoch as current
 from ..runtime.explain import note
+from ..runtime.versions import MLX
 
 T = TypeVar("T")
 # Questions that are remembered: a server sees any number of lengths.
 _REMEMBERED = 4096
-# Which reads a file each time.
-_version = cache(version)
 
 
 class Measurement(NamedTuple):
@@ -167,8 +165,8 @@ def _kind_of(entry: Entry, record: Record) -> type[Any]:
         raise ValueError("was computed, not measured")
     # A configuration alone may hold whatever becomes of the text and of MLX.
     holds = entry.path == "uncompared" and not entry.source
-    if entry.mlx != _version("mlx") and not holds:
-        raise ValueError(f"measured with MLX {entry.mlx}, this is {_version('mlx')}")
+    if entry.mlx != MLX and not holds:
+        raise ValueError(f"measured with MLX {entry.mlx}, this is {MLX}")
     if entry.source != record.source and not holds:
         raise ValueError("measured with another version of the kernel")
     wanted = {kind: sorted(field.name for field in fields(kind)) for kind in record.configs}
@@ -195,7 +193,7 @@ def entry_of(
         heuristic=heuristic or paths.get("kernel", paths[path]),
         tried=tried,
         source=record.source,
-        mlx=_version("mlx"),
+        mlx=MLX,
         paths=paths,
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
         command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),

@@ -13,10 +13,10 @@ import sys
 import threading
 from collections.abc import Sequence
 from hashlib import sha256
-from importlib import metadata
 from pathlib import Path
 
 from ..backend import ToolchainError
+from ..versions import version_of
 from .errors import CompileError
 
 SHIMS = Path(__file__).parent.parent / "shims" / "host"
@@ -78,7 +78,7 @@ def _surroundings() -> str:
     makers = [Path(__file__).with_name(f"{name}.py") for name in _MAKERS]
     for path in [*makers, *sorted(p for p in SHIMS.rglob("*") if p.is_file())]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    versions = [metadata.version(name) for name in ("mlx", "ziglang")]
+    versions = [version_of(name) for name in ("mlx", "ziglang")]
     return f"{versions} {target()} {_processor()} {digest.hexdigest()}"
 
 
