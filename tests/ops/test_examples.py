@@ -25,19 +25,19 @@ def test_awkward_calls_against_float64(name, number, path):
     RANDOM[name].check(RANDOM[name].case(path, number, **RANDOM[name].awkward[number]))
 
 
-# MLX's functions that divide by zero on a GPU, and end the process, where there are no elements.
-DIVIDES = {mx.fast: ("rms_norm", "layer_norm"), mx: ("quantized_matmul", "gather_qmm")}
+# MLX's functions that have no case for arrays without elements on a GPU.
+WITH_ELEMENTS = {mx.fast: ("rms_norm", "layer_norm"), mx: ("quantized_matmul", "gather_qmm")}
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_nothing_is_given_to_what_divides_by_zero(name, monkeypatch):
-    """Nor to functions that it compiled."""
+def test_functions_of_mlx_are_given_elements(name, monkeypatch):
+    """Those that it compiled divide by their number on CUDA, and end the process."""
 
     def refuses(run, x, *others, **more):
         assert x.size
         return run(x, *others, **more)
 
-    for module, names in DIVIDES.items():
+    for module, names in WITH_ELEMENTS.items():
         for each in names:
             monkeypatch.setattr(module, each, partial(refuses, getattr(module, each)))
     for number, changes in enumerate(RANDOM[name].awkward):
