@@ -274,7 +274,9 @@ class Steps:
     def _compile_ahead(self, step: Form, found: CapturedStep, some: Sequence[Facts]) -> None:
         """Have the kernels of other batch sizes compiled, of a batch that may grow."""
         grows = step.program.batch > 1 or any(each.key[0] in BATCHES for each in some)
-        if not grows or not device_of().gpu:
+        # Sums over ranks have to come in the same order in all of them.
+        alone = all(node.op != "AllSum" for node in found.captured.graph.nodes)
+        if not (grows and alone and device_of().gpu):
             return
         self.is_ahead = True
         caches = TracedCaches([each.key for each in some], found.captured.names)

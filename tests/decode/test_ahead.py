@@ -4,6 +4,7 @@ import threading
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models import qwen2
 from mlx_lm.models.cache import BatchKVCache, KVCache
 from recorded_gpu import made_ready, recorded_gpu, wide_model, zeros
 
@@ -77,3 +78,15 @@ def test_failures_ahead_are_told_and_stop_no_request(made, monkeypatch):
         "RuntimeError: out of memory"
     ]
     assert step(model, 2).shape == (2, 1, 152064)
+
+
+def test_ranks_sum_in_the_same_order(made, monkeypatch):
+    """So a thread beside runs no step of a sharded model."""
+
+    own = qwen2.MLP.__call__
+    monkeypatch.setattr(qwen2.MLP, "__call__", lambda *given: mx.distributed.all_sum(own(*given)))
+    model = wide_model("qwen2", num_hidden_layers=2)
+    step(model, 1)
+    of_one = len(made)
+    made_ready()
+    assert len(made) == of_one
