@@ -60,11 +60,14 @@ class Recorded(NamedTuple):
 
 
 @contextmanager
-def recorded_gpu() -> Iterator[list[Recorded]]:
-    """Inside, the backend is ``cuda`` as on an H200; the list gets each launch that is added."""
+def recorded_gpu(device: str = "cuda", name: str = "sm_90") -> Iterator[list[Recorded]]:
+    """Inside, the backend is ``cuda`` as on an H200, or that of an Apple GPU, ``applegpu_g16s``.
+
+    The list gets each launch that is added.
+    """
     seen: list[Recorded] = []
 
-    def cuda_kernel(**declaration: Any) -> Callable[..., list[mx.array]]:
+    def gpu_kernel(**declaration: Any) -> Callable[..., list[mx.array]]:
         name = declaration["name"].rpartition("_")[0]
         size = len(declaration["header"]) + len(declaration["source"])
 
@@ -101,18 +104,19 @@ def recorded_gpu() -> Iterator[list[Recorded]]:
         finally:
             capturing.pop()
 
-    facts = {"architecture": "sm_90", "device_name": "NVIDIA H200"}
+    backend.advance_epoch()  # plans may be there for another GPU
+    facts = {"architecture": name, "device_name": name, "memory_size": 1 << 37}
     with (
-        mock.patch.object(mx.fast, "cuda_kernel", cuda_kernel),
+        mock.patch.object(mx.fast, f"{device}_kernel", gpu_kernel),
         mock.patch.object(mx.fast, "rms_norm", norm),
         mock.patch.object(mx, "device_info", lambda *_: facts),
-        mock.patch.dict(backend.missing, {"cuda": lambda: None}),
+        mock.patch.dict(backend.missing, {device: lambda: None}),
         on_a_gpu(),
         mock.patch.object(capture.Trace, "_run", captured),
         mock.patch.object(weights, "still_there", list),
         mock.patch.object(weights, "side_by_side", lambda x: beside(x, zeros((8,), mx.uint64))),
         cuda_ahead.nothing_compiled(),
-        use_backend("cuda"),
+        use_backend(device),
     ):
         yield seen
         made_ready()
