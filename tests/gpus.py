@@ -1,7 +1,19 @@
 """The GPUs that tests run on. Where there is none of a kind, conftest.py leaves its tests out."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
 import mlx.core as mx
 import pytest
+
+import mlx_qlayers.runtime.backend as backend
+from mlx_qlayers.runtime import cuda, host, metal
+from mlx_qlayers.runtime.backend import advance_epoch, use_backend
+from mlx_qlayers.runtime.devices import DEVICES
+from mlx_qlayers.runtime.devices.record import MAX_THREADGROUP_MEMORY
+from mlx_qlayers.runtime.host import checks
 
 NAMES = ("cuda", "metal")
 # Parameters for backends, marked with their names.
@@ -16,3 +28,26 @@ def available(name: str) -> bool:
 
 # For tests that need to run once only: where kernels run on this machine.
 HERE = next(filter(available, NAMES), "host")
+
+# Stand-ins for an M1, and for an NVIDIA GPU that has no more memory than the host backend gives.
+_METAL, _CUDA = DEVICES["metal"](""), DEVICES["cuda"]("")
+_SMALL = replace(_CUDA, threadgroup_memory=MAX_THREADGROUP_MEMORY, dynamic_memory=0)
+STAND_INS = {"as metal": (metal, _METAL), "as cuda": (cuda, _SMALL)}
+
+
+@contextmanager
+def standing_in(name: str) -> Iterator[None]:
+    """The kernels that are chosen for a GPU, as configured there, run on the checked build."""
+    module, device = STAND_INS[name]
+    kind = device.backend
+    with (
+        mock.patch.dict(backend.missing, {kind: lambda: None}),
+        mock.patch.dict(DEVICES, {kind: lambda _: device}),
+        mock.patch.object(module, "bind", host.bind),
+        use_backend(kind),
+        # Operands of products may lose what is below the normal numbers.
+        checks(flush_subnormals=True),
+    ):
+        advance_epoch()
+        yield
+    advance_epoch()

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from mlx_qlayers import use_backend
 from mlx_qlayers.runtime.backend import BackendError, unavailable
 from mlx_qlayers.runtime.host import checks
+from tests.gpus import STAND_INS, standing_in
 from tests.numerics import assert_accurate, behind_one, round_to, to64
 
-# A quarter of what runs on the host backend is checked; that build is slower. Beside a GPU it may
-# not be installed.
-_HOST = [] if unavailable("host") else ["host", "host", "host", "checked"]
+# Half of what runs on the host backend is checked; that build is slower. Beside a GPU it may not be
+# installed.
+_HOST = [] if unavailable("host") else ["host", "host", "host", "checked", *STAND_INS]
 BACKENDS = st.sampled_from([*_HOST, "reference", "reference", "auto"])
 # The smallest numbers above zero.
 _SUBNORMAL = {mx.float32: 2.0**-149, mx.float16: 2.0**-24, mx.bfloat16: 2.0**-133}
@@ -44,9 +45,9 @@ LAID_OUT: dict[str, Callable[[mx.array], mx.array]] = {
 LAYOUTS = st.sampled_from(["dense"] * 4 + list(LAID_OUT))
 
 
-def dtype_of(name: str) -> mx.Dtype:
-    """The dtype of that name."""
-    dtype = getattr(mx, name)
+def dtype_of(name: str | mx.Dtype) -> mx.Dtype:
+    """The dtype of that name, or the dtype itself."""
+    dtype = getattr(mx, name) if isinstance(name, str) else name
     assert isinstance(dtype, mx.Dtype)
     return dtype
 
@@ -89,7 +90,11 @@ def filled(
 
 @contextmanager
 def running(name: str) -> Iterator[None]:
-    """A backend, or the checked build of ``host``."""
+    """A backend, or the checked build of ``host``, as it is or standing in for a GPU."""
+    if name in STAND_INS:
+        with standing_in(name):
+            yield
+        return
     with use_backend("host" if name == "checked" else name), checks(name == "checked"):
         yield
 

@@ -15,10 +15,11 @@ from mlx_qlayers.commands.examples import examples, families
 from mlx_qlayers.ops.signature import Signature
 from mlx_qlayers.runtime import trace
 from tests.examples import arrays
+from tests.gpus import STAND_INS
 from tests.numerics import random, to64
 
 Numbers = dict[str, np.ndarray]
-BACKENDS = ("host", "checked", "cuda", "metal")
+BACKENDS = ("host", "checked", *STAND_INS, "cuda", "metal")
 
 
 class Call(NamedTuple):

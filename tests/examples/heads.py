@@ -179,13 +179,16 @@ def _step(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     dims, tokens = 0 if bits else min(case.dims, width), min(case.tokens, case.rows)
     pairs = zip(case.filled, (case.size, case.rows - tokens), strict=True)
     before, held = (int(share * count) for share, count in pairs)
+    covered = case.backend in BACKENDS and width % 8 == v_width % 8 == 0
+    kind = Heads(dtype, width, v_width, max(bits, v_bits), tokens)
+    covered = covered and covers(heads // kv_heads, kind, case.backend == "as metal")
     names = "q", "k", "v", "k_cache", "v_cache", "k_append", "v_append", "freqs", "sinks"
     made = [random(rng, (batch, tokens, heads * width), dtype)]
     made += [random(rng, (batch, tokens, kv_heads * n), dtype) for n in (width, v_width)]
     for count, counted in ((case.size, before), (case.rows, held)):
         for n in (width, v_width):
             made.append(random(rng, (batch, kv_heads, count, n), dtype))
-            if case.backend in BACKENDS and not bits:  # which a kernel does not read
+            if covered and not bits:  # which a kernel does not read
                 made[-1][:, :, counted:] = mx.nan
     freqs = frequencies(case, rng, dims)
     sinks = random(rng, (heads,), dtype, 3.0) if case.sinks else None
@@ -219,9 +222,6 @@ def _step(case: SimpleNamespace, rng: np.random.Generator) -> Call:
         moved = angle * large * (stock and (dims > 0 or "norms" in options))
         return _stepped(n, places, options, freqs=given["freqs"], dtype=dtype, moved=moved)
 
-    covered = case.backend in BACKENDS and width % 8 == v_width % 8 == 0
-    kind = Heads(dtype, width, v_width, max(bits, v_bits), tokens)
-    covered = covered and covers(heads // kv_heads, kind, few_registers=False)
     dtypes = [dtype, mx.uint32 if bits else dtype]
     shape = batch, tokens, heads * v_width
     return Call(attention_step, given, options, shape, expected, (), covered, dtypes)

@@ -53,7 +53,11 @@ def _int8_matmul(case: SimpleNamespace, rng: np.random.Generator) -> Call:
         (*case.rows, n),
         expected,
         ["x"] if case.gradient and case.values == "normal" else (),
-        dtype != mx.float32 and k % DEPTH == 0 and given["x"].size > 0,
+        # Of Apple's GPUs an M5 has it.
+        dtype != mx.float32
+        and k % DEPTH == 0
+        and given["x"].size > 0
+        and case.backend != "as metal",
     )
 
 
