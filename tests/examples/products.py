@@ -354,6 +354,8 @@ GATHER_QMM = Random(
         {"fmt": FP4, "shapes": GATHERED[0], "dtypes": ("bfloat16",) * 2, "scaled": True},
         {"fmt": FP4, "shapes": GATHERED[1], "scaled": True, "transpose": False},
         {"fmt": FP4, "shapes": SORTED[0], "scaled": True, "sorted": True},
+        {"fmt": FP4, "shapes": ((5,), (6,), None, (5,)), "scaled": True, "sorted": True}
+        | {"transpose": False},
         *({"fmt": SMALL, "shapes": GATHERED[2], "n": 0, "transpose": t} for t in (True, False)),
         {"fmt": SMALL, "shapes": ((2,), (0,), (0,), (0,)), "n": 40},
     ],

@@ -20,6 +20,8 @@ AFFINE, SMALL = Format(64, 4), Format(32, 4)
 FEW, MANY = (1, 3, 7, 16), (17, 41, 64, 129)
 # Rows of a matrix, and groups in each: no whole tiles, one of everything, long rows, many tiles.
 SIZES = [(41, 3), (1, 1), (8, 16), (520, 1), (33, 5)]
+# As they are, and beginning one element into their buffers.
+LAYOUTS = ["dense", "behind one"]
 
 
 @pytest.fixture(autouse=True)
@@ -28,30 +30,31 @@ def reference_path():
         yield
 
 
-def check(path, fmt, transpose, dtype, rows, size=SIZES[0], gradient=False):
+def check(path, fmt, transpose, dtype, rows, size, gradient, layout):
     sizes = {"rows": (rows,), "n": size[0], "groups": size[1]}
     changes = {"fmt": fmt, "transpose": transpose, "dtypes": (dtype,) * 3} | sizes
-    changes |= {"bias": gradient, "gradient": gradient}
+    changes |= {"bias": gradient, "gradient": gradient, "layouts": (layout,) * 5}
     call = RANDOM["quantized_matmul"].call(path, **changes)
-    call.check(path, f"{fmt} {dtype} {rows} {size}")
+    call.check(path, f"{fmt} {dtype} {rows} {size} {layout}")
 
 
 @pytest.mark.parametrize("path", ["reference", "host", "checked", *STAND_INS])
 @pytest.mark.parametrize(
-    ("fmt", "transpose", "dtype", "few", "many", "size", "gradient"),
-    in_turn(pairwise(FORMATS, (True, False)), DTYPES, FEW, MANY, SIZES, (False, True)),
+    ("fmt", "transpose", "dtype", "few", "many", "size", "gradient", "layout"),
+    in_turn(pairwise(FORMATS, (True, False)), DTYPES, FEW, MANY, SIZES, (False, True), LAYOUTS),
     ids=str,
 )
-def test_every_format(path, fmt, transpose, dtype, few, many, size, gradient):
+def test_every_format(path, fmt, transpose, dtype, few, many, size, gradient, layout):
     for rows in (few, many) if path in BACKENDS else FEW + MANY:
-        check(path, fmt, transpose, dtype, rows, size, gradient)
+        check(path, fmt, transpose, dtype, rows, size, gradient, layout)
 
 
 @on_gpus
 @every_format_and_dtype
 def test_on_gpus(gpu, fmt, dtype, transpose):
-    for rows, size in zip((1, 7, 16, 17, 64, 97, 129), SIZES * 2, strict=False):
-        check(gpu, fmt, transpose, dtype, rows, size, gradient=rows > 16)
+    each = zip((1, 7, 16, 17, 64, 97, 129), SIZES * 2, LAYOUTS * 4, strict=False)
+    for rows, size, layout in each:
+        check(gpu, fmt, transpose, dtype, rows, size, rows > 16, layout)
 
 
 @pytest.mark.parametrize("rows", [1, 40])

@@ -138,6 +138,15 @@ def test_matrix_units_with_runs_ahead(run, fragments, ahead):
             check_product(by_kernel(x, packed, AFFINE, config=config), x, packed, AFFINE)
 
 
+@pytest.mark.parametrize(
+    "fmt", [Format(32, 4, "mxfp4"), Format(32, 8, "mxfp8"), Format(16, 4, "nvfp4")], ids=str
+)
+def test_codes_are_no_subnormal_operands(fmt):
+    x, packed = sample(np.random.default_rng(3), 8, 24, 4, fmt, mx.float16)
+    with checks(flush_subnormals=True):
+        check_product(by_kernel(x, packed, fmt, device="cuda"), x, packed, fmt)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5, 16])
 @pytest.mark.parametrize("device", ["host", "metal"])
 def test_reads_the_matrix_once(rows, device):
