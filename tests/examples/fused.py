@@ -107,7 +107,9 @@ def _fused_products(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     norm = (weight if case.norm == "weighted" else None, 1e-5) if case.norm else None
     added = residual if case.residual and alone else None
     many = int(np.prod(case.rows)) > 16
-    dense = many and not (case.backend in ON_CUDA and dtype != mx.float32)
+    # On CUDA not those of halves; those of float32 would be in TF32.
+    on_cuda = case.backend in ("cuda", "as cuda")
+    dense = many and not (on_cuda and dtype != mx.float32)
     # The norm is a launch of its own, whose results are rounded.
     rounds = norm and (many or dtype == mx.float16 or case.backend in ("host", "checked"))
 
@@ -132,13 +134,11 @@ def _fused_products(case: SimpleNamespace, rng: np.random.Generator) -> Call:
         {"matrices": matrices, "norm": norm, "gate": case.gate, **fmt._asdict()},
         (*case.rows, widths[0]),
         expected,
-        by_kernel=len(widths) <= 3 and x.size > 0 and not (dense and case.backend in ON_CUDA),
+        by_kernel=len(widths) <= 3 and x.size > 0 and not (dense and on_cuda),
         dtypes=[dtype, dtype, mx.float32] if case.next and alone else [dtype],
     )
 
 
-# Where many rows of halves are not dense products; those of float32 would be in TF32.
-ON_CUDA = "cuda", "as cuda"
 _THREE = {"widths": (41, 8, 9), "bias": (True, False, True), "norm": "weighted"}
 FUSED_PRODUCTS = Random(
     {

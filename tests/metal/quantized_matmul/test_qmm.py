@@ -26,7 +26,7 @@ def sample(rng, rows, outer, groups, fmt, dtype, transpose=True):
     return random(rng, (rows, inner if transpose else outer), dtype), packed
 
 
-def by_kernel(x, packed, fmt, transpose=True, bias=None, device="host", **changes):
+def by_kernel(x, packed, fmt, transpose=True, bias=None, device="metal", **changes):
     n = packed[0].shape[0] if transpose else fmt.dims(packed[0])
     config = replace(qmm_config(device, len(x), n, x.shape[1], x.dtype, fmt, transpose), **changes)
     with use_backend(HERE):
