@@ -1,7 +1,21 @@
 """The GPUs that tests run on. Where there is none of a kind, conftest.py leaves its tests out."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
 import mlx.core as mx
 import pytest
+
+import mlx_qlayers.runtime.backend as backend
+from mlx_qlayers.metal.attention import forward, records
+from mlx_qlayers.metal.attention.layout import Layout, layout, memory
+from mlx_qlayers.runtime import cuda, host, metal
+from mlx_qlayers.runtime.backend import advance_epoch, use_backend
+from mlx_qlayers.runtime.devices import DEVICES
+from mlx_qlayers.runtime.devices.record import MAX_THREADGROUP_MEMORY
+from mlx_qlayers.runtime.host import checks
 
 NAMES = ("cuda", "metal")
 # Parameters for backends, marked with their names.
@@ -16,3 +30,38 @@ def available(name: str) -> bool:
 
 # For tests that need to run once only: where kernels run on this machine.
 HERE = next(filter(available, NAMES), "host")
+
+# Stand-ins for an M1, and for an NVIDIA GPU that has no more memory than the host backend gives.
+_METAL, _CUDA = DEVICES["metal"](""), DEVICES["cuda"]("")
+_SMALL = replace(_CUDA, threadgroup_memory=MAX_THREADGROUP_MEMORY, dynamic_memory=0)
+STAND_INS = {"as metal": (metal, _METAL), "as cuda": (cuda, _SMALL)}
+
+
+def _fitting(kernel: str, device: str, dtype: mx.Dtype, width: int) -> Layout:
+    """The layout of attention's tiles on a device, smaller where the host has no room for it."""
+    best = layout(kernel, device, dtype, width)
+    values = {"T": dtype, "D": width, "DV": width, "ROLES": best.roles, **best.template()}
+    of = "forward" if kernel == "packed" else kernel
+    if max(memory(of, values, name) for name in ("host", device)) <= MAX_THREADGROUP_MEMORY:
+        return best
+    smaller = {"tile": best.tile // 2} if best.tile > 16 else {"simds": best.simds // 2}
+    return replace(best, **smaller)
+
+
+@contextmanager
+def standing_in(name: str) -> Iterator[None]:
+    """The kernels that are chosen for a GPU, as configured there, run on the checked build."""
+    module, device = STAND_INS[name]
+    kind = device.backend
+    with (
+        mock.patch.dict(backend.missing, {kind: lambda: None}),
+        mock.patch.dict(DEVICES, {kind: lambda _: device}),
+        mock.patch.object(module, "bind", host.bind),
+        mock.patch.object(forward, "layout", _fitting),
+        mock.patch.object(records, "layout", _fitting),
+        use_backend(kind),
+        checks(),
+    ):
+        advance_epoch()
+        yield
+    advance_epoch()

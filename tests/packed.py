@@ -23,17 +23,9 @@ EACH_WIDTH = [
     for mode, (sizes, widths) in MODES.items()
     for n, bits in enumerate(widths)
 ]
-every_width = pytest.mark.parametrize(
-    ("fmt", "transpose", "dtype"), in_turn(pairwise(EACH_WIDTH, (True, False)), DTYPES), ids=str
-)
 every_format_and_dtype = pytest.mark.parametrize(
     ("fmt", "dtype", "transpose"), pairwise(FORMATS, DTYPES, (True, False)), ids=str
 )
-# In these each number of bits, and each group size, meets every dtype.
-FORMATS_IN_TURN = [
-    pytest.param(fmt, DTYPES[(n // len(MODES[fmt.mode][1]) + n) % len(DTYPES)])
-    for n, fmt in enumerate(FORMATS)
-]
 # dequantize unpacks every format in every dtype; other kernels unpack as it does.
 every_format = pytest.mark.parametrize(
     ("fmt", "transpose", "dtype"), in_turn(pairwise(FORMATS, (True, False)), DTYPES), ids=str

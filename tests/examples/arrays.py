@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from mlx_qlayers import use_backend
 from mlx_qlayers.runtime.backend import BackendError, unavailable
 from mlx_qlayers.runtime.host import checks
+from tests.gpus import STAND_INS, standing_in
 from tests.numerics import assert_accurate, behind_one, round_to, to64
 
-# A quarter of what runs on the host backend is checked; that build is slower. Beside a GPU it may
-# not be installed.
-_HOST = [] if unavailable("host") else ["host", "host", "host", "checked"]
+# Half of what runs on the host backend is checked; that build is slower. Beside a GPU it may not be
+# installed.
+_HOST = [] if unavailable("host") else ["host", "host", "host", "checked", *STAND_INS]
 BACKENDS = st.sampled_from([*_HOST, "reference", "reference", "auto"])
 # The smallest numbers above zero.
 _SUBNORMAL = {mx.float32: 2.0**-149, mx.float16: 2.0**-24, mx.bfloat16: 2.0**-133}
@@ -27,6 +28,12 @@ HEADS = st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3), (7, 1), (8, 4)])
 DTYPES = st.sampled_from(["float32", "float16", "bfloat16"])
 SEEDS = st.integers(0, 2**32 - 1)
 VALUES = st.sampled_from(["normal"] * 6 + ["zeros", "tiny", "huge", "special"])
+
+
+def _spoilt(dtype: mx.Dtype) -> mx.array:
+    return mx.array(mx.nan if mx.issubdtype(dtype, mx.floating) else 1, dtype)
+
+
 LAID_OUT: dict[str, Callable[[mx.array], mx.array]] = {
     "dense": lambda a: a,
     "lazy": lambda a: a.reshape(-1).reshape(a.shape),
@@ -34,7 +41,10 @@ LAID_OUT: dict[str, Callable[[mx.array], mx.array]] = {
     "every second": lambda a: mx.repeat(a, 2, axis=-1)[..., ::2],
     "backwards": lambda a: mx.contiguous(a[..., ::-1])[..., ::-1],
     "rows backwards": lambda a: mx.contiguous(a[::-1])[::-1],
-    "part": lambda a: mx.pad(a, [(1, 2)] * a.ndim)[(slice(1, -2),) * a.ndim],
+    # What is outside spoils whatever reads it.
+    "part": lambda a: mx.pad(a, [(1, 2)] * a.ndim, constant_values=_spoilt(a.dtype))[
+        (slice(1, -2),) * a.ndim
+    ],
     "transposed": lambda a: mx.contiguous(a.T).T,
     "swapped": lambda a: mx.contiguous(a.swapaxes(0, -1)).swapaxes(0, -1),
     # These two change the values: what is expected is worked out from what they give.
@@ -44,9 +54,9 @@ LAID_OUT: dict[str, Callable[[mx.array], mx.array]] = {
 LAYOUTS = st.sampled_from(["dense"] * 4 + list(LAID_OUT))
 
 
-def dtype_of(name: str) -> mx.Dtype:
-    """The dtype of that name."""
-    dtype = getattr(mx, name)
+def dtype_of(name: str | mx.Dtype) -> mx.Dtype:
+    """The dtype of that name, or the dtype itself."""
+    dtype = getattr(mx, name) if isinstance(name, str) else name
     assert isinstance(dtype, mx.Dtype)
     return dtype
 
@@ -89,7 +99,11 @@ def filled(
 
 @contextmanager
 def running(name: str) -> Iterator[None]:
-    """A backend, or the checked build of ``host``."""
+    """A backend, or the checked build of ``host``, as it is or standing in for a GPU."""
+    if name in STAND_INS:
+        with standing_in(name):
+            yield
+        return
     with use_backend("host" if name == "checked" else name), checks(name == "checked"):
         yield
 

@@ -15,10 +15,11 @@ from mlx_qlayers.commands.examples import examples, families
 from mlx_qlayers.ops.signature import Signature
 from mlx_qlayers.runtime import trace
 from tests.examples import arrays
-from tests.numerics import random, to64
+from tests.gpus import STAND_INS
+from tests.numerics import behind_one, random, to64
 
 Numbers = dict[str, np.ndarray]
-BACKENDS = ("host", "checked", "cuda", "metal")
+BACKENDS = ("host", "checked", *STAND_INS, "cuda", "metal")
 
 
 class Call(NamedTuple):
@@ -55,6 +56,8 @@ class Call(NamedTuple):
         with arrays.running(backend), trace() as launches:
             outputs = run(*inputs)
             up = [random(rng, y.shape, y.dtype) for y in outputs] if names else []
+            if backend not in ("host", "auto"):  # as a view
+                up = [behind_one(y) for y in up]
             gradients = mx.vjp(run, inputs, up)[1] if names else []
             mx.eval(outputs, gradients)
         assert outputs[0].shape == self.shape, f"{outputs[0].shape}, not {self.shape}: {what}"

@@ -68,7 +68,8 @@ def _attention(case: SimpleNamespace, rng: np.random.Generator) -> Call:
             sinks=n.get("sinks"),
             cotangent=up[0] if up else None,
             dtype=kind,
-            units=units(common, bits[0] > 0),
+            # Kernels of few queries multiply what is packed as it is.
+            units=units(common, bits[0] > 0 and not (few and case.backend in BACKENDS)),
         )
         sure = (np.isfinite(n["q"]) & (np.abs(n["q"]) < 1e3)).all(-1, keepdims=True)
         found["0"] = np.where(sure, found.pop("out"), 0)
@@ -89,6 +90,8 @@ def _attention(case: SimpleNamespace, rng: np.random.Generator) -> Call:
 
 
 _FEW = {"heads": (6, 2), "queries": 1, "keys": 65, "width": 64, "v_width": 128}
+_SOME = {"heads": (4, 4), "queries": 7, "keys": 1030, "width": 128, "v_width": 96, "mask": "causal"}
+_ALONE = {"heads": (1, 1), "width": 32, "v_width": 32, "dtype": "float16", "gradient": True}
 _LONG = {"heads": (3, 3), "queries": 9, "keys": 33, "width": 128, "v_width": 64, "mask": "causal"}
 ATTENTION = Random(
     {
@@ -137,7 +140,19 @@ ATTENTION = Random(
         ),
         {"dtype": "float16", "keys_dtype": "float32", "sinks": True, "mask": "additive"},
         {"mask": "one key", "dtype": "float16", "width": 32, "v_width": 32, "gradient": True},
-        *({"scale": 1e5, "mask": "causal", "dtype": d} for d in ("float32", "float16")),
+        *(
+            {"scale": 1e5, "mask": "causal", "dtype": dtype, "keys": keys}
+            for dtype, keys in (("float32", 33), ("float16", 33), ("float16", 290))
+        ),
+        # Gradients: a difference of weighted values, each rounded as an operand; zero, but for the
+        # error of the weight that is made anew.
+        {"queries": 1, "keys": 65, "mask": "padded", "scale": 1.0} | _ALONE,
+        {"queries": 1, "keys": 1, "scale": 30.0} | _ALONE,
+        # All queries of all heads of a group, the last more than fit into one threadgroup.
+        *(
+            {"heads": heads, "queries": n, "keys": 130, "mask": "causal", "dtype": "bfloat16"}
+            for heads, n in (((8, 1), 8), ((14, 2), 7), ((24, 1), 3))
+        ),
         *({"window": w, "mask": m} for w, m in ((2**31, "none"), (2**70, "boolean"))),
         *(
             plain | {"packing": packing, "dtype": dtype} | change
@@ -145,8 +160,16 @@ ATTENTION = Random(
                 (_FEW, ((32, 4, 4), "float32"), {}),
                 (_FEW, ((64, 3, 3), "bfloat16"), {}),
                 (_FEW, ((64, 8, 8), "bfloat16"), {"mask": "padded", "sinks": True, "window": 7}),
+                (_FEW, ((32, 8, 4), "float32"), {"keys": 257, "v_width": 96}),
+                (_FEW, ((64, 4, 4), "bfloat16"), {"keys": 1, "queries": 2}),
+                (_SOME, ((32, 4, 8), "float16"), {"width": 96}),
+                (_SOME, ((128, 8, 8), "float16"), {"v_width": 256}),
+                (_SOME, ((32, 2, 3), "float32"), {"width": 96}),
+                (_SOME, ((64, 2, 4), "bfloat16"), {"v_width": 64}),
                 (_LONG, ((64, 8, 4), "float32"), {"softcap": 3.0}),
                 (_LONG, ((32, 2, 3), "float16"), {}),
+                # So few groups MLX would pass in another address space.
+                (_LONG, ((64, 4, 4), "bfloat16"), {"keys": 1, "heads": (2, 1)}),
                 (_LONG, ((64, 6, 6), "bfloat16"), {}),
             )
         ),
@@ -160,6 +183,23 @@ ATTENTION = Random(
     ],
     examples=30,
 )
+
+
+def attended(
+    path: str,
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    kind: str = "none",
+    extra: dict[str, Any] | None = None,
+    gradient: bool = True,
+) -> list[str]:
+    """Hold a call against float64, as ``attention_cases.check``; the kernels that it launched."""
+    batch, heads, kv_heads, queries, keys, width, v_width = shape
+    sizes = {"batch": batch, "heads": (heads, kv_heads), "queries": queries, "keys": keys}
+    sizes |= {"width": width, "v_width": v_width, "scale": width**-0.5}
+    changes = {"dtype": dtype, "mask": kind, "gradient": gradient, **(extra or {})}
+    what = f"{shape} {dtype} {kind} {extra}"
+    return ATTENTION.call(path, **sizes, **changes).check(path, what)[1]
 
 
 def normed(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
@@ -179,13 +219,16 @@ def _step(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     dims, tokens = 0 if bits else min(case.dims, width), min(case.tokens, case.rows)
     pairs = zip(case.filled, (case.size, case.rows - tokens), strict=True)
     before, held = (int(share * count) for share, count in pairs)
+    covered = case.backend in BACKENDS and width % 8 == v_width % 8 == 0
+    kind = Heads(dtype, width, v_width, max(bits, v_bits), tokens)
+    covered = covered and covers(heads // kv_heads, kind, case.backend == "as metal")
     names = "q", "k", "v", "k_cache", "v_cache", "k_append", "v_append", "freqs", "sinks"
     made = [random(rng, (batch, tokens, heads * width), dtype)]
     made += [random(rng, (batch, tokens, kv_heads * n), dtype) for n in (width, v_width)]
     for count, counted in ((case.size, before), (case.rows, held)):
         for n in (width, v_width):
             made.append(random(rng, (batch, kv_heads, count, n), dtype))
-            if case.backend in BACKENDS and not bits:  # which a kernel does not read
+            if covered and not bits:  # which a kernel does not read
                 made[-1][:, :, counted:] = mx.nan
     freqs = frequencies(case, rng, dims)
     sinks = random(rng, (heads,), dtype, 3.0) if case.sinks else None
@@ -219,9 +262,6 @@ def _step(case: SimpleNamespace, rng: np.random.Generator) -> Call:
         moved = angle * large * (stock and (dims > 0 or "norms" in options))
         return _stepped(n, places, options, freqs=given["freqs"], dtype=dtype, moved=moved)
 
-    covered = case.backend in BACKENDS and width % 8 == v_width % 8 == 0
-    kind = Heads(dtype, width, v_width, max(bits, v_bits), tokens)
-    covered = covered and covers(heads // kv_heads, kind, few_registers=False)
     dtypes = [dtype, mx.uint32 if bits else dtype]
     shape = batch, tokens, heads * v_width
     return Call(attention_step, given, options, shape, expected, (), covered, dtypes)

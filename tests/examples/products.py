@@ -156,6 +156,13 @@ def by_groups(d_w: np.ndarray, w: mx.array, fmt: Format) -> list[np.ndarray]:
     return [summed(a) for a in (d_w * q.astype(d_w.dtype), d_w)]
 
 
+# Few rows: GPUs unpack codes one by one or in pairs, Apple's from runs within words, too.
+FEW = [(fmt, "float32", m) for fmt in (FP4, Format(32, 3)) for m in (1, 3, 16)]
+FEW += [(Format(32, 8, "mxfp8"), "float32", 1), (Format(32, 4, "mxfp4"), "float16", 1)]
+FEW += [(fmt, "bfloat16", 1) for fmt in (Format(64, 8), Format(32, 8, "mxfp8"))]
+FEW += [(fmt, "float16", 8) for fmt in (FP4, Format(32, 4, "mxfp4"), Format(32, 8, "mxfp8"))]
+FEW += [(Format(32, bits), "bfloat16", 8) for bits in (2, 3, 5, 6)]
+FEW += [(Format(64, bits), "bfloat16", 8) for bits in (3, 5, 8)]
 _MIXED = [("float16", "float32", "float16"), ("float16", "float16", "float32")]
 _MIXED += [("float32", "float16", "float16"), ("float32", "bfloat16", "float16")]
 QUANTIZED_MATMUL = Random(
@@ -187,6 +194,10 @@ QUANTIZED_MATMUL = Random(
         {"fmt": SMALL, "n": 16, "rows": (2, 5), "batch": (2,), "bias": True},
         *({"fmt": SMALL, "n": 16, "rows": (2,), "dtypes": d, "bias": True} for d in _MIXED),
         *(
+            {"fmt": fmt, "rows": (m,), "dtypes": (d,) * 3, "groups": 1 + m // 8}
+            for fmt, d, m in FEW
+        ),
+        *(
             {"fmt": FP4, "n": 48, "transpose": t, "scaled": True, "bias": True, "dtypes": (d,) * 3}
             for t, d in ((True, "float32"), (False, "bfloat16"))
         ),
@@ -215,6 +226,8 @@ GATHERED = [
     ((1, 3), (4,), (2, 1, 1), (2, 3)),
     ((40,), (3,), None, (40,)),
 ]
+# Choices in order: each of one block of x, of any block, and two of each.
+SORTED = [((10,), (6,), None, (10,)), ((10,), (6,), (10,), (10,)), ((5, 1), (6,), None, (5, 2))]
 
 
 def _gather_qmm(case: SimpleNamespace, rng: np.random.Generator) -> Call:
@@ -227,8 +240,9 @@ def _gather_qmm(case: SimpleNamespace, rng: np.random.Generator) -> Call:
         None if shape is None else rng.integers(0, count, shape)
         for shape, count in ((left, blocks), (right, matrices))
     ]
-    if case.sorted and right is not None:
-        indices[1] = np.sort(indices[1], axis=None).reshape(right)
+    if case.sorted and right is not None:  # many choose the first, and few or none the last
+        chosen = (rng.random(right) ** 3 * matrices).astype(int)
+        indices[1] = np.sort(chosen, axis=None).reshape(right)
     indices = [None if i is None else mx.array(i, kind) for i in indices]
     x = random(rng, (*lead, case.m, inner), kinds[0])
     parts = packed(rng, (*batch, case.n, wide), fmt, kinds[1])
@@ -330,11 +344,18 @@ GATHER_QMM = Random(
         | {"gradient": True, "groups": 2},
         {"fmt": Format(64, 4), "shapes": GATHERED[-1], "dtypes": ("float16",) * 2, "sorted": True},
         *(
+            {"fmt": SMALL, "shapes": shapes, "m": 2, "n": 64, "sorted": True, "gradient": True}
+            for shapes in SORTED
+        ),
+        *(
             {"fmt": SMALL, "shapes": GATHERED[0], "dtypes": d, "groups": 2, "gradient": True}
             for d in (("float16", "bfloat16"), ("float16", "float32"), ("float32", "bfloat16"))
         ),
         {"fmt": FP4, "shapes": GATHERED[0], "dtypes": ("bfloat16",) * 2, "scaled": True},
         {"fmt": FP4, "shapes": GATHERED[1], "scaled": True, "transpose": False},
+        {"fmt": FP4, "shapes": SORTED[0], "scaled": True, "sorted": True},
+        {"fmt": FP4, "shapes": ((5,), (6,), None, (5,)), "scaled": True, "sorted": True}
+        | {"transpose": False},
         *({"fmt": SMALL, "shapes": GATHERED[2], "n": 0, "transpose": t} for t in (True, False)),
         {"fmt": SMALL, "shapes": ((2,), (0,), (0,), (0,)), "n": 40},
     ],

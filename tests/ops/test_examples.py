@@ -12,13 +12,13 @@ from mlx_qlayers.runtime.host import checks
 from tests.examples import CALLS, RANDOM, in_float32, is_float
 from tests.examples.arrays import LAID_OUT, laid_out
 from tests.examples.invalid import INVALID, OPERATIONS
-from tests.gpus import GPUS, HERE
+from tests.gpus import GPUS, HERE, STAND_INS
 from tests.numerics import assert_gradient, assert_same_sums
 
 AWKWARD = [(name, i) for name, each in RANDOM.items() for i in range(len(each.awkward))]
 
 
-@pytest.mark.parametrize("path", ["reference", "auto", "checked", *GPUS])
+@pytest.mark.parametrize("path", ["reference", "auto", "checked", *STAND_INS, *GPUS])
 @pytest.mark.parametrize(("name", "number"), AWKWARD)
 def test_awkward_calls_against_float64(name, number, path):
     """Results and gradients, by kernels where there are any."""

@@ -1,4 +1,4 @@
-"""gather_qmm on both paths against float64: indices, gradients, what it promises and refuses."""
+"""gather_qmm in every format, on all paths, which path is taken, and what it refuses."""
 
 import mlx.core as mx
 import numpy as np
@@ -10,15 +10,55 @@ from mlx_qlayers.ops import gather_qmm as operation
 from mlx_qlayers.ops.gather_qmm import gather_qmm
 from mlx_qlayers.runtime import BackendError, trace
 from mlx_qlayers.runtime.backend import backend, current, epoch
+from tests.examples import RANDOM
+from tests.gpus import STAND_INS, on_gpus
 from tests.numerics import random
-from tests.packed import check_gathered, random_experts
+from tests.ops.test_quantized_matmul import LAYOUTS
+from tests.packed import (
+    DTYPES,
+    EACH_WIDTH,
+    check_gathered,
+    every_format_and_dtype,
+    random_experts,
+)
+from tests.pairwise import in_turn, pairwise
 
 SMALL = Format(32, 4)
 E, N, K = 5, 40, 64
+# Blocks, their rows, and whether their choices of six matrices are sorted: each by itself, tiles of
+# rows that chose the same, and fewer rows than matrices.
+BLOCKS = [(7, 1, False), (7, 3, False), (90, 1, True), (9, 3, True), (5, 1, True)]
+# Rows of a matrix, and groups in each: no whole tiles, one of everything, more than a tile.
+SIZES = [(41, 3), (1, 1), (72, 5)]
 
 
 def options(fmt, **others):
     return fmt._asdict() | others
+
+
+def check(path, fmt, transpose, dtype, blocks, size, layout):
+    count, m, in_order = blocks
+    sizes = {"shapes": ((count,), (6,), None, (count,)), "m": m, "n": size[0], "groups": size[1]}
+    changes = {"fmt": fmt, "transpose": transpose, "dtypes": (dtype,) * 2} | sizes
+    changes |= {"sorted": in_order, "layouts": (layout,) * 7}
+    RANDOM["gather_qmm"].call(path, **changes).check(path, f"{fmt} {dtype} {blocks} {size}")
+
+
+@pytest.mark.parametrize("path", ["host", "checked", *STAND_INS])
+@pytest.mark.parametrize(
+    ("fmt", "transpose", "dtype", "blocks", "size", "layout"),
+    in_turn(pairwise(EACH_WIDTH, (True, False)), DTYPES, BLOCKS, SIZES, LAYOUTS),
+    ids=str,
+)
+def test_every_width(path, fmt, transpose, dtype, blocks, size, layout):
+    check(path, fmt, transpose, dtype, blocks, size, layout)
+
+
+@on_gpus
+@every_format_and_dtype
+def test_on_gpus(gpu, fmt, dtype, transpose):
+    for blocks, size, layout in zip(BLOCKS, SIZES * 2, LAYOUTS * 3, strict=False):
+        check(gpu, fmt, transpose, dtype, blocks, size, layout)
 
 
 def test_reference_large_enough_for_every_core(machine):

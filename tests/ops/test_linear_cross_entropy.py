@@ -11,7 +11,7 @@ import pytest
 
 from mlx_qlayers import linear_cross_entropy, log_probabilities, use_backend
 from mlx_qlayers.dispatch import dispatch
-from mlx_qlayers.ops.linear_cross_entropy.blocks import ROWS, STEP, WORDS
+from mlx_qlayers.ops.linear_cross_entropy.blocks import STEP, WORDS
 from mlx_qlayers.ops.linear_cross_entropy.logits import OF_LOGITS, Scoring
 from mlx_qlayers.runtime import trace
 from mlx_qlayers.runtime.host import checks
@@ -31,39 +31,6 @@ def of_logits(targets, mask, reduction, x, weight, bias):
     if reduction == "none":
         return losses
     return losses.sum() / weights.sum()
-
-
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_rows_of_several_blocks_beside_the_losses_of_mlx(reduction):
-    rows, words, width = (ROWS + 3,), 41, 16
-    mx.random.seed(0)
-    targets = mx.random.randint(-1, words + 1, rows)
-    mask = mx.random.uniform(0, 2, rows)
-    arrays = [mx.random.normal((*rows, width)), mx.random.normal((words, width)) / 4]
-    arrays.append(mx.random.normal((words,)))
-
-    def ours(x, weight, bias):
-        return linear_cross_entropy(x, targets, weight, bias=bias, mask=mask, reduction=reduction)
-
-    stock = partial(of_logits, targets, mask, reduction)
-    up = mx.random.normal(rows if reduction == "none" else ())
-    truth = given_gradients(
-        stock, *([a.astype(mx.float64) for a in each] for each in (arrays, [up]))
-    )
-    # An error of a logit, which is a sum of such terms, is a relative one of what comes of it.
-    x, weight, bias = map(to64, arrays)
-    sums = 1 + (np.abs(x) @ np.abs(weight).T + np.abs(bias)).max()
-    found, rounded = (given_gradients(f, arrays, [up]) for f in (ours, stock))
-    for one, other, exact in zip(found, rounded, map(to64, truth), strict=True):
-        assert_accurate(one, exact, other, terms=sums * np.abs(exact).max())
-
-
-def given_gradients(function, arrays, up):
-    """Its result and gradients, in float64 on a CPU."""
-    with mx.stream(mx.cpu if up[0].dtype == mx.float64 else mx.default_device()):
-        (y,), gradients = mx.vjp(lambda *a: [function(*a)], arrays, up)
-        mx.eval(y, gradients)
-    return [y, *gradients]
 
 
 @pytest.mark.parametrize("path", ["host", "checked", *GPUS])

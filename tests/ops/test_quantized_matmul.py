@@ -1,4 +1,4 @@
-"""quantized_matmul on MLX's operators in every format, and which path is taken."""
+"""quantized_matmul in every format, on all paths, and which path is taken."""
 
 import mlx.core as mx
 import numpy as np
@@ -9,12 +9,19 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.runtime import BackendError, trace
 from mlx_qlayers.runtime.backend import backend
 from tests.examples import RANDOM
+from tests.examples.calls import BACKENDS
+from tests.gpus import STAND_INS, on_gpus
 from tests.numerics import random
-from tests.packed import check_product, every_format, random_packed
+from tests.packed import DTYPES, FORMATS, check_product, every_format_and_dtype, random_packed
+from tests.pairwise import in_turn, pairwise
 
 AFFINE, SMALL = Format(64, 4), Format(32, 4)
-# Rows on both sides of every crossover between the packed and the dense product.
-ROWS = [1, 3, 7, 16, 41]
+# Rows on both sides of every crossover between kernels, and of the packed and the dense product.
+FEW, MANY = (1, 3, 7, 16), (17, 41, 64, 129)
+# Rows of a matrix, and groups in each: no whole tiles, one of everything, long rows, many tiles.
+SIZES = [(41, 3), (1, 1), (8, 16), (520, 1), (33, 5)]
+# As they are, and beginning one element into their buffers.
+LAYOUTS = ["dense", "behind one"]
 
 
 @pytest.fixture(autouse=True)
@@ -23,12 +30,31 @@ def reference_path():
         yield
 
 
-@every_format
-def test_against_float64(fmt, dtype, transpose):
-    dtypes = (str(dtype).removeprefix("mlx.core."),) * 3
-    for rows in ROWS:
-        changes = {"fmt": fmt, "rows": (rows,), "transpose": transpose, "dtypes": dtypes}
-        RANDOM["quantized_matmul"].call("reference", **changes).check("reference")
+def check(path, fmt, transpose, dtype, rows, size, gradient, layout):
+    sizes = {"rows": (rows,), "n": size[0], "groups": size[1]}
+    changes = {"fmt": fmt, "transpose": transpose, "dtypes": (dtype,) * 3} | sizes
+    changes |= {"bias": gradient, "gradient": gradient, "layouts": (layout,) * 5}
+    call = RANDOM["quantized_matmul"].call(path, **changes)
+    call.check(path, f"{fmt} {dtype} {rows} {size} {layout}")
+
+
+@pytest.mark.parametrize("path", ["reference", "host", "checked", *STAND_INS])
+@pytest.mark.parametrize(
+    ("fmt", "transpose", "dtype", "few", "many", "size", "gradient", "layout"),
+    in_turn(pairwise(FORMATS, (True, False)), DTYPES, FEW, MANY, SIZES, (False, True), LAYOUTS),
+    ids=str,
+)
+def test_every_format(path, fmt, transpose, dtype, few, many, size, gradient, layout):
+    for rows in (few, many) if path in BACKENDS else FEW + MANY:
+        check(path, fmt, transpose, dtype, rows, size, gradient, layout)
+
+
+@on_gpus
+@every_format_and_dtype
+def test_on_gpus(gpu, fmt, dtype, transpose):
+    each = zip((1, 7, 16, 17, 64, 97, 129), SIZES * 2, LAYOUTS * 4, strict=False)
+    for rows, size, layout in each:
+        check(gpu, fmt, transpose, dtype, rows, size, rows > 16, layout)
 
 
 @pytest.mark.parametrize("rows", [1, 40])

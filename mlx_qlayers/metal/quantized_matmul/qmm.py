@@ -100,9 +100,6 @@ def qmm_config(
 ) -> QmmConfig:
     """The configuration on the device of a backend."""
     run = whole_words(fmt)
-    if not device_of(device).gpu:
-        # There to check the kernel: one build does for every number of rows.
-        return QmmConfig(32, 64, 64, 2, 2, run)
     if device_of(device).tensor_cores and dtype != mx.float32:
         tile: tuple[int, int, int, int, int] = row_of(tabled("qmm_tiles", device="cuda"), m)
         short = min(fmt.group_size, 32)

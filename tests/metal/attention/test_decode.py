@@ -7,16 +7,14 @@ import numpy as np
 import pytest
 
 from mlx_qlayers import attention
-from mlx_qlayers.formats import Format
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests import attention_cases
-from tests.attention_cases import DTYPES
-from tests.attention_cases import check_output as check
-from tests.gpus import on_gpus
+from tests.attention_cases import DTYPES, check_output
+from tests.examples.heads import attended
+from tests.gpus import GPUS, STAND_INS, on_gpus
 from tests.launchers import attention_decode, decode_config
 from tests.numerics import to64
-from tests.packed import dequantize64
 from tests.pairwise import in_turn, pairwise
 
 MASKS = ["none", "causal", "boolean", "padded", "one key", "additive", "hidden"]
@@ -24,7 +22,8 @@ MASKS = ["none", "causal", "boolean", "padded", "one key", "additive", "hidden"]
 COMPILED = [("none",), ("causal",), ("boolean", "padded", "one key"), ("additive", "hidden")]
 EXTRAS = [*attention_cases.EXTRAS[:4], {"window": 70, "softcap": 30.0, "sinks": True}]
 # B, H, Hkv, L, S: one query and more, one tile of keys, more splits, and just around both.
-SHAPES = [(1, 1, 1, 1, 1), (2, 3, 1, 3, 8), (1, 8, 1, 1, 65), (2, 7, 7, 8, 129), (1, 14, 2, 1, 257)]
+SHAPES = [(1, 1, 1, 1, 1), (2, 3, 1, 3, 8), (1, 8, 1, 1, 65), (2, 7, 7, 8, 290), (1, 14, 2, 1, 257)]
+PATHS = ["host", *STAND_INS]
 
 
 def make(seed, shape, widths=(64, 64), dtype=mx.bfloat16, kind="none", extra=None):
@@ -43,15 +42,15 @@ def by_kernel(arrays, options, device="cuda", **changes):
     return out
 
 
+@pytest.mark.parametrize("path", [*PATHS, *GPUS])
 @pytest.mark.parametrize(
-    ("kinds", "extra", "dtype", "device", "shape"),
-    in_turn(pairwise(COMPILED, EXTRAS), DTYPES, ("cuda", "host"), SHAPES),
+    ("kinds", "extra", "dtype", "shape"),
+    in_turn(pairwise(COMPILED, EXTRAS), DTYPES, SHAPES),
     ids=str,
 )
-def test_against_float64(kinds, extra, dtype, device, shape):
+def test_against_float64(path, kinds, extra, dtype, shape):
     for kind in kinds:
-        arrays, options = make(0, shape, dtype=dtype, kind=kind, extra=extra)
-        check(by_kernel(arrays, options, device), arrays, options)
+        attended(path, (*shape, 64, 64), dtype, kind, extra, gradient=False)
 
 
 # The head sizes of keys and of values, all of them on GPUs; one query, and some.
@@ -60,70 +59,21 @@ MODELS = [(width, width) for width in (32, 56, 64, 80, 96, 128, 136, 256)] + WID
 LENGTHS = [((1, 7, 1, 1, 257), "none"), ((1, 4, 2, 3, 130), "causal")]
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
-    ("widths", "dtype", "length", "device"),
-    in_turn(pairwise(MODELS), DTYPES, LENGTHS, ("cuda", "host")),
+    ("widths", "dtype", "length", "layout"),
+    in_turn(pairwise(MODELS), DTYPES, LENGTHS, ("dense", "behind one")),
     ids=str,
 )
-def test_every_head_size(widths, dtype, length, device):
-    arrays, options = make(1, length[0], widths, dtype, length[1])
-    check(by_kernel(arrays, options, device), arrays, options)
-
-
-@pytest.mark.parametrize("rows", [(8, 1, 8), (14, 2, 7), (24, 1, 3)], ids=str)
-def test_many_rows(rows):
-    """All queries of all heads of a group; the last more than fit into one threadgroup."""
-    heads, kv_heads, queries = rows
-    arrays, options = make(2, (1, heads, kv_heads, queries, 130), (64, 64), mx.bfloat16, "causal")
-    check(by_kernel(arrays, options), arrays, options)
-    check(by_kernel(arrays, options, "host", max_rows=8), arrays, options)
-
-
-@pytest.mark.parametrize(
-    "bits, group_size, dtype, widths",
-    [
-        ((8, 8), 64, mx.bfloat16, (128, 128)),
-        ((4, 4), 64, mx.bfloat16, (128, 128)),
-        ((8, 4), 32, mx.float32, (64, 96)),
-        ((4, 8), 32, mx.float16, (96, 64)),
-        ((8, 8), 128, mx.float16, (128, 256)),
-        ((3, 3), 64, mx.bfloat16, (64, 128)),
-        ((2, 3), 32, mx.float32, (96, 64)),
-        ((3, 2), 128, mx.float16, (128, 128)),
-    ],
-)
-def test_packed_keys_and_values(bits, group_size, dtype, widths):
-    cases = [((1, 7, 1, 1, 257), "none"), ((2, 4, 4, 7, 9), "causal")]
-    devices = ("cuda", "host") if bits[0] in (8, 3) else ("host", "cuda")
-    for number, ((shape, kind), device) in enumerate(zip(cases, devices, strict=True)):
-        (q, *dense), options = make(number, shape, widths, dtype, kind)
-        formats = [Format(group_size, n) for n in bits]
-        packed = [tuple(mx.quantize(a, *f[:2])) for a, f in zip(dense, formats, strict=True)]
-        exact = [(dequantize64(*a, f),) for a, f in zip(packed, formats, strict=True)]
-        check(by_kernel((q, *packed), options, device), (q, *exact), options, device)
+def test_every_head_size(path, widths, dtype, length, layout):
+    layouts = {"layouts": (layout,) * 5}
+    attended(path, (*length[0], *widths), dtype, length[1], layouts, gradient=False)
 
 
 @on_gpus
 @pytest.mark.parametrize(("widths", "dtype", "length"), pairwise(WIDTHS, DTYPES, LENGTHS), ids=str)
 def test_every_head_size_on_gpus(gpu, widths, dtype, length):
-    arrays, options = make(1, length[0], widths, dtype, length[1])
-    with use_backend(gpu):
-        check(attention(*arrays, **options), arrays, options)
-
-
-@on_gpus
-@pytest.mark.parametrize(
-    "bits, dtype",
-    [((4, 4), mx.bfloat16), ((8, 8), mx.bfloat16), ((8, 3), mx.float16), ((2, 4), mx.bfloat16)],
-)
-def test_packed_on_gpus(gpu, bits, dtype):
-    for queries, keys in ((2, 1), (2, 1030), (1, 1030)):
-        (q, *dense), options = make(keys, (2, 14, 2, queries, keys), (128, 64), dtype, "causal")
-        packed = [tuple(mx.quantize(a, 64, n)) for a, n in zip(dense, bits, strict=True)]
-        pairs = zip(packed, bits, strict=True)
-        exact = [(dequantize64(*a, Format(64, n)),) for a, n in pairs]
-        with use_backend(gpu):
-            check(attention(q, *packed, **options), (q, *exact), options)
+    attended(gpu, (*length[0], *widths), dtype, length[1], gradient=False)
 
 
 @on_gpus
@@ -133,27 +83,10 @@ def test_many_rows_and_caches_in_place_on_gpus(gpu):
     caches = [a[..., :2100, :] for a in buffers]
     with use_backend(gpu):
         actual = attention(arrays[0], *caches, **options)
-        check(actual, arrays, options)
+        check_output(actual, arrays, options)
         single = {**options, "scale": options["scale"]}
         twice = [mx.concatenate([a, a]) for a in arrays]
         assert mx.array_equal(attention(*twice, **single)[1:], actual)
-
-
-@pytest.mark.parametrize(
-    "shape, widths, kind, extra, changes",
-    [
-        ((2, 14, 2, 1, 130), (64, 64), "none", {}, {}),
-        ((1, 3, 1, 8, 65), (40, 72), "padded", EXTRAS[4], {"max_splits": 1}),
-        ((1, 6, 1, 3, 70), (32, 16), "additive", {"window": 9}, {"columns": 1}),
-        ((1, 4, 2, 8, 3), (32, 32), "causal", {"window": 2}, {}),
-    ],
-)
-def test_clean_with_checks(shape, widths, kind, extra, changes):
-    """Nothing out of bounds, unset, misaligned or raced for."""
-    arrays, options = make(2, shape, widths, mx.float16, kind, extra)
-    with checks():
-        check(by_kernel(arrays, options, **changes), arrays, options)
-        check(by_kernel(arrays, options, "host"), arrays, options)
 
 
 @pytest.mark.parametrize("bits", [0, 8])
@@ -227,13 +160,6 @@ def test_any_strides(bits):
     ):
         for device, wanted in expected.items():
             assert mx.array_equal(moved(change, device), wanted)
-
-
-@pytest.mark.parametrize("splits", [1, 3])
-def test_scores_beyond_float16(splits):
-    arrays, options = make(8, (1, 2, 1, 7, 200), dtype=mx.float16, kind="causal")
-    options["scale"] = 1e5
-    check(by_kernel(arrays, options, max_splits=splits), arrays, options)
 
 
 def test_nan_stays_in_its_row():

@@ -1,28 +1,22 @@
 """The tiled attention kernels against float64, what they read, and what they keep."""
 
 from collections import Counter
-from contextlib import contextmanager
-from dataclasses import replace
 from itertools import product
-from unittest import mock
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from attention_cases import DTYPES, EXTRAS, MASKS, check, check_compiled, expect, make
+from attention_cases import DTYPES, EXTRAS, MASKS, check_compiled, expect, make
 from numerics import assert_accurate, random
 from pairwise import pairwise
 from runtime.host import mlx_kernels as mk
 
-from mlx_qlayers.metal.attention import forward as kernels
-from mlx_qlayers.metal.attention import records
-from mlx_qlayers.metal.attention.layout import Layout, layout, memory, registers
+from mlx_qlayers.metal.attention.layout import Layout, layout, registers
 from mlx_qlayers.ops.attention import attention
 from mlx_qlayers.runtime import trace, use_backend
-from mlx_qlayers.runtime.backend import advance_epoch
-from mlx_qlayers.runtime.devices import device_of
 from mlx_qlayers.runtime.host import checks
-from tests.gpus import on_gpus
+from tests.examples.heads import attended
+from tests.gpus import GPUS, on_gpus
 
 # B, H, Hkv, L, S; the first are as few queries as the decoding kernels take.
 SHAPES = [
@@ -32,8 +26,6 @@ SHAPES = [
     (1, 8, 1, 33, 65),
     (1, 3, 3, 129, 65),
 ]
-# Bytes that a threadgroup may have.
-MEMORY = {name: device_of(name).threadgroup_memory for name in ("metal", "cuda")}
 ALL = {"window": 9, "softcap": 30.0, "sinks": True}
 KINDS = ("none", "causal")
 KERNELS = ("forward", "queries", "keys")
@@ -42,36 +34,17 @@ WIDTHS = [(width, width) for width in range(32, 257, 8)] + [(192, 128), (40, 72)
 
 
 @pytest.fixture(autouse=True)
-def on_the_checked_build(request):
-    if gpu := getattr(request.node, "callspec", None) and request.node.callspec.params.get("gpu"):
-        with use_backend(gpu):
-            yield
-    else:
-        with use_backend("host"), checks():
-            yield
-
-
-@contextmanager
-def as_on(device):
-    """Make kernels take another device's layouts, smaller ones where the host has no room."""
-
-    def chosen(kernel, runs_on, dtype, width):
-        best = layout(kernel, device, dtype, width)
-        values = {"T": dtype, "D": width, "DV": width, "ROLES": best.roles, **best.template()}
-        if runs_on != "host" or memory(kernel, values, runs_on) <= MEMORY["metal"]:
-            return best
-        smaller = {"tile": best.tile // 2} if best.tile > 16 else {"simds": best.simds // 2}
-        return replace(best, **smaller)
-
-    with mock.patch.object(kernels, "layout", chosen), mock.patch.object(records, "layout", chosen):
-        advance_epoch()
+def on_the_checked_build():
+    with use_backend("host"), checks():
         yield
-    advance_epoch()
 
 
 # Masks that kernels are compiled for; those of one kind differ in values and shapes.
 COMPILED = {"none": 0, "causal": 0, "additive": 2, "biased": 2}
-every_mask_and_dtype = pytest.mark.parametrize(
+
+
+@pytest.mark.parametrize("path", ["checked", *GPUS])
+@pytest.mark.parametrize(
     ("shape", "kind", "extra", "dtype"),
     [
         # A dtype meets all shapes, and masks with and without a cap; such rows share kernels.
@@ -80,11 +53,9 @@ every_mask_and_dtype = pytest.mark.parametrize(
     ],
     ids=str,
 )
-
-
-@every_mask_and_dtype
-def test_every_mask_and_dtype(shape, kind, extra, dtype):
-    check(attention, (*shape, 32, 32), dtype, kind, extra)
+def test_every_mask_and_dtype(path, shape, kind, extra, dtype):
+    width = 32 if path == "checked" else 64
+    attended(path, (*shape, width, width), dtype, kind, extra)
 
 
 def head_sizes():
@@ -112,19 +83,7 @@ def head_sizes():
 
 @pytest.mark.parametrize(("widths", "dtype", "device", "kind"), head_sizes(), ids=str)
 def test_every_head_size(widths, dtype, device, kind):
-    with as_on(device):
-        check(attention, (1, 2, 1, 21, 37, *widths), dtype, kind)
-
-
-def test_a_query_that_sees_almost_one_key():
-    """Its gradient is a difference of weighted values, each rounded as an operand."""
-    check(attention, (1, 1, 1, 1, 65, 32, 32), mx.float16, "padded", {"scale": 1.0})
-
-
-def test_the_only_key_has_a_gradient_of_zero():
-    """Its rest is the error of the weight that is made anew, which should be one."""
-    for seed in range(3):
-        check(attention, (1, 1, 1, 1, 1, 32, 32), mx.float16, "none", {"scale": 30.0}, seed)
+    attended(f"as {device}", (1, 2, 1, 21, 37, *widths), dtype, kind)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -219,18 +178,13 @@ def test_no_more_traffic_than_the_attention_of_mlx(width, block):
 
 
 @on_gpus
-@every_mask_and_dtype
-def test_every_mask_and_dtype_on_gpus(gpu, shape, kind, extra, dtype):
-    check(attention, (*shape, 64, 64), dtype, kind, extra)
-
-
-@on_gpus
 @pytest.mark.parametrize(("widths", "dtype", "kind"), pairwise(WIDTHS, DTYPES, KINDS), ids=str)
 def test_every_head_size_on_gpus(gpu, widths, dtype, kind):
     """Over more than one tile, the last of them not whole."""
-    check(attention, (1, 2, 1, 150, 333, *widths), dtype, kind)
+    attended(gpu, (1, 2, 1, 150, 333, *widths), dtype, kind)
 
 
 @on_gpus
 def test_compiled_on_gpus(gpu):
-    check_compiled(attention, ALL)
+    with use_backend(gpu):
+        check_compiled(attention, ALL)

@@ -11,21 +11,13 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.quantized_matmul.qmm import QmmConfig, qmm_config
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
-from tests.gpus import GPUS, HERE, on_gpus
+from tests.gpus import GPUS, HERE
 from tests.launchers import qmm
 from tests.numerics import random
-from tests.packed import (
-    DTYPES,
-    check_product,
-    every_format_and_dtype,
-    every_width,
-    random_packed,
-)
+from tests.packed import DTYPES, check_product, random_packed
 from tests.pairwise import in_turn, pairwise
 
 AFFINE = Format(64, 4)
-# Rows, columns and groups of depth; where it is not transposed, groups of columns and depth.
-SHAPES = [(17, 520, 1), (33, 41, 3), (64, 1, 3), (129, 8, 1)]
 
 
 def sample(rng, rows, outer, groups, fmt, dtype, transpose=True):
@@ -34,30 +26,11 @@ def sample(rng, rows, outer, groups, fmt, dtype, transpose=True):
     return random(rng, (rows, inner if transpose else outer), dtype), packed
 
 
-def by_kernel(x, packed, fmt, transpose=True, bias=None, device="host", **changes):
+def by_kernel(x, packed, fmt, transpose=True, bias=None, device="metal", **changes):
     n = packed[0].shape[0] if transpose else fmt.dims(packed[0])
     config = replace(qmm_config(device, len(x), n, x.shape[1], x.dtype, fmt, transpose), **changes)
     with use_backend(HERE):
         return qmm(x, *packed, bias, transpose, fmt, config)
-
-
-def check_all(fmt, dtype, transpose, shapes=SHAPES, **options):
-    rng = np.random.default_rng(fmt.bits * 1000 + fmt.group_size)
-    for shape in shapes:
-        x, packed = sample(rng, *shape, fmt, dtype, transpose)
-        y = by_kernel(x, packed, fmt, transpose, **options)
-        check_product(y, x, packed, fmt, transpose)
-
-
-@every_width
-def test_every_width(fmt, dtype, transpose):
-    check_all(fmt, dtype, transpose)
-
-
-@on_gpus
-@every_format_and_dtype
-def test_on_gpus(gpu, fmt, dtype, transpose):
-    check_all(fmt, dtype, transpose, SHAPES[1::2], device=gpu)
 
 
 @pytest.mark.parametrize("path", ["host", *GPUS])
@@ -73,24 +46,6 @@ def test_tiles_of_wide_products(rows, path):
         assert max(counters.bank_ways for _, counters in report.launches) <= 2
 
 
-@pytest.mark.parametrize(
-    ("fmt", "dtype", "device", "transpose"),
-    [
-        (AFFINE, mx.bfloat16, "cuda", True),
-        (AFFINE, mx.float16, "metal", False),
-        (Format(32, 3), mx.float32, "cuda", False),
-        (Format(128, 5), mx.float16, "metal", True),
-        (Format(32, 8, "mxfp8"), mx.float32, "metal", True),
-        (Format(16, 4, "nvfp4"), mx.bfloat16, "cuda", False),
-    ],
-    ids=str,
-)
-def test_clean_with_checks(fmt, dtype, device, transpose):
-    """Nothing out of bounds, unset, misaligned or raced for; with the configurations of GPUs."""
-    with checks():
-        check_all(fmt, dtype, transpose, [(33, 41, 3)], device=device)
-
-
 @pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
 @pytest.mark.parametrize("parts", [2, 5])
 def test_parts_share_the_depth(parts, transpose):
@@ -104,16 +59,6 @@ def test_parts_share_the_depth(parts, transpose):
         "qmm",
         "qmm_sum",
     ]
-
-
-@pytest.mark.parametrize("columns", [41, 36, 40])
-def test_rows_that_wide_loads_cannot_take(columns):
-    """Not transposed, rows of x need not be multiples of 16 bytes."""
-    rng = np.random.default_rng(columns)
-    for dtype in (mx.float32, mx.bfloat16):
-        x, packed = sample(rng, 18, columns, 1, AFFINE, dtype, transpose=False)
-        with checks():
-            check_product(by_kernel(x, packed, AFFINE, False), x, packed, AFFINE, False)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.quantized_matmul.qmm_skinny import skinny_config
 from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime import use_backend
@@ -14,14 +13,10 @@ from mlx_qlayers.runtime.host import checks
 from tests.gpus import HERE, on_gpus
 from tests.launchers import qmv, skinny
 from tests.metal.quantized_matmul.test_deferred_norm import gives_squares, takes_squares
-from tests.metal.quantized_matmul.test_qmv import AFFINE, check_fused, packed_matrices
+from tests.metal.quantized_matmul.test_qmv import AFFINE
 from tests.numerics import random
-from tests.packed import FORMATS, check_product, random_packed
-from tests.pairwise import in_turn, pairwise
+from tests.packed import check_product, random_packed
 
-HALVES = (mx.float16, mx.bfloat16)
-# Ways to unpack: words, three of them, codes in two parts, small floats; on GPUs every format.
-KINDS = [Format(32, 3), Format(64, 8), FORMATS[-1]]
 # Shares of K of which some have no window, tiles of which some lie beyond the matrix, both stages.
 SMALL = skinny(16, fragments=3, tiles=1, simds_n=2, simds_k=4, stages=1, stage_tiles=2)
 WIDE = skinny(32, fragments=4, tiles=2, simds_n=3, simds_k=1, ahead=1, chunk=2, block_tiles=2)
@@ -42,13 +37,6 @@ def sample(fmt, dtype, rows, n=41, k=192):
     return random(rng, (rows, k), dtype), random_packed(rng, n, k, fmt, dtype)
 
 
-@pytest.mark.parametrize(("fmt", "dtype"), in_turn(pairwise(KINDS), HALVES), ids=str)
-def test_formats(fmt, dtype):
-    x, packed = sample(fmt, dtype, 19)
-    with checks():
-        check_product(by_kernel(x, packed, fmt), x, packed, fmt)
-
-
 @pytest.mark.parametrize(
     "config", [SMALL, replace(WIDE, fragments=3, stage_tiles=2), PERSISTENT, SHARED], ids=str
 )
@@ -67,31 +55,6 @@ def test_rows_of_several_threadgroups():
     with use_backend("host"), checks():
         check_product(by_kernel(x, packed, AFFINE, WIDE), x, packed, AFFINE)
         gives_squares(57, 200, WIDE)
-
-
-@on_gpus
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_on_gpus(gpu, fmt, dtype):
-    for rows, n, k in ((17, 41, 384), (64, 520, 2048), (97, 8, 128)):
-        x, packed = sample(fmt, dtype, rows, n, k)
-        check_product(by_kernel(x, packed, fmt, device=gpu), x, packed, fmt)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "options"),
-    [([33, 8, 41], {}), ([41, 41], {"gate": "silu"}), ([41], {"residual": True})],
-    ids=str,
-)
-def test_fused(sizes, options):
-    """Three matrices, a gate with tiles in pairs, a residual."""
-    rng, rows, k = np.random.default_rng(len(sizes)), 21, 192
-    x, matrices = random(rng, (rows, k), mx.bfloat16), packed_matrices(rng, sizes, k, mx.bfloat16)
-    if "residual" in options:
-        options = {"residual": random(rng, (rows, sizes[0]), mx.bfloat16)}
-    with use_backend("host"), checks():
-        found = qmv(x, matrices, AFFINE, WIDE, **options)
-    check_fused(found, x, matrices, AFFINE, **options)
 
 
 def test_deferred_norms():

@@ -7,26 +7,22 @@ import numpy as np
 import pytest
 from runtime.host import mlx_kernels as mk
 
-from mlx_qlayers import quantized_matmul
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.quantized_matmul import qmv_config as configs
 from mlx_qlayers.options import PackedMatrix
-from mlx_qlayers.runtime import trace, use_backend
+from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.backend import current, within
 from mlx_qlayers.runtime.host import checks
+from tests.examples import RANDOM
 from tests.examples.fused import fused64
-from tests.gpus import on_gpus
+from tests.gpus import STAND_INS
 from tests.launchers import matrix, persistent, qmv
 from tests.numerics import assert_accurate, random, round_to, to64
-from tests.packed import EACH_WIDTH, FORMATS, FORMATS_IN_TURN, check_product, random_packed
+from tests.packed import check_product, random_packed
 from tests.pairwise import in_turn, pairwise
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 AFFINE = Format(64, 4)
-# One column, fewer and more than a tile, no whole tiles; one group, three, and many.
-SHAPES = [(1, 1), (8, 3), (41, 1), (520, 3), (41, 256)]
-ROWS = (1, 3, 7, 16)
-DEVICES = ("host", "metal", "cuda")
 
 
 def sample(rng, rows, n, groups, fmt, dtype):
@@ -44,16 +40,11 @@ def config_for(device, x, packed, fmt):
     return configs.qmv_config(device, *x.shape[:1], packed[0].shape[0], x.shape[1], x.dtype, fmt)
 
 
-def check_all(fmt, dtype, rows, shapes=SHAPES, **options):
+def check_all(fmt, dtype, rows, shapes, **options):
     rng = np.random.default_rng(fmt.bits * 1000 + fmt.group_size + 7 * rows)
     for n, groups in shapes:
         x, packed = sample(rng, rows, n, groups, fmt, dtype)
         check_product(by_kernel(x, packed, fmt, **options), x, packed, fmt)
-
-
-@pytest.mark.parametrize(("fmt", "dtype", "rows"), in_turn(FORMATS_IN_TURN, ROWS), ids=str)
-def test_every_format_and_dtype(fmt, dtype, rows):
-    check_all(fmt, dtype, rows)
 
 
 @pytest.mark.parametrize("checked", [False, True])
@@ -83,24 +74,6 @@ def test_rows_in_blocks_of_integers(fmt, dtype, rows, checked):
     with checks(checked):
         y = by_kernel(given, packed, fmt, config=config)
     check_product(y, rounded, packed, fmt)
-
-
-@on_gpus
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_on_gpus(gpu, fmt, dtype):
-    rng = np.random.default_rng(fmt.bits)
-    with use_backend(gpu):
-        for rows in (1, 7, 16):
-            x, packed = sample(rng, rows, 41, 3, fmt, dtype)
-            check_product(quantized_matmul(x, *packed, **fmt._asdict()), x, packed, fmt)
-
-
-@pytest.mark.parametrize(
-    ("fmt", "dtype", "rows"), in_turn(pairwise(EACH_WIDTH), DTYPES[1:], ROWS), ids=str
-)
-def test_matrix_units(fmt, dtype, rows):
-    check_all(fmt, dtype, rows, device="cuda")
 
 
 @pytest.mark.parametrize(
@@ -147,16 +120,6 @@ def test_a_configuration_must_go_with_the_rows():
         by_kernel(x, packed, AFFINE, config=persistent(16, fragments=1, tiles=2, simds_k=2))
 
 
-# For Apple's GPUs: runs of 16 to 80 bits, and bytes in one operand.
-SHORT_RUNS = [(32, 2), (32, 3), (64, 3), (32, 5), (64, 5), (32, 6), (64, 8)]
-
-
-@pytest.mark.parametrize("fmt", [Format(*fmt) for fmt in SHORT_RUNS], ids=str)
-def test_matrix_units_with_runs_within_words(fmt):
-    with checks():
-        check_all(fmt, mx.bfloat16, 8, [(41, 1), (9, 3)], device="metal")
-
-
 def test_matrix_units_with_runs_within_words_of_two_groups():
     config = matrix(fragments=1, run=16, tiles=1, simds_k=2)
     with checks():
@@ -175,38 +138,13 @@ def test_matrix_units_with_runs_ahead(run, fragments, ahead):
             check_product(by_kernel(x, packed, AFFINE, config=config), x, packed, AFFINE)
 
 
-@pytest.mark.parametrize(("fmt", "device"), in_turn(pairwise(FORMATS[::4]), DEVICES), ids=str)
-def test_clean_with_checks(fmt, device):
-    """Nothing out of bounds, unset, misaligned or raced for; with the configuration of GPUs too."""
-    with checks():
-        check_all(fmt, mx.float16, 5, [(41, 1), (8, 3)], device=device)
-
-
 @pytest.mark.parametrize(
     "fmt", [Format(32, 4, "mxfp4"), Format(32, 8, "mxfp8"), Format(16, 4, "nvfp4")], ids=str
 )
 def test_codes_are_no_subnormal_operands(fmt):
-    rng = np.random.default_rng(3)
-    x, packed = sample(rng, 8, 24, 4, fmt, mx.float16)
+    x, packed = sample(np.random.default_rng(3), 8, 24, 4, fmt, mx.float16)
     with checks(flush_subnormals=True):
         check_product(by_kernel(x, packed, fmt, device="cuda"), x, packed, fmt)
-
-
-@pytest.mark.parametrize(
-    ("fmt", "dtype", "rows"),
-    [
-        *((fmt, mx.float32, (1, 3, 16)) for fmt in (AFFINE, Format(32, 3), FORMATS[-1])),
-        # Of one row codes come in pairs.
-        *((Format(64, 8), dtype, (1,)) for dtype in DTYPES[1:]),
-        (Format(32, 4, "mxfp4"), mx.float16, (1,)),
-        *((Format(32, 8, "mxfp8"), dtype, (1,)) for dtype in (mx.bfloat16, mx.float32)),
-    ],
-    ids=str,
-)
-def test_configuration_of_gpus(fmt, dtype, rows):
-    """The threads of a SIMD group share the columns; some have nothing to do."""
-    for m in rows:
-        check_all(fmt, dtype, m, SHAPES if len(rows) > 1 else [(41, 3)], device="metal")
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 16])
@@ -264,22 +202,6 @@ def test_reads_no_more_than_mlx(rows):
         assert ours <= theirs.bytes_read + theirs.bytes_written, device
 
 
-def fused(rng, device, dtype, rows, sizes, k, fmt, **options):
-    """Fused products with checks, with the configuration of a device."""
-    x = random(rng, (rows, k), dtype)
-    if "gate" in options:  # of large numbers GELU gives these, or zero
-        x /= 16
-    matrices = packed_matrices(rng, sizes, k, dtype, fmt)
-    if options.pop("residual", False):
-        options["residual"] = random(rng, (rows, sizes[0]), dtype)
-    if "norm" in options:
-        options["norm"] = (random(rng, (k,), dtype) if options["norm"] else None, 1e-3)
-    config = configs.qmv_config(device, rows, sum(sizes), k, dtype, fmt)
-    with use_backend("host"), checks():
-        found = qmv(x, matrices, fmt, config, **options)
-    check_fused(found, x, matrices, fmt, **options)
-
-
 def check_fused(found, x, matrices, fmt, **options):
     """Hold fused products against float64 and one rounding from float32."""
     (exact, terms), (once, _) = (
@@ -297,52 +219,13 @@ def packed_matrices(rng, sizes, k, dtype, fmt=AFFINE):
     ]
 
 
-# Sizes of matrices that share an input, as queries, keys and values do, and what else is fused.
-FUSED = [
-    (AFFINE, [41], {}),
-    (Format(16, 4, "nvfp4"), [24, 8], {"norm": True}),
-    (AFFINE, [41, 41], {"gate": "gelu"}),
-    (Format(32, 3), [24, 24], {"norm": True, "gate": "silu"}),
-    (AFFINE, [41, 41], {"gate": "gelu_approx"}),
-    (AFFINE, [24, 8], {}),
-    (AFFINE, [24, 8], {"norm": False}),
-    (AFFINE, [33, 8, 41], {}),
-    (Format(16, 4, "nvfp4"), [24, 24], {"norm": False, "gate": "silu"}),
-    (Format(32, 8, "mxfp8"), [41], {"residual": True}),
-]
-
-
-@pytest.mark.parametrize(
-    ("device", "case", "dtype", "rows"),
-    in_turn(pairwise(DEVICES, FUSED), DTYPES, (1, 5, 16)),
-    ids=str,
-)
-def test_fused(device, case, dtype, rows):
-    fmt, sizes, options = case
-    fused(np.random.default_rng(rows), device, dtype, rows, sizes, 192, fmt, **options)
-
-
 def test_one_launch_for_all():
     """On a GPU all matrices, a norm and a gate are one launch."""
-    rng = np.random.default_rng(9)
-    with trace() as launches:
-        for device in DEVICES:
-            fused(rng, device, mx.bfloat16, 2, [16, 16], 64, AFFINE, norm=True, gate="silu")
-    # On a processor whose threads share nothing a norm is one of its own, by MLX.
-    assert len(launches) == 3
-    assert ["matrix_" in launch.kernel for launch in launches] == [False, False, True]
-
-
-@pytest.mark.parametrize(("device", "dtype"), [("host", mx.float32), ("cuda", mx.bfloat16)])
-def test_nan_and_infinity_stay_in_their_row(device, dtype):
-    rng = np.random.default_rng(5)
-    x, packed = sample(rng, 7, 41, 3, AFFINE, dtype)
-    values = to64(x).astype(np.float32)
-    values[2, 5], values[4, 7] = np.nan, np.inf
-    y = by_kernel(round_to(values, dtype), packed, AFFINE, device=device)
-    y = np.isfinite(to64(y))
-    good = np.isfinite(values).all(1)
-    assert y[good].all() and not y[~good].any()
+    given = {"rows": (2,), "gate": "silu", "norm": "weighted", "dtype": "bfloat16"}
+    for path in ("checked", *STAND_INS):
+        # On a processor whose threads share nothing a norm is one of its own, by MLX.
+        (kernel,) = RANDOM["fused_products"].call(path, **given).check(path)[1]
+        assert ("matrix_" in kernel) == (path == "as cuda")
 
 
 def test_rows_do_not_depend_on_their_number():
@@ -352,16 +235,3 @@ def test_rows_do_not_depend_on_their_number():
     whole = by_kernel(x, packed, AFFINE)
     for rows in (1, 2, 9):
         assert mx.array_equal(by_kernel(x[:rows], packed, AFFINE), whole[:rows])
-
-
-@pytest.mark.parametrize(
-    ("rows", "fmt", "groups"), [(17, AFFINE, 20), (70, Format(16, 4, "nvfp4"), 3)]
-)
-@pytest.mark.parametrize("checked", [False, True])
-def test_many_rows_on_a_cpu(rows, fmt, groups, checked):
-    """Long rows and odd ones; a processor that multiplies pairs of bfloat rounds weights to it."""
-    x, packed = sample(np.random.default_rng(rows), rows, 41, groups, fmt, mx.bfloat16)
-    with checks(checked), trace() as launches:
-        y = by_kernel(x, packed, fmt)
-    check_product(y, x, packed, fmt)
-    assert [each.kernel.rpartition("_")[0] for each in launches] == ["qmv_serial"]
