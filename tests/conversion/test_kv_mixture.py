@@ -22,9 +22,9 @@ TEXT = "A king had a daughter, and a garden with an apple tree. " * 4
 ROTATED = CacheFormat(32, hadamard=True)
 
 
-def mixture(model, target, **options):
+def mixture(model, target, tokenizer=Letters, **options):
     options = {"form": ROTATED, "text": TEXT, "samples": 2, "length": 24} | options
-    return kv_mixture.value_mixture(model, Letters(), target, **options)
+    return kv_mixture.value_mixture(model, tokenizer(), target, **options)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3_text"])
@@ -66,3 +66,14 @@ def test_what_is_refused():
 def test_all_bits_where_there_is_room():
     _, model = pair("qwen2")
     assert {(f.bits, f.v_bits) for f in mixture(model, 16.0)} == {(8, 8)}
+
+
+def test_only_the_ends_of_a_long_text_are_encoded():
+    class Ends(Letters):
+        def encode(self, text):
+            assert text.count("b") < 2000 and text.startswith("a" * 30) and text.endswith("c" * 30)
+            return super().encode(text)
+
+    _, model = pair("qwen2")
+    text = "a" * 30 + "b" * 9000 + "c" * 30
+    assert mixture(model, 6.0, Ends, text=text)
