@@ -14,7 +14,6 @@ from command_line import COMMAND, complaints
 from tiny_model import save_tiny_model
 
 from mlx_qlayers.cli import main
-from mlx_qlayers.commands import generate
 
 
 def test_traceback_on_request(tmp_path, capsys):
@@ -26,12 +25,12 @@ def test_traceback_on_request(tmp_path, capsys):
     assert text.startswith("Traceback") and text.endswith(line) and "loading.py" in text
 
 
-def test_an_unforeseen_error_is_named(monkeypatch, capsys):
-    def fail(args: object) -> None:
+def test_an_unforeseen_error_is_named(tiny_model, monkeypatch, capsys):
+    def fail(*args: object, **options: object) -> None:
         raise KeyError("several\nlines " + "x" * 1000)
 
-    monkeypatch.setattr(generate, "run", fail)
-    assert main(["generate", "--model", "m", "--prompt", "p"]) == 2
+    monkeypatch.setattr("mlx_lm.stream_generate", fail)
+    assert main(["generate", "--model", str(tiny_model), "--prompt", "p"]) == 2
     line = capsys.readouterr().err
     assert line.startswith("mlx-qlayers: error: KeyError: ") and line.count("\n") == 1
     assert "--traceback" in line and len(line) < 700

@@ -3,11 +3,10 @@
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models import activations, base
 from small_qwen import qwen, snapshot
 
 from mlx_qlayers import convert_model, explain
-from mlx_qlayers.conversion import verify
-from mlx_qlayers.layers import qlinear
 
 
 def test_a_layer_that_overflows_is_no_contradiction():
@@ -17,11 +16,17 @@ def test_a_layer_that_overflows_is_no_contradiction():
     assert convert_model(model).counts == {"swapped": 1}
 
 
-@pytest.mark.parametrize("what", ["dispatch", "patched_attention", "patched_swiglu"])
-def test_a_layer_that_disagrees(monkeypatch, what):
-    module = qlinear if what == "dispatch" else verify
-    right = getattr(module, what)
-    monkeypatch.setattr(module, what, lambda *a, **kw: right(*a, **kw) * 1.01)
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        (nn.QuantizedLinear, "__call__"),
+        (base, "scaled_dot_product_attention"),
+        (activations, "swiglu"),
+    ],
+)
+def test_a_layer_that_disagrees(monkeypatch, place, name):
+    right = getattr(place, name)
+    monkeypatch.setattr(place, name, lambda *a, **kw: right(*a, **kw) * 1.01)
     model = qwen()
     before = snapshot(model)
     with pytest.raises(ValueError, match="disagrees with the stock layer by"):

@@ -2,6 +2,7 @@
 
 import re
 import threading
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -16,7 +17,9 @@ from tests.numerics import assert_same_sums, random
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """Let plans be compiled as on a GPU, on the path that can be compiled here."""
-    monkeypatch.setattr(dispatcher, "_can_compile", lambda: True)
+    stream = mx.default_stream(mx.cpu)
+    monkeypatch.setattr(mx, "default_device", lambda: SimpleNamespace(type=mx.gpu))
+    monkeypatch.setattr(mx, "default_stream", lambda device: stream)
     advance_epoch()
     with use_backend("reference"):
         yield

@@ -16,6 +16,7 @@ from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime import trace
 from mlx_qlayers.runtime.backend import Context, current, within
 from mlx_qlayers.runtime.host import checks
+from tests.machine import has_device
 from tests.numerics import random
 from tests.packed import random_packed
 
@@ -79,10 +80,10 @@ def test_other_orders_have_launches_of_their_own(sizes, dtype, device):
 
 
 @pytest.mark.parametrize("fmt", [FMT, Format(32, 8), Format(64, 3), Format(16, 4, "nvfp4")])
-@pytest.mark.parametrize("memory", [0, 230400])
+@pytest.mark.parametrize("memory", [0, 232448])
 def test_the_order_is_that_of_each_matrix_for_all_rows(fmt, memory, monkeypatch):
     """Of a model's siblings, whatever a GPU has shared memory for."""
-    monkeypatch.setattr(qmm_skinny, "dynamic_memory", lambda: memory)
+    has_device(monkeypatch, "cuda", dynamic_memory=memory)
     for k, sizes in ((3584, (3584, 512, 512)), (3584, (18944,) * 2), (4096, (4096, 1024))):
         found = {
             (tile.run, tile.simds_k, tile.block_tiles, tile.warpgroup, tile.parts(k))
