@@ -236,7 +236,7 @@ async def settled(pid: int, limit: float = 120) -> float:
     """MB once they stay: who left has been noticed, and what was freed given back."""
     found, begin = [memory(pid)], time.monotonic()
     while time.monotonic() - begin < limit:
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.3)
         found.append(memory(pid))
         if len(found) > 4 and max(found[-4:]) - min(found[-4:]) < 1:
             break
