@@ -13,7 +13,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +38,13 @@ def environment(rank: int, file: str) -> dict[str, str]:
     return {"MLX_RANK": str(rank), "MLX_HOSTFILE": file, "MLX_QLAYERS_CALIBRATE": "0"}
 
 
-def run(module: str, name: str, ranks: int, *arguments: object) -> list[Any]:
-    """The results of a function of a test module on each rank; an error of one is the error.
+def run(function: Callable[..., Any], ranks: int, *arguments: object) -> list[Any]:
+    """The results of a function on so many ranks, as JSON.
 
-    Args:
-        module: its file, by the name below the root, such as ``tests/test_sharding.py``.
-        name: of the function.
-        ranks: how many.
-        arguments: for it, as JSON.
-
-    Raises:
-        AssertionError: a rank failed, with what they all printed.
+    An error of one is an AssertionError, with what they all printed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        given = module, name, ranks, Path(folder), arguments, dict(os.environ)
+        given = function, ranks, Path(folder), arguments, dict(os.environ)
         process = _CONTEXT.Process(target=_apart, args=given)
         process.start()
         try:
@@ -64,9 +56,7 @@ def run(module: str, name: str, ranks: int, *arguments: object) -> list[Any]:
         return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(ranks)]
 
 
-def _apart(
-    module: str, name: str, ranks: int, folder: Path, arguments: Any, environment: dict[str, str]
-) -> None:
+def _apart(function: Any, ranks: int, folder: Path, arguments: Any, environment: Any) -> None:
     """In a session of their own: ranks that wait for each other end with what has forked them."""
     os.setsid()
     os.chdir(ROOT)
@@ -74,14 +64,10 @@ def _apart(
     with open(folder / "printed", "w") as printed:
         for stream in (1, 2):
             os.dup2(printed.fileno(), stream)
-    spec = spec_from_file_location(Path(module).stem, ROOT / module)
-    assert spec and spec.loader
-    loaded = module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    sys.exit(_fork(getattr(loaded, name), ranks, folder, arguments))
+    sys.exit(_fork(function, ranks, folder, arguments))
 
 
-def _fork(function: Callable[..., Any], ranks: int, folder: Path, arguments: Any) -> int:
+def _fork(function: Any, ranks: int, folder: Path, arguments: Any) -> int:
     """Run the function on each rank, and wait; how many failed."""
     file = folder / "hosts"
     file.write_text(hostfile(ranks))
