@@ -33,11 +33,6 @@ def hostfile(ranks: int) -> str:
     return json.dumps(hosts)
 
 
-def environment(rank: int, file: str) -> dict[str, str]:
-    """The environment that makes a process a rank."""
-    return {"MLX_RANK": str(rank), "MLX_HOSTFILE": file, "MLX_QLAYERS_CALIBRATE": "0"}
-
-
 def run(function: Callable[..., Any], ranks: int, *arguments: object) -> list[Any]:
     """The results of a function on so many ranks, as JSON.
 
@@ -74,7 +69,7 @@ def _fork(function: Any, ranks: int, folder: Path, arguments: Any) -> int:
     children = []
     for rank in range(ranks):
         if (child := os.fork()) == 0:
-            os.environ |= environment(rank, str(file))
+            os.environ |= {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)}
             mx.set_default_device(mx.cpu)
             code = 1
             try:
