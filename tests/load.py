@@ -98,8 +98,7 @@ def texts(
     if invariant or longest > _STOCK:
         convert_model(long, batch_invariant=True, calibrate=False)
     short = short if invariant else dequantize_model(short)
-    story = tokenizer.encode(CORPUS.read_text()[: 1000 * longest])
-    draw = random.Random(count)
+    story, draw = tokenizer.encode(CORPUS.read_text()[: 1000 * longest]), random.Random(count)
     found: list[Text] = []
     while len(found) < count:
         size = round(longest ** (len(found) / (count - 1)))
