@@ -1,13 +1,13 @@
 """Runs a function on ranks that talk over MLX's ring, as ``mlx.launch`` would start them.
 
-One process imports everything and forks the ranks, which saves the imports of all but one.
+One process imports everything, and from it all ranks of all tests are forked.
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +20,8 @@ import mlx.core as mx
 
 PATIENCE = 10.0  # seconds in which all ranks are to end after one
 ROOT = Path(__file__).parents[1]
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["mlx_lm.server", "mlx_qlayers", "pytest"])
 
 
 def hostfile(ranks: int) -> str:
@@ -31,49 +33,43 @@ def hostfile(ranks: int) -> str:
     return json.dumps(hosts)
 
 
-def environment(rank: int, file: str) -> dict[str, str]:
-    """The environment that makes a process a rank."""
-    return {"MLX_RANK": str(rank), "MLX_HOSTFILE": file, "MLX_QLAYERS_CALIBRATE": "0"}
+def run(function: Callable[..., Any], ranks: int, *arguments: object) -> list[Any]:
+    """The results of a function on so many ranks, as JSON.
 
-
-def run(module: str, name: str, ranks: int, *arguments: object) -> list[Any]:
-    """The results of a function of a test module on each rank; an error of one is the error.
-
-    Args:
-        module: its file, by the name below the root, such as ``tests/test_sharding.py``.
-        name: of the function.
-        ranks: how many.
-        arguments: for it, as JSON.
-
-    Raises:
-        AssertionError: a rank failed, with what they all printed.
+    An error of one is an AssertionError, with what they all printed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, module, name, str(ranks), folder]
-        command += [json.dumps(arguments)]
-        pipe = subprocess.PIPE
-        # In a session of their own: ranks that wait for each other end with what has forked them.
-        with subprocess.Popen(
-            command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-        ) as process:
-            try:
-                printed, complaints = process.communicate(timeout=300)
-            except BaseException:
-                os.killpg(process.pid, signal.SIGKILL)
-                raise
-        files = [Path(folder) / str(rank) for rank in range(ranks)]
-        assert not process.returncode, printed + complaints
-        return [json.loads(file.read_text()) for file in files]
+        given = function, ranks, Path(folder), arguments, dict(os.environ)
+        process = _CONTEXT.Process(target=_apart, args=given)
+        process.start()
+        try:
+            process.join(300)
+        finally:
+            if process.is_alive():
+                os.killpg(process.ident, signal.SIGKILL)
+        assert process.exitcode == 0, (Path(folder) / "printed").read_text()
+        return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(ranks)]
 
 
-def _fork(function: Callable[..., Any], ranks: int, folder: Path, arguments: list[Any]) -> int:
+def _apart(function: Any, ranks: int, folder: Path, arguments: Any, environment: Any) -> None:
+    """In a session of their own: ranks that wait for each other end with what has forked them."""
+    os.setsid()
+    os.chdir(ROOT)
+    os.environ |= environment
+    with open(folder / "printed", "w") as printed:
+        for stream in (1, 2):
+            os.dup2(printed.fileno(), stream)
+    sys.exit(_fork(function, ranks, folder, arguments))
+
+
+def _fork(function: Any, ranks: int, folder: Path, arguments: Any) -> int:
     """Run the function on each rank, and wait; how many failed."""
     file = folder / "hosts"
     file.write_text(hostfile(ranks))
     children = []
     for rank in range(ranks):
         if (child := os.fork()) == 0:
-            os.environ |= environment(rank, str(file))
+            os.environ |= {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)}
             mx.set_default_device(mx.cpu)
             code = 1
             try:
@@ -99,15 +95,3 @@ def _fork(function: Callable[..., Any], ranks: int, folder: Path, arguments: lis
         else:
             time.sleep(0.02)
     return failed
-
-
-if __name__ == "__main__":
-    from importlib.util import module_from_spec, spec_from_file_location
-
-    module, name, ranks, folder, given = sys.argv[1:]
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    spec = spec_from_file_location(Path(module).stem, ROOT / module)
-    assert spec and spec.loader
-    loaded = module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    sys.exit(_fork(getattr(loaded, name), int(ranks), Path(folder), json.loads(given)))

@@ -60,7 +60,7 @@ def model(tmp_path_factory):
 )
 def test_all_end_with_one(model, number, what):
     with pytest.raises(AssertionError) as error:
-        run("tests/commands/test_ranks.py", "generate", 2, model, number)
+        run(generate, 2, model, number)
     said = str(error.value)
     assert said.count("text: 9 tokens") == 1
     assert said.count("mlx-qlayers: error") == 1 and what in said
@@ -98,8 +98,7 @@ def chat_and_serve(path: str, port: int) -> tuple[str, list[str], int]:
 def test_chat_and_server():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    path, model = "tests/commands/test_ranks.py", "models/tales-qwen2"
-    first, second = run(path, "chat_and_serve", 2, model, port)
+    first, second = run(chat_and_serve, 2, "models/tales-qwen2", port)
     printed, answers, code = first
     assert printed.count("5 tokens") == 2 and "bye" in printed
     assert answers == ["length", "length"] and (code, second) == (0, ["", [], 0])
@@ -128,7 +127,7 @@ def test_lora_has_the_losses_of_one(exact_model, tmp_path):
     given = str(exact_model), str(tmp_path)
     one, _ = lora(*given)
     assert len(one) == 6 and one[-1] < 0.9 * one[0]
-    for losses, paths in run("tests/commands/test_ranks.py", "lora", 2, *given):
+    for losses, paths in run(lora, 2, *given):
         assert_same_losses(losses, one)
         assert {*paths} == {"host"}
 

@@ -31,7 +31,6 @@ from mlx_qlayers.runtime.ranks import RanksError, gathered
 from mlx_qlayers.runtime.transformed import uncompiled
 from mlx_qlayers.tuning.calibrate import _adopt
 
-FILE = "tests/conversion/test_sharding.py"
 HYBRID = {"full_attention_interval": 2}
 # Heads and widths that ranks do not divide.
 UNEVEN = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 224}
@@ -228,9 +227,9 @@ def test_two_ranks(tmp_path):
     with use_backend("reference"), mx.stream(mx.cpu):
         one = lora(tmp_path)
     assert len(one) == STEPS and one[-1] != one[0]
-    for rank in run(FILE, "two_ranks", 2, str(tmp_path)):
+    for rank in run(two_ranks, 2, str(tmp_path)):
         assert_same_losses(rank["losses"], one)
 
 
 def test_four_ranks():
-    run(FILE, "four_ranks", 4)
+    run(four_ranks, 4)

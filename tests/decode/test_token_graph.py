@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from converted import pair
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import qwen2
 from mlx_lm.models.cache import make_prompt_cache
 from step_models import on_a_gpu
@@ -55,7 +55,7 @@ def test_bytes_of_a_token_of_a_layer_as_wide_as_7b(metal, tmp_path):
     config = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28}
     config |= {"num_key_value_heads": 4, "num_hidden_layers": 1, "vocab_size": 64}
     model = qwen2.Model(qwen2.ModelArgs("qwen2", rms_norm_eps=1e-6, **config))
-    model.set_dtype(mx.bfloat16)
+    model.update(tree_map(lambda x: mx.zeros(x.shape, mx.bfloat16), model.parameters()))
     nn.quantize(model)
     model.eval()
     with use_backend("reference"):

@@ -196,7 +196,7 @@ def nothing_ahead():
 def test_what_a_layer_keeps(nothing_ahead):
     """For each token, in numbers of the width of the model, 64, and its double, 128."""
     stock, ours, inputs = (
-        (kept(10, *options) - kept(4, *options)) / 6 / (8 * 32) / 64 / 2
+        (kept(8, *options) - kept(2, *options)) / 6 / (8 * 32) / 64 / 2
         for options in ((False, False), (True, False), (True, True))
     )
     # A second array of that width would be one more; threads that free late add some tenths.
