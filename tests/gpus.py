@@ -63,5 +63,7 @@ def standing_in(name: str) -> Iterator[None]:
         checks(),
     ):
         advance_epoch()
-        yield
-    advance_epoch()
+        try:
+            yield
+        finally:
+            advance_epoch()

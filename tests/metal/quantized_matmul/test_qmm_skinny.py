@@ -26,15 +26,14 @@ PERSISTENT = skinny(16, **RESIDENT, tiles=2, ahead=3, chunk=2, block_tiles=4, st
 SHARED = skinny(16, **RESIDENT, ahead=1)
 
 
-def by_kernel(x, packed, fmt, config=None, device="host", bias=None):
-    config = config or skinny_config(device, len(x), packed[0].shape[0], x.shape[1], fmt)
+def by_kernel(x, packed, config, bias=None):
     with use_backend(HERE):
-        return qmv(x, [PackedMatrix(*packed, bias)], fmt, config)[0]
+        return qmv(x, [PackedMatrix(*packed, bias)], AFFINE, config)[0]
 
 
-def sample(fmt, dtype, rows, n=41, k=192):
+def sample(rows, n=41, k=192):
     rng = np.random.default_rng(rows)
-    return random(rng, (rows, k), dtype), random_packed(rng, n, k, fmt, dtype)
+    return random(rng, (rows, k), mx.bfloat16), random_packed(rng, n, k, AFFINE, mx.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -43,17 +42,17 @@ def sample(fmt, dtype, rows, n=41, k=192):
 def test_configurations(config):
     """No whole window at the end of K, an odd number of them, rows and columns at edges."""
     for rows, n, k in ((17, 8, 64), (24, 130, 320)):
-        x, packed = sample(AFFINE, mx.bfloat16, rows, n, k)
+        x, packed = sample(rows, n, k)
         bias = random(np.random.default_rng(k), (n,), x.dtype)
         with checks():
-            y = by_kernel(x, packed, AFFINE, config, bias=bias)
+            y = by_kernel(x, packed, config, bias=bias)
         check_product(y, x, packed, AFFINE, bias=bias)
 
 
 def test_rows_of_several_threadgroups():
-    x, packed = sample(AFFINE, mx.bfloat16, 57)
+    x, packed = sample(57)
     with use_backend("host"), checks():
-        check_product(by_kernel(x, packed, AFFINE, WIDE), x, packed, AFFINE)
+        check_product(by_kernel(x, packed, WIDE), x, packed, AFFINE)
         gives_squares(57, 200, WIDE)
 
 
@@ -66,7 +65,7 @@ def test_deferred_norms():
 
 
 def test_threadgroups_share_k_of_one_matrix():
-    x, packed = sample(AFFINE, mx.bfloat16, 24)
+    x, packed = sample(24)
     matrix = PackedMatrix(*packed)
     with use_backend("host"), pytest.raises(ValueError, match="takes no rows of 192 elements"):
         qmv(x, [matrix, matrix], AFFINE, SHARED)
@@ -89,21 +88,21 @@ def test_rows_that_stay_on_gpus(gpu):
     )
     cases = [(PERSISTENT, 23, 130, 320), (SHARED, 20, 130, 320)]
     for config, rows, n, k in cases + [(largest, 31, 300, 3584)] * (gpu == "cuda"):
-        x, packed = sample(AFFINE, mx.bfloat16, rows, n, k)
-        check_product(by_kernel(x, packed, AFFINE, config), x, packed, AFFINE)
+        x, packed = sample(rows, n, k)
+        check_product(by_kernel(x, packed, config), x, packed, AFFINE)
 
 
 def test_reads_the_matrix_once():
-    x, packed = sample(AFFINE, mx.bfloat16, 32, 192, 512)
+    x, packed = sample(32, 192, 512)
     with checks() as report:
-        y = by_kernel(x, packed, AFFINE, WIDE)
+        y = by_kernel(x, packed, WIDE)
     of_matrix = sum(a.nbytes for a in packed)
     assert report.total("bytes_read") == of_matrix + 192 // 96 * x.nbytes
     assert report.total("bytes_written") == y.nbytes
 
 
 def test_a_row_does_not_depend_on_the_others():
-    x, packed = sample(AFFINE, mx.bfloat16, 24)
+    x, packed = sample(24)
     with checks():
-        whole = by_kernel(x, packed, AFFINE, WIDE)
-        assert mx.array_equal(by_kernel(x[:17], packed, AFFINE, WIDE), whole[:17])
+        whole = by_kernel(x, packed, WIDE)
+        assert mx.array_equal(by_kernel(x[:17], packed, WIDE), whole[:17])
