@@ -1,6 +1,7 @@
 """Kernels of larger batches are there before a batch grows."""
 
 import threading
+from unittest import mock
 
 import mlx.core as mx
 import pytest
@@ -24,7 +25,7 @@ def step(model, count, kind=BatchKVCache):
 
 
 @pytest.fixture
-def made(request, monkeypatch):
+def made(request):
     """The kinds of kernels that are launched on a GPU, by text, template and dtypes."""
     found = set()
     device, name = getattr(request, "param", ("cuda", "sm_90"))
@@ -41,8 +42,8 @@ def made(request, monkeypatch):
 
             return run
 
-        monkeypatch.setattr(mx.fast, f"{device}_kernel", kernel)
-        yield found
+        with mock.patch.object(mx.fast, f"{device}_kernel", kernel):
+            yield found
 
 
 GPUS = [("cuda", "sm_90"), *(("metal", f"applegpu_g{n}") for n in ("13g", "16s", "17s"))]
@@ -77,7 +78,7 @@ def test_a_single_text_has_no_kernels_ahead(made):
     assert len(made) == of_one
 
 
-def test_failures_ahead_are_told_and_stop_no_request(made, monkeypatch):
+def test_failures_ahead_are_told_and_stop_no_request(made):
     model = wide_model("qwen2", num_hidden_layers=2)
     kernel, main = mx.fast.cuda_kernel, threading.current_thread()
 
@@ -86,10 +87,10 @@ def test_failures_ahead_are_told_and_stop_no_request(made, monkeypatch):
             raise RuntimeError("out of memory")
         return kernel(**x)
 
-    monkeypatch.setattr(mx.fast, "cuda_kernel", fails)
     explain(reset=True)
-    step(model, 1)
-    made_ready()
+    with mock.patch.object(mx.fast, "cuda_kernel", fails):
+        step(model, 1)
+        made_ready()
     assert [each.reason for each in explain() if each.path == "not ahead"] == [
         "RuntimeError: out of memory"
     ]

@@ -41,7 +41,7 @@ LAID_OUT: dict[str, Callable[[mx.array], mx.array]] = {
     "every second": lambda a: mx.repeat(a, 2, axis=-1)[..., ::2],
     "backwards": lambda a: mx.contiguous(a[..., ::-1])[..., ::-1],
     "rows backwards": lambda a: mx.contiguous(a[::-1])[::-1],
-    # What is outside spoils whatever reads it.
+    # Whatever reads outside of it is spoilt.
     "part": lambda a: mx.pad(a, [(1, 2)] * a.ndim, constant_values=_spoilt(a.dtype))[
         (slice(1, -2),) * a.ndim
     ],
