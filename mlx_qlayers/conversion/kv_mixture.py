@@ -19,6 +19,12 @@ _WIDTHS = (2, 3, 4, 8)
 _PARTS = ("keys", "values")
 
 
+def _ends(text: str, samples: int, length: int) -> str:
+    """The ends of a text, of which up to two samples are the first and the last tokens."""
+    most = 32 * length  # letters, more than so many tokens have
+    return text[:most] + text[-most:] if samples <= 2 and len(text) > 2 * most else text
+
+
 def value_mixture(
     model: nn.Module,
     tokenizer: Any,
@@ -55,9 +61,7 @@ def value_mixture(
     """
     from mlx_lm.models.cache import make_prompt_cache
 
-    text = shipped_text("train") if text is None else text
-    if samples <= 2 and len(text) > 64 * length:  # its first tokens and its last, of fewer letters
-        text = text[: 32 * length] + text[-32 * length :]
+    text = _ends(shipped_text("train") if text is None else text, samples, length)
     tokens = windows(tokenizer.encode(text), samples, length)
     losses, sizes = dict[str, dict[str, float]](), dict[str, float]()
     scale_bits, empty = 0.0, make_prompt_cache(model)

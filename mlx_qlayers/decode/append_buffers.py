@@ -117,7 +117,7 @@ def positions_of(beside: AppendBuffer, c: Any) -> mx.array:
 
 
 def positions_for(batch: int) -> int:
-    """The size of such an array."""
+    """The size of the array of :func:`positions_of` for so many sequences."""
     return 3 + max(MIN_POSITIONS, batch)
 
 

@@ -175,6 +175,7 @@ class AppendForm(Form):
         return dict(zip(names, arrays, strict=False))
 
     def tried(self, arrays: Mapping[str, mx.array]) -> mx.array:
+        """The logits of a step that has these inputs, and its positions zero."""
         arrays = {**arrays, **self._semaphores()}
         buffers, new, fixed, states = (
             [arrays[name] for name in some]

@@ -35,6 +35,8 @@ from .twin import arrays_of as arrays_in
 from .twin import leaves
 from .weights import views_of
 
+# A step as one function of mx.compile.
+Compiled = AppendForm | PaddedForm
 # Tokens of a sequence at most: for more, the products are those of a prompt.
 MAX_LENGTH = 16
 # Captures and programs of one model that are kept.
@@ -206,7 +208,7 @@ class Steps:
             except Unsupported:  # as long as these caches hold what they do
                 continue
             logits, now = step.run(tokens, own, state)
-            if not self.is_ahead and type(step) is not Form and length == 1:
+            if not self.is_ahead and isinstance(step, Compiled) and length == 1:
                 self._compile_ahead(step, found, some)
             steps = [(most - at[name]) // length for name, (_, most) in found.limits.items()]
             if not isinstance(step, AppendForm):
@@ -271,14 +273,15 @@ class Steps:
             found.programs[key] = Form(found.captured, found.graph, batch, binds=on_cpu)
         yield found.programs[key]
 
-    def _compile_ahead(self, step: Form, found: CapturedStep, some: Sequence[Facts]) -> None:
+    def _compile_ahead(self, step: Compiled, found: CapturedStep, some: Sequence[Facts]) -> None:
         """Have the kernels of other batch sizes compiled, of a batch that may grow."""
         grows = step.program.batch > 1 or any(each.key[0] in BATCHES for each in some)
-        # Sums over ranks have to come in the same order in all of them.
-        alone = all(node.op != "AllSum" for node in found.captured.graph.nodes)
-        if not (grows and alone and device_of().gpu):
+        if not grows or not device_of().gpu:
             return
         self.is_ahead = True
+        # Sums over ranks have to come in the same order in all of them.
+        if any(node.op == "AllSum" for node in found.captured.graph.nodes):
+            return
         caches = TracedCaches([each.key for each in some], found.captured.names)
         kind = next(key[0] for key, form in found.programs.items() if form is step)
         graph = found.forms[kind] if kind == "append" else found.forms[kind].graph
@@ -290,7 +293,9 @@ class Steps:
 
         ahead.begin([n for n in ahead.SIZES if n <= found.batches[1]], logits)
 
-    def _compiled(self, kind: str, found: CapturedStep, batch: int, caches: TracedCaches) -> Form:
+    def _compiled(
+        self, kind: str, found: CapturedStep, batch: int, caches: TracedCaches
+    ) -> Compiled:
         if kind not in found.forms:
             rules: Any = {"append": fused, "padded": padded, "invariant": invariant}[kind]
             graph = found.graph if kind == "padded" else found.captured.graph

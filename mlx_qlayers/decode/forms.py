@@ -97,10 +97,6 @@ class Form:
         after = {**at, **dict(zip(self.counters, counts, strict=True))}
         return made["logits"], Progress(self, left, (after, array))
 
-    def tried(self, arrays: Mapping[str, mx.array]) -> mx.array:
-        """The logits of a step that has these inputs, and its positions zero."""
-        raise NotImplementedError
-
     def computed(self, arrays: dict[str, mx.array], at: dict[str, int], array: Any) -> Any:
         """The outputs by their names, and what the next step goes on with besides positions."""
         return self.program.run(arrays, at, array), True
@@ -159,6 +155,7 @@ class PaddedForm(Form):
         return [at + self.more, *(made[name] for name in ("logits", *self.states))]
 
     def tried(self, arrays: Mapping[str, mx.array]) -> mx.array:
+        """The logits of a step that has these inputs, and its positions zero."""
         given = [arrays[path] for path in ("tokens", *(path for path, _ in self.given))]
         logits: mx.array = self.compiled(mx.zeros_like(self.more), given)[1]
         return logits

@@ -67,7 +67,7 @@ def _entry(at: mx.array, i: int) -> mx.array:
 
 @lru_cache(maxsize=8)
 def _rows_from_0(count: int) -> mx.array:
-    """The numbers of rows: evaluated, as a constant of compiled steps, which waits for a GPU."""
+    """The numbers of rows, a constant of compiled steps: to evaluate it anew waits for the GPU."""
     rows = mx.arange(count)
     mx.eval(rows)
     return rows

@@ -25,7 +25,7 @@ from ..runtime.backend import advance_epoch, backend, within
 from ..runtime.backend import current as context
 from ..runtime.backend import epoch as current
 from ..runtime.explain import note
-from ..runtime.versions import MLX
+from ..runtime.versions import version_of
 
 T = TypeVar("T")
 # Questions that are remembered: a server sees any number of lengths.
@@ -165,8 +165,8 @@ def _kind_of(entry: Entry, record: Record) -> type[Any]:
         raise ValueError("was computed, not measured")
     # A configuration alone may hold whatever becomes of the text and of MLX.
     holds = entry.path == "uncompared" and not entry.source
-    if entry.mlx != MLX and not holds:
-        raise ValueError(f"measured with MLX {entry.mlx}, this is {MLX}")
+    if entry.mlx != version_of("mlx") and not holds:
+        raise ValueError(f"measured with MLX {entry.mlx}, this is {version_of('mlx')}")
     if entry.source != record.source and not holds:
         raise ValueError("measured with another version of the kernel")
     wanted = {kind: sorted(field.name for field in fields(kind)) for kind in record.configs}
@@ -193,7 +193,7 @@ def entry_of(
         heuristic=heuristic or paths.get("kernel", paths[path]),
         tried=tried,
         source=record.source,
-        mlx=MLX,
+        mlx=version_of("mlx"),
         paths=paths,
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
         command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),

@@ -33,7 +33,7 @@ from .explain import note
 from .generated_source import TYPES
 from .spec import Spec
 from .staging import replace_file
-from .versions import MLX
+from .versions import version_of
 
 _WORKER = Path(__file__).with_name("nvrtc_worker.py")
 # The text that MLX writes in front of a kernel, as far as kernels here need it.
@@ -195,7 +195,7 @@ def _pool() -> ThreadPoolExecutor:
 def _folder() -> Path | None:
     """Where MLX looks for compiled kernels, if kernels can be compiled and put there."""
     chosen = os.environ.get("MLX_PTX_CACHE_DIR")
-    default = Path(tempfile.gettempdir()) / "mlx" / MLX / "ptx"
+    default = Path(tempfile.gettempdir()) / "mlx" / version_of("mlx") / "ptx"
     folder = Path(chosen) if chosen else default
     try:
         make_folder(folder)

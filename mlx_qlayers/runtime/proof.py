@@ -28,7 +28,7 @@ from .explain import note
 from .launch import Launch
 from .macos import macos_build
 from .source import METAL
-from .versions import MLX, version_of
+from .versions import version_of
 
 T = TypeVar("T")
 # The words of a reason before the names of several kernels, of which one failed.
@@ -213,5 +213,10 @@ def _installation() -> str:
     """The GPU's name and, hashed, whatever else may change what a kernel does."""
     gpu = mx.device_info(mx.gpu) or mx.device_info()
     name = re.sub(r"\W+", "-", str(gpu.get("device_name") or gpu.get("architecture") or "gpu"))
-    facts = version_of("mlx-qlayers"), MLX, macos_build(), str(gpu.get("architecture"))
+    facts = (
+        version_of("mlx-qlayers"),
+        version_of("mlx"),
+        macos_build(),
+        str(gpu.get("architecture")),
+    )
     return f"{name}-{hashlib.sha256(str(facts).encode()).hexdigest()[:12]}"

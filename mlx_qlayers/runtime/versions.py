@@ -6,12 +6,12 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-MLX: str = cast(Any, mx).__version__
-
 
 @cache
 def version_of(package: str) -> str:
-    """The version of a package; an app that was bundled without its metadata has none."""
+    """The version of a package; an app that was bundled without its metadata knows MLX's alone."""
+    if package == "mlx":
+        return str(cast(Any, mx).__version__)
     try:
         return version(package)
     except PackageNotFoundError:
