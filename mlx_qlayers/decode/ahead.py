@@ -20,8 +20,8 @@ from ..runtime.explain import note, recording
 from ..runtime.threads import short_turns
 from .graph import Graph, resolved
 
-# The batch sizes at which kernels change, up to those of mlx-lm's server.
-SIZES = 1, 2, 3, 4, 5, 8, 9, 16, 17, 25
+# The batch sizes of mlx-lm's server, those at which kernels change first.
+SIZES = sorted(range(1, 33), key=lambda size: size not in (1, 2, 3, 4, 5, 8, 9, 16, 17, 25))
 # Of a cache that an input of a step is, as many as mlx-lm's caches grow by.
 _ROWS = 256
 THREAD = "kernels ahead"

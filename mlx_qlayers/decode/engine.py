@@ -283,11 +283,14 @@ class Steps:
         if any(node.op == "AllSum" for node in found.captured.graph.nodes):
             return
         caches = TracedCaches([each.key for each in some], found.captured.names)
-        kind = next(key[0] for key, form in found.programs.items() if form is step)
+        programs = found.programs
+        kind, _, *now = next(key for key, form in [*programs.items()] if form is step)
         graph = found.forms[kind] if kind == "append" else found.forms[kind].graph
 
         def logits(batch: int) -> mx.array:
-            form = self._compiled(kind, found, batch, caches)
+            key = kind, batch, *now
+            form = programs.get(key) or self._compiled(kind, found, batch, caches)
+            programs.setdefault(key, form)  # where requests have not met that size by now
             with each_kind_once():
                 return form.tried(ahead.zeros(graph, batch, found.captured.weights))
 

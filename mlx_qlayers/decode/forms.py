@@ -136,7 +136,7 @@ class PaddedForm(Form):
         # MLX keeps arrays of up to 8 bytes in memory of the host, which GPUs of NVIDIA wait for.
         self.unused = [0] * max(0, MIN_POSITIONS - len(more))
         self.more = mx.array(more + self.unused, mx.int32)
-        self.moving = (self.more > 0).astype(mx.int32)
+        self.moving = mx.array([int(each > 0) for each in more] + self.unused, mx.int32)
         self.compiled = mx.compile(self._run)
 
     def _run(self, at: mx.array, arrays: list[mx.array]) -> list[Any]:

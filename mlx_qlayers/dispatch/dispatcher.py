@@ -133,15 +133,17 @@ def dispatch(
         for a in arrays:
             shapes += (None if a is None else a.shape,)
             dtypes += (None if a is None else a.dtype,)
+        now, thread, device = current.get(), here.number, mx.default_device()
+        # Only graphs belong to a stream and its thread, and inside one there are no others.
+        inside = now.mode is Mode.INFERENCE
         key = (
             tuple(map(type, static)),  # 4.0 equals 4
             static,
             dtypes,
-            current.get(),
+            now,
             epoch.state,
-            here.number,
-            # Only graphs belong to a stream.
-            mx.default_stream(mx.default_device()) if operation.compiled else mx.default_device(),
+            None if inside else thread,
+            mx.default_stream(device) if operation.compiled and not inside else device,
         )
         last, prepared = operation.recent.get(shapes, _NONE)
         if last != key:
@@ -213,7 +215,7 @@ def _plan(
     dtypes: tuple[Any, ...],
     context: object,
     state: object,
-    thread: int,
+    thread: int | None,
     place: str,
 ) -> _Prepared:
     if not {*map(type, dtypes)} <= {mx.Dtype, NoneType}:

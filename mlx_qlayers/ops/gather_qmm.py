@@ -185,9 +185,12 @@ def _pairs(arrays: _Arrays, leading: tuple[int, ...], sorted_indices: bool) -> P
 
 
 def _every(array: Spec, leading: tuple[int, ...]) -> mx.array:
-    """All items of a batch in the shape of the products."""
+    """All items of a batch in the shape of the products, evaluated: plans outlive their threads."""
+    import numpy as np  # which the import of this package does not wait for
+
     batch = array.shape[:-2]
-    return mx.broadcast_to(mx.arange(prod(batch), dtype=mx.uint32).reshape(batch), leading)
+    every = np.arange(prod(batch), dtype=np.uint32).reshape(batch)
+    return mx.array(np.broadcast_to(every, leading))
 
 
 def _repeats(batch: tuple[int, ...], leading: tuple[int, ...]) -> int:

@@ -64,7 +64,7 @@ def gather_qmm_sorted(
         threadgroup=(searching, 1, 1),
         output_shapes=[(tiles, 3)],
     )
-    threads, one = config.threads(x.dtype), mx.ones((1,))
+    threads, one = config.threads(x.dtype), mx.array([1.0])
     sizes, factors = constants([n, k]), Spec((matrices,), mx.float32) if scaled else one
     listed = Spec((tiles, 3), mx.uint32)
     kernel = _TENSORS if isinstance(config, TensorConfig) else _TILES

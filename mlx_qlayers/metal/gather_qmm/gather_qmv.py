@@ -111,7 +111,7 @@ def gather_qmv(
     tiles = -(-n // across)
     groups = -(-tiles * config.lanes // config.threads)
     results, indices = prod(shape) * m, Spec(shape, mx.uint32)
-    sizes, one = mx.array([results, n, k, m, share], mx.int32), mx.ones((1,))
+    sizes, one = mx.array([results, n, k, m, share], mx.int32), mx.array([1.0])
     factors = Spec((prod(w.shape[:-2]),), mx.float32) if scaled else one
     launch = kernel.bind(
         [x, w, scales, scales, factors, indices, indices, sizes],

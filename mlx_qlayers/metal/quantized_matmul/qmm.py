@@ -176,7 +176,7 @@ def sum_of_parts(
 ) -> Callable[[mx.array, mx.array | None], mx.array]:
     """The launch of the sum of float32 planes (parts, M, N), and of a bias (N,), rounded once."""
     parts, m, n = planes
-    sizes, nothing = mx.array([m * n, n, parts], mx.int32), mx.zeros((1,), dtype)
+    sizes, nothing = mx.array([m * n, n, parts], mx.int32), mx.array([0.0], dtype)
     launch = QMM_SUM.bind(
         [Spec(planes, mx.float32), Spec((n if biased else 1,), dtype), sizes],
         template={"T": dtype, "biased": biased},

@@ -28,7 +28,7 @@ def rotary_embedding(
     sizes = mx.array([length, heads, kv_heads, width, dims, share], mx.int32)
     both = [*two_floats(rotation.scale), *rates(rotation)]
     pairs = mx.array(both + [0.0] * (CONSTANT_BELOW - len(both)), mx.float32)
-    unused = mx.zeros((CONSTANT_BELOW,))
+    unused = mx.array([0.0] * CONSTANT_BELOW)
     listed = Spec((dims // 2,), mx.float32) if listing else unused
     launch = (_EACH if offset.ndim else _AT).bind(
         [q, k, Spec(offset.shape, mx.int32), listed, sizes, pairs],
