@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import copy_context
 from typing import Any
 
@@ -22,9 +23,29 @@ from .graph import Graph, resolved
 
 # The batch sizes of mlx-lm's server, those at which kernels change first.
 SIZES = sorted(range(1, 33), key=lambda size: size not in (1, 2, 3, 4, 5, 8, 9, 16, 17, 25))
+# Cleared while a request's own step is made, for which the thread leaves Python's lock alone.
+_free = threading.Event()
+_free.set()
+_LONGEST = 0.05  # seconds; a step that takes longer waits for compilers
 # Of a cache that an input of a step is, as many as mlx-lm's caches grow by.
 _ROWS = 256
 THREAD = "kernels ahead"
+
+
+@contextmanager
+def first() -> Iterator[None]:
+    """Let the thread wait while a request's own step is made in a ``with`` block."""
+    _free.clear()
+    try:
+        yield
+    finally:
+        _free.set()
+
+
+def give_way() -> None:
+    """Wait, in the thread, for a request whose step is being made."""
+    if not _free.wait(_LONGEST):
+        _free.set()
 
 
 def begin(sizes: Iterable[int], logits: Callable[[int], mx.array]) -> None:

@@ -37,7 +37,9 @@ from .rules.serial import serial
 _NONE = 0
 # Lists of bound calls that are kept, for other numbers of rows.
 _KEPT = 8
-_made_once: ContextVar[dict[Any, Any] | None] = ContextVar("made_once", default=None)
+# What alike operations gave, and what is called before each.
+_Once = tuple[dict[Any, Any], Callable[[], object]]
+_once: ContextVar[_Once | None] = ContextVar("once", default=None)
 
 
 class Program:
@@ -237,22 +239,24 @@ def _bind(found: BoundCalls, at: int, call: Called, *arrays: Any) -> Any:
     return made
 
 
-def each_kind_once() -> AbstractContextManager[Any]:
-    """Run of alike operations one alone in a ``with`` block; others give what that one gave."""
-    return within(_made_once, {})
+def each_kind_once(before: Callable[[], object]) -> AbstractContextManager[Any]:
+    """Run of alike operations one alone in a ``with`` block; others give what that one gave.
+
+    ``before`` is called ahead of each operation.
+    """
+    return within(_once, ({}, before))
 
 
 def _dispatched(call: Dispatched, count: int, *arrays: Any) -> Any:
-    key, made = None, _made_once.get()
-    if made is not None:
-        key = call, tuple(x if x is None else Spec.of(x) for x in arrays), places(arrays)
-        if key in made:
-            return made[key]
     # A kernel may give more than its operation does, for a gradient.
-    found = dispatch(call.operation, arrays, call.static)[:count]
-    if made is not None:
-        made[key] = found
-    return found
+    if (once := _once.get()) is None:
+        return dispatch(call.operation, arrays, call.static)[:count]
+    made, before = once
+    before()
+    key = call, tuple(x if x is None else Spec.of(x) for x in arrays), places(arrays)
+    if key not in made:
+        made[key] = dispatch(call.operation, arrays, call.static)[:count]
+    return made[key]
 
 
 def resolver(args: Sequence[Any]) -> Callable[[Mapping[str, int]], Sequence[Any]]:

@@ -165,7 +165,7 @@ class Steps:
                 if is_transformed([*arrays_of(own).values()]):
                     raise Unsupported("a gradient of a cache's arrays is taken")
                 goes_on = last is not None and type(last.step) is Form and last.held.same(own)
-                with uncollected():
+                with uncollected(), ahead.first():
                     return self._first(key, tokens, caches, some, goes_on)
         except Exception as error:
             # A call of the model writes what it would have written, whatever has been by now.
@@ -288,10 +288,11 @@ class Steps:
         graph = found.forms[kind] if kind == "append" else found.forms[kind].graph
 
         def logits(batch: int) -> mx.array:
+            ahead.give_way()
             key = kind, batch, *now
             form = programs.get(key) or self._compiled(kind, found, batch, caches)
             programs.setdefault(key, form)  # where requests have not met that size by now
-            with each_kind_once():
+            with each_kind_once(ahead.give_way):
                 return form.tried(ahead.zeros(graph, batch, found.captured.weights))
 
         ahead.begin([n for n in ahead.SIZES if n <= found.batches[1]], logits)
