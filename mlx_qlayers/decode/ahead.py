@@ -1,8 +1,8 @@
-"""Kernels of other batch sizes, made ready in a thread while a server answers its first requests.
+"""Steps of other batch sizes, made ready in a thread while a server answers its first requests.
 
 Products of few rows are compiled for 2, 4 and whole eights of them, so that a batch which grows
-comes to kernels that nobody has launched. Here a step of each such size runs once, on zeros: that
-writes, proves, compiles and loads them.
+comes to kernels that nobody has launched. Here a step of each size is made, which later requests
+take, and runs once, on zeros: that plans its calls, and writes, proves, compiles and loads kernels.
 """
 
 from __future__ import annotations
