@@ -21,8 +21,9 @@ from ..runtime.explain import note, recording
 from ..runtime.threads import short_turns
 from .graph import Graph, resolved
 
-# The batch sizes of mlx-lm's server, those at which kernels change first.
-SIZES = sorted(range(1, 33), key=lambda size: size not in (1, 2, 3, 4, 5, 8, 9, 16, 17, 25))
+# The batch sizes at which kernels change, and with those between them all of mlx-lm's server.
+_CHANGES = 1, 2, 3, 4, 5, 8, 9, 16, 17, 25
+SIZES = *_CHANGES, *(size for size in range(1, 33) if size not in _CHANGES)
 # Cleared while a request's own step is made, for which the thread leaves Python's lock alone.
 _free = threading.Event()
 _free.set()
@@ -69,10 +70,10 @@ def _made_ready(sizes: Iterable[int], logits: Callable[[int], mx.array]) -> None
 
     with recording():  # nobody called these
         with short_turns(), compiled_in_parallel(waits=False):
-            made = [tried(logits, size) for size in sizes]
+            made = {size: tried(logits, size) for size in sizes}
         finish()
-        for each in made:
-            tried(mx.eval, each)
+        for size in _CHANGES:
+            tried(mx.eval, made.pop(size, None))
     for reason in reasons:
         note("step", "not ahead", reason)
 
