@@ -37,7 +37,7 @@ from .rules.serial import serial
 _NONE = 0
 # Lists of bound calls that are kept, for other numbers of rows.
 _KEPT = 8
-# What alike operations gave, and what is called before each.
+# The results of alike operations, and a function that is called before each.
 _Once = tuple[dict[Any, Any], Callable[[], object]]
 _once: ContextVar[_Once | None] = ContextVar("once", default=None)
 
@@ -205,10 +205,11 @@ class Program:
         """The calls where caches have so many rows, which are bound as they are made."""
         if len(self._bound) >= _KEPT:
             self._bound.clear()
-        found = self._bound[rows] = BoundCalls([], [], [])
+        found = BoundCalls([], [], [])
         for at, call in enumerate(self.calls):
             bind = call.function if call.binds is None else partial(_bind, found, at, call)
             found.calls.append(call._replace(function=bind))
+        self._bound[rows] = found  # whole, as another thread may take it
         return found
 
 

@@ -29,6 +29,7 @@ from ..runtime.backend import (
     up_to_date,
 )
 from ..runtime.declaration import KernelError
+from ..runtime.devices import device_of
 from ..runtime.explain import Row, collectors, count, note, recording, row
 from ..runtime.launch import taking
 from ..runtime.proof import Unproven
@@ -134,8 +135,8 @@ def dispatch(
             shapes += (None if a is None else a.shape,)
             dtypes += (None if a is None else a.dtype,)
         now, thread, device = current.get(), here.number, mx.default_device()
-        # Only graphs belong to a stream and its thread, and inside one there are no others.
-        inside = now.mode is Mode.INFERENCE
+        # Only graphs belong to a stream and its thread, and on a GPU there are none inside others.
+        inside = now.mode is Mode.INFERENCE and device_of().gpu
         key = (
             tuple(map(type, static)),  # 4.0 equals 4
             static,

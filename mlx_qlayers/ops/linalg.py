@@ -203,8 +203,7 @@ def _plan_cholesky(arrays: Sequence[Spec], upper: bool) -> Plan:
         return [0.5 * (whole + whole.swapaxes(-1, -2))]
 
     if not a.size:
-        empty = mx.zeros(a.shape), mx.zeros(flat.shape[0], mx.int32)
-        return Plan(choice, lambda a: [*empty])
+        return Plan(choice, lambda _: [mx.zeros(a.shape), mx.zeros(flat.shape[0], mx.int32)])
     run, stock = partial(forward, compute), partial(forward, reference.cholesky)
     return Plan(choice, run, (Gradient((0,), gradient),), stock)
 

@@ -118,8 +118,8 @@ def count(rows: tuple[Row, ...]) -> None:
 
 
 def note(op: str, path: str, reason: str, evidence: str = "rule") -> None:
-    """Remember that ``op`` took ``path`` and why."""
-    count((row(op, path, reason, evidence),))
+    """Remember that ``op`` took ``path`` and why, also inside :func:`recording`."""
+    next(row(op, path, reason, evidence).ticks)
 
 
 @contextmanager

@@ -1,13 +1,15 @@
 """Properties of each example of the table, whatever the operation is."""
 
+from contextlib import suppress
 from functools import partial
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from recorded_gpu import primitives
+from recorded_gpu import primitives, recorded_gpu
 
 from mlx_qlayers import use_backend
+from mlx_qlayers.runtime.backend import BackendError, Mode, mode
 from mlx_qlayers.runtime.host import checks
 from tests.examples import CALLS, RANDOM, in_float32, is_float
 from tests.examples.arrays import LAID_OUT, laid_out
@@ -15,6 +17,7 @@ from tests.examples.calls import BACKENDS
 from tests.examples.invalid import INVALID, OPERATIONS
 from tests.gpus import GPUS, HERE, STAND_INS
 from tests.numerics import assert_gradient, assert_same_sums
+from tests.threads import in_threads
 
 AWKWARD = [(name, i) for name, each in RANDOM.items() for i in range(len(each.awkward))]
 
@@ -27,6 +30,20 @@ def test_awkward_calls_against_float64(name, number, path):
     call = RANDOM[name].call(path, number, **changes)
     if call.by_kernel or path not in BACKENDS:
         call.check(path, f"{name} {changes}")
+
+
+@pytest.mark.parametrize("gpu", ["sm_90", "applegpu_g13g", "applegpu_g17s"])
+@pytest.mark.parametrize("name", RANDOM)
+def test_a_plan_outlives_its_thread(name, gpu):
+    """Inside of graphs on a GPU it serves all threads, so that its constants have values."""
+    device = "cuda" if gpu == "sm_90" else "metal"
+    for number, changes in enumerate(RANDOM[name].awkward):
+        call = RANDOM[name].call("reference", number, **changes)
+        mx.eval(call.arrays, call.options)
+        run = partial(call.function, **call.arrays, **call.options)
+        with recorded_gpu(device, gpu), mode(Mode.INFERENCE), suppress(BackendError):
+            in_threads(lambda _, run=run: run(), 1, same_context=True)
+            mx.eval(run())
 
 
 # MLX's functions that have no case for arrays without elements on a GPU.

@@ -8,12 +8,13 @@ from typing import Any
 
 import mlx.core as mx
 
+from ...runtime.devices import device_of
 from ...runtime.launch import Launching
 from ...runtime.spec import Spec
 from ..common.kernels import large_kernel, without, words
 
-# Elements of a row of the state that a lane has, tokens that it reads ahead, lanes of a row.
-_EACH, _AHEAD, _LANES = 16, 2, (1, 2, 4, 8, 16, 32)
+# Elements of a row of the state that a lane has, and lanes of a row.
+_EACH, _LANES = 16, (1, 2, 4, 8, 16, 32)
 _THREADS = 64
 
 
@@ -50,7 +51,8 @@ def gated_delta(arrays: Sequence[Any], *norms: float) -> Callable[..., list[mx.a
             "normed": len(norms) > 0,
             "lanes": lanes,
             "each": _EACH,
-            "ahead": _AHEAD,
+            # Tokens that are read ahead.
+            "ahead": 1 if device_of().few_registers else 2,
         },
         grid=(-(-rows * lanes // _THREADS) * _THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),

@@ -49,7 +49,7 @@ def cholesky(w: Spec, block: int) -> Callable[[mx.array], list[mx.array]]:
     of these rows, a third subtracts their product from what is below.
     """
     batch, n, _ = w.shape
-    none, steps = mx.zeros(batch, mx.int32), []
+    none, steps = mx.array([0] * batch, mx.int32), []
     for first in range(0, n, block):
         size = min(block, n - first)
         rest = n - first - size
@@ -129,10 +129,10 @@ def product(batch: int, n: int, k: int, m: int) -> Callable[[mx.array, mx.array]
     of = tabled("linalg_block")
     parts = 1 if not device_of().gpu else max(1, min(of["groups"] // groups, k // of["depth"]))
     launch = subtract_product(b, a, x, parts=None if parts == 1 else parts)
-    zeros = mx.broadcast_to(mx.zeros((1, 1, 1)), b.shape)  # of which one is read
+    zero = mx.array([[[0.0]]])
 
     def run(a: mx.array, x: mx.array) -> mx.array:
-        (y,) = launch([zeros, a, x])
+        (y,) = launch([mx.broadcast_to(zero, b.shape), a, x])
         return y if parts == 1 else y.sum(axis=0)
 
     return run
