@@ -1,8 +1,9 @@
 """Steps of other batch sizes, made ready in a thread while a server answers its first requests.
 
 Products of few rows are compiled for 2, 4 and whole eights of them, so that a batch which grows
-comes to kernels that nobody has launched. Here a step of each size is made, which later requests
-take, and runs once, on zeros: that plans its calls, and writes, proves, compiles and loads kernels.
+comes to kernels that nobody has launched. Here the steps of all sizes are made, with the plans of
+their calls, and those whose kernels are new run once, on zeros: that writes, proves, compiles and
+loads them.
 """
 
 from __future__ import annotations

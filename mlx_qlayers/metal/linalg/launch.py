@@ -13,7 +13,7 @@ from ...measurements.thresholds import tabled
 from ...runtime.devices import device_of
 from ...runtime.launch import Bound, Launching
 from ...runtime.spec import Spec
-from ..common.kernels import strided_kernel
+from ..common.kernels import constants, strided_kernel
 
 _FILE = "linalg/linalg.metal"
 _TILE = 32
@@ -129,10 +129,10 @@ def product(batch: int, n: int, k: int, m: int) -> Callable[[mx.array, mx.array]
     of = tabled("linalg_block")
     parts = 1 if not device_of().gpu else max(1, min(of["groups"] // groups, k // of["depth"]))
     launch = subtract_product(b, a, x, parts=None if parts == 1 else parts)
-    zero = mx.array([[[0.0]]])
+    zeros = constants([0.0], mx.float32)
 
     def run(a: mx.array, x: mx.array) -> mx.array:
-        (y,) = launch([mx.broadcast_to(zero, b.shape), a, x])
+        (y,) = launch([mx.broadcast_to(zeros[:1], b.shape), a, x])
         return y if parts == 1 else y.sum(axis=0)
 
     return run
