@@ -61,22 +61,19 @@ def begin(sizes: Iterable[int], logits: Callable[[int], mx.array]) -> None:
 
 def _made_ready(sizes: Iterable[int], logits: Callable[[int], mx.array]) -> None:
     goes_on = threading.main_thread().is_alive  # else the process ends, and waits for this thread
-    reasons: dict[str, None] = {}
 
     def tried(run: Callable[..., Any], given: Any) -> Any:
         try:
             return run(given) if goes_on() else None
         except Exception as error:  # a request that needs such a kernel meets it again
-            reasons[f"{type(error).__name__}: {error}"] = None
+            note("step", "not ahead", f"{type(error).__name__}: {error}")
 
-    with recording():  # nobody called these
+    with recording(notes=False):  # nobody called these
         with short_turns(), compiled_in_parallel(waits=False):
             made = {size: tried(logits, size) for size in sizes}
         finish()
         for size in _CHANGES:
             tried(mx.eval, made.pop(size, None))
-    for reason in reasons:
-        note("step", "not ahead", reason)
 
 
 def zeros(graph: Graph, batch: int, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:

@@ -97,6 +97,7 @@ _rows: dict[tuple[str, str, str, str], Row] = {}
 _lock = threading.Lock()
 # By thread, the rows that :func:`recording` collects.
 collectors: dict[int, list[Row]] = {}
+_noting: set[int] = set()  # threads whose notes are counted all the same
 
 
 def row(op: str, path: str, reason: str, evidence: str = "rule") -> Row:
@@ -118,24 +119,33 @@ def count(rows: tuple[Row, ...]) -> None:
 
 
 def note(op: str, path: str, reason: str, evidence: str = "rule") -> None:
-    """Remember that ``op`` took ``path`` and why, also inside :func:`recording`."""
-    next(row(op, path, reason, evidence).ticks)
+    """Remember that ``op`` took ``path`` and why."""
+    if threading.get_ident() in _noting:
+        next(row(op, path, reason, evidence).ticks)
+    else:
+        count((row(op, path, reason, evidence),))
 
 
 @contextmanager
-def recording() -> Iterator[list[Row]]:
-    """Collect the rows that would be counted in a ``with`` block, in this thread, uncounted."""
+def recording(notes: bool = True) -> Iterator[list[Row]]:
+    """Collect the rows that would be counted in a ``with`` block, in this thread, uncounted.
+
+    Without ``notes`` these count: of proofs, say, which others find made.
+    """
     thread, rows = threading.get_ident(), list[Row]()
     before = collectors.get(thread)
 
     def end() -> None:
         if before is None:
             collectors.pop(thread, None)
+            _noting.discard(thread)
         else:
             collectors[thread] = before
 
     with undone(end):
         collectors[thread] = rows
+        if not notes:
+            _noting.add(thread)
         yield rows
 
 
