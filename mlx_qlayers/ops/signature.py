@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from ast import literal_eval
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +18,9 @@ _VALUES = {"int": "an integer", "number": "a finite number", "flag": "True or Fa
 _LARGEST = mx.finfo(mx.float32).max
 
 Sizes = dict[str, Any]
+
+# Texts are compiled once: a plan for shapes that are new evaluates ten or twenty.
+_code = cache(partial(compile, filename="<signature>", mode="eval"))
 
 
 class Signature:
@@ -78,7 +82,8 @@ class _Argument:
             what = f"{_VALUES[self.kind]} {self.rest}".strip()
             kind: Any = {"int": int, "flag": bool}.get(self.kind)
             fits = is_finite(value) if kind is None else type(value) is kind
-            fits = fits and (not self.rest or eval(f"value {self.rest}", {}, {"value": value}))
+            bound = f"value {self.rest}" if self.rest else "True"
+            fits = fits and eval(_code(bound), {}, {"value": value})
         if not fits:
             what += " or None" * self.optional
             raise ValueError(f"{self.name} must be {what}, not {value!r}")
@@ -106,7 +111,8 @@ class _Argument:
             found = _broadcast(tokens, shape, known) if to else _bound(tokens, shape, known)
             if found is not None:
                 given = {"shape": shape, **found}
-                lacking = next((each for each in self.conditions if not eval(each, given)), "")
+                broken = (each for each in self.conditions if not eval(_code(each), given))
+                lacking = next(broken, "")
                 if not lacking:
                     return found
         if not self.shapes:
@@ -130,7 +136,7 @@ def _bound(tokens: list[str], shape: tuple[int, ...], known: Sizes) -> Sizes | N
     for token, size in zip(tokens, shape, strict=True):
         if token.isidentifier():
             found.setdefault(token, size)
-        if size not in [eval(each, {}, found) for each in token.split("|")]:
+        if size not in [eval(_code(each), {}, found) for each in token.split("|")]:
             return None
     found.pop("...", None)
     return found
