@@ -111,7 +111,7 @@ class Steps:
         self.steps: dict[Any, list[CapturedStep]] = {}
         self.reaches: dict[Any, int] = {}
         self.replaces = False
-        self.is_ahead = False  # whether kernels of other batch sizes were begun
+        self.is_ahead = False  # whether steps of other batch sizes were begun
         # The last step with append buffers that was begun for some tokens, and its capture.
         self.appending: dict[Any, tuple[AppendForm, CapturedStep]] = {}
         # The last step's progress, by the first of its caches as long as that lives.
@@ -209,7 +209,7 @@ class Steps:
                 continue
             logits, now = step.run(tokens, own, state)
             if not self.is_ahead and isinstance(step, Compiled) and length == 1:
-                self._compile_ahead(step, found, some)
+                self._prepare_ahead(step, found, some)
             steps = [(most - at[name]) // length for name, (_, most) in found.limits.items()]
             if not isinstance(step, AppendForm):
                 pairs = zip(some, own, strict=True)
@@ -273,8 +273,8 @@ class Steps:
             found.programs[key] = Form(found.captured, found.graph, batch, binds=on_cpu)
         yield found.programs[key]
 
-    def _compile_ahead(self, step: Compiled, found: CapturedStep, some: Sequence[Facts]) -> None:
-        """Have the kernels of other batch sizes compiled, of a batch that may grow."""
+    def _prepare_ahead(self, step: Compiled, found: CapturedStep, some: Sequence[Facts]) -> None:
+        """Have the steps of other batch sizes made, of a batch that may grow."""
         grows = step.program.batch > 1 or any(each.key[0] in BATCHES for each in some)
         if not grows or not device_of().gpu:
             return
