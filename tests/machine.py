@@ -122,7 +122,7 @@ class Machine:
 
 def forget() -> None:
     """Let what is remembered of the machine be asked again."""
-    for remembered in (entries.device_kind, entries.device_name, tensor_ops.missing, _cores):
+    for remembered in (entries.device_kind, entries.device_name, tensor_ops._missing, _cores):
         remembered.cache_clear()
     tensor_ops._defines.cache_clear()
 

@@ -171,7 +171,7 @@ def _lora(module: Any, asked: Any) -> Iterator[None]:
     import mlx.core as mx
     from mlx_lm.tuner.trainer import iterate_batches
 
-    from ..runtime.backend import backend
+    from ..runtime.devices import device_of
     from ..runtime.transformed import uncompiled
     from ..training.fused_loss import fused_loss
     from ..training.optimizers import in_8_bits
@@ -204,7 +204,7 @@ def _lora(module: Any, asked: Any) -> Iterator[None]:
             return
         given |= {"model": model, "args": args, "optimizer": optimizer}
         # Kernels on a CPU compute at once.
-        if backend() != "host" and not asked.stock:
+        if not device_of().launches_at_once and not asked.stock:
             given["iterate_batches"] = in_least_memory(iterate_batches)
         begin(train_dataset=train_dataset, **given, **options)
 
@@ -224,7 +224,7 @@ def _lora(module: Any, asked: Any) -> Iterator[None]:
     replaced["yaml"] = SimpleNamespace(load=read_yaml)
     # A compiled step traces its operations, and traced ones run no kernels on a CPU. Freed memory
     # is allocated again as soon there.
-    on_cpu = backend() == "host"
+    on_cpu = device_of().launches_at_once
     before = mx.set_cache_limit(0) if on_cpu else None
     try:
         with _holding(module, **replaced), uncompiled(on_cpu):

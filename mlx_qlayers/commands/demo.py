@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> None:
     from ..conversion.loading import load_stock
     from ..convert import convert_model
     from ..runtime.backend import backend, use_backend
+    from ..runtime.devices import device_of
     from ..runtime.explain import aligned
     from ..runtime.host import cache
     from .text import check_prompt, stream
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
         ("stock mlx-lm", stock, "reference"),
         ("converted, reference path", converted, "reference"),
     ]
-    if backend() == "host":
+    if device_of().launches_at_once:
         contenders.append(("converted, Metal kernels on the CPU", converted, "auto"))
 
     def generate(model: nn.Module, echo: TextIO | None = None, **options: Any) -> Any:

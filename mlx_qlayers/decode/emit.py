@@ -21,7 +21,8 @@ import mlx.core as mx
 
 from ..dispatch import dispatch, planned
 from ..runtime.arena import places
-from ..runtime.backend import Mode, backend, mode, within
+from ..runtime.backend import Mode, mode, within
+from ..runtime.devices import device_of
 from ..runtime.explain import count
 from ..runtime.launch import Launching
 from ..runtime.spec import Spec
@@ -61,7 +62,7 @@ class Program:
         self._arguments: dict[Any, list[int]] = {}
         self._of: dict[Node, int] = {}
         graph = deferred(graph, self.values)
-        graph = serial(graph) if binds and backend() == "host" else graph
+        graph = serial(graph) if binds and device_of().launches_at_once else graph
         self._in_place = _written_in_place(graph)
         self._known = {_NONE}
         # Indices of rows in a cache that go on with its tokens: nobody has seen what they replace.
@@ -70,7 +71,7 @@ class Program:
         self.outputs = {name: self._of[node] for name, node in graph.outputs.items()}
         self.calls = self._scheduled([call for call in calls if call is not None])
         self._lists: Any = None
-        if binds and backend() == "host":
+        if binds and device_of().launches_at_once:
             from . import listed  # of the host backend, which others do not load
 
             self._lists = listed

@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..runtime.arena import View
-from ..runtime.backend import Mode, backend, current, epoch
-from ..runtime.devices import device_of
+from ..runtime.backend import Mode, current, epoch
+from ..runtime.devices import device_of, on_cpu
 from ..runtime.explain import note
 from ..runtime.memory import uncollected
 from ..runtime.threads import here
@@ -269,8 +269,7 @@ class Steps:
             raise Unsupported("only prompts have a batch-invariant model's bits")
         key = "listed", batch, place_now()
         if key not in found.programs:
-            on_cpu = mx.default_device().type == mx.cpu and backend() in ("host", "reference")
-            found.programs[key] = Form(found.captured, found.graph, batch, binds=on_cpu)
+            found.programs[key] = Form(found.captured, found.graph, batch, binds=on_cpu())
         yield found.programs[key]
 
     def _prepare_ahead(self, step: Compiled, found: CapturedStep, some: Sequence[Facts]) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import EllipsisType
 from typing import Any, NamedTuple
 
 from ..measurements.thresholds import Measured, threshold
-from ..runtime.backend import BackendError, backend, current, requested, unavailable, within
+from ..runtime.backend import BackendError, current, requested, unavailable, within
 from ..runtime.devices import device_of
 from .measurements import Measurement, decided, found
 
@@ -26,7 +26,6 @@ class Choice(NamedTuple):
 # Why ``auto`` takes no kernel for the plan that is being made; "" where it takes one anyhow.
 _refusal: ContextVar[str | None] = ContextVar("refusal", default=None)
 
-KERNELS = ("metal", "cuda", "host")
 UNMEASURED = "the kernel was not measured on an Apple GPU"
 
 
@@ -42,7 +41,7 @@ def refused(why: str) -> AbstractContextManager[str]:
 
 def choose(
     op: str,
-    kernels: Sequence[str] = KERNELS,
+    takes: bool = True,
     *,
     empty: str | None = None,
     reason: str | None = None,
@@ -54,6 +53,7 @@ def choose(
     """The backend on which ``op`` runs.
 
     Args:
+        takes: whether there is a kernel for these arguments.
         empty: why nothing is computed, whichever backend with a kernel is asked for.
         reason: why ``auto`` should leave the kernel for the reference, or why there is no kernel;
             :class:`Measured` where a threshold decides, for the kernel too.
@@ -71,7 +71,7 @@ def choose(
             by = f"{kernel or 'its kernel'}, {best.evidence}{also}{more}"
     evidence = "measured" if isinstance(reason, Measured) else "rule"
     wanted, suffix = requested(), f", by {by}" if by else ""
-    if wanted not in ("auto", "reference", *kernels):
+    if wanted not in ("auto", "reference") and not takes:
         why = f": {empty or reason}" if empty or reason else ""
         raise BackendError(f"{op} has no {wanted} kernel for these arguments{why}")
     if empty:
@@ -82,37 +82,36 @@ def choose(
         return Choice(op, wanted, "asked for" + suffix)
     if refusal := _refusal.get():
         return Choice(op, "reference", refusal)
-    name, invariant = backend(), current.get().invariant
+    device, invariant = device_of(), current.get().invariant
+    name = device.backend
     # Stock operators of a GPU are other ones for other numbers of rows, however fast.
-    counts = not (invariant and device_of(name).gpu and name in kernels)
+    counts = not (invariant and device.gpu and takes)
     if reason and refusal is None and counts:
         return Choice(op, "reference", reason, evidence)
-    if name not in kernels:
-        if name == "reference" and "host" in kernels and (lacks := unavailable("host")):
+    if not (takes and device.kernels):
+        if takes and (lacks := unavailable("host")):
             return Choice(op, "reference", f"no GPU, and no host backend: {lacks}")
         return Choice(op, "reference", f"no {name} kernel for these arguments")
     if not counts:
         return Choice(op, name, "batch-invariant" + suffix)
-    if name != "host":
+    if device.gpu:
         return Choice(op, name, "auto" + suffix, evidence)
     if invariant:
-        return Choice(op, "host", "batch-invariant" + suffix)
+        return Choice(op, name, "batch-invariant" + suffix)
     if current.get().integers and op != "attention":
-        return Choice(op, "host", "activations in 8 bits" + suffix)
-    stored = threshold(f"{op}_gain", device="host") if host_gain is None else host_gain
+        return Choice(op, name, "activations in 8 bits" + suffix)
+    stored = threshold(f"{op}_gain", device=name) if host_gain is None else host_gain
     if not isinstance(host_gain := stored, (int, float)):
         return Choice(op, "reference", "the kernel was not measured on a CPU")
     if host_gain <= 1:
         reason = f"on a CPU the kernel has {host_gain:.2g} times the speed of MLX's operators"
         return Choice(op, "reference", reason, "measured")
     reason = f"auto: {host_gain:.2g} times the speed of MLX's operators on a CPU"
-    return Choice(op, "host", reason + suffix, "measured")
+    return Choice(op, name, reason + suffix, "measured")
 
 
-def choose_measured(
-    op: str, kernels: Sequence[str], family: str, *key: Hashable, **rule: Any
-) -> Choice:
+def choose_measured(op: str, takes: bool, family: str, *key: Hashable, **rule: Any) -> Choice:
     """As :func:`choose`, by the measurement of an operation's only kernel, else by the ``rule``."""
-    best = found(family, *key) if kernels else None
+    best = found(family, *key) if takes else None
     rule["reason"] = unmeasured() or rule.get("reason")
-    return choose(op, kernels, best=best, **rule)
+    return choose(op, takes, best=best, **rule)

@@ -20,7 +20,6 @@ from ..runtime.backend import (
     Mode,
     Outdated,
     ToolchainError,
-    backend,
     current,
     epoch,
     falls_back,
@@ -91,7 +90,7 @@ class Operation:
     Example:
         >>> from mlx_qlayers.dispatch import Operation, Plan, choose, dispatch
         >>> def plan(specs):
-        ...     return Plan(choose("twice", ()), lambda x: 2 * x)
+        ...     return Plan(choose("twice", False), lambda x: 2 * x)
         >>> dispatch(Operation("twice", plan), (mx.array(3.0),)).item()
         6.0
     """
@@ -240,16 +239,17 @@ def _prepare(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]
         return _Prepared(partial(run_mapped, operation.name, again, operation.batched), ())
     plan = _planned(operation, static, specs)
     rows = _row(plan.choice)
-    on_host = plan.choice is not None and plan.choice.path == "host"
+    device = device_of(plan.choice and plan.choice.path)
     run = plan.run
     if plan.gradients and now.differentiable:
-        if backend() == "host" and now is Mode.EAGER:
+        if device_of().launches_at_once and now is Mode.EAGER:
             return _Prepared(_guarded(operation, static, specs, plan, rows), ())
         gradients = plan.gradients
-        if plan.choice is None or plan.choice.path in ("host", "metal"):
+        # Its compiler may not be there, or a proof fails.
+        if device.launches_at_once or device.needs_proof:
             gradients = _with_fallback(operation, static, specs, plan)
         run = differentiable(operation.name, run, gradients, specs)
-    if on_host and now is not Mode.INFERENCE:
+    if plan.choice is not None and device.launches_at_once and now is not Mode.INFERENCE:
         return _Prepared(_with_values(operation, plan, run, rows), ())
     return _Prepared(run, rows)
 
@@ -345,7 +345,9 @@ def _with_values(
 
 def _can_compile() -> bool:
     """Whether a graph may be replayed: on a GPU, where no debug mode wants to see its launches."""
-    return mx.default_device().type == mx.gpu and backend() != "host" and not epoch.debug
+    if epoch.debug or device_of().launches_at_once:
+        return False
+    return mx.default_device().type == mx.gpu
 
 
 def _compiled(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]) -> _Prepared:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import mlx.core as mx
 
-from ..runtime.backend import Mode, backend, mode, within
+from ..runtime.backend import Mode, mode, within
+from ..runtime.devices import device_of
 from ..runtime.transformed import no_derivative, without_derivative
 
 # The arrays of a call; None where an optional one is left out.
@@ -55,7 +56,7 @@ def differentiable(
     """
     there = [i for i, spec in enumerate(specs) if spec is not None]
     expanded = partial(replaced, [None] * len(specs), there)
-    build = _at_once if backend() == "host" else _lazy
+    build = _at_once if device_of().launches_at_once else _lazy
     node = build(lambda given: forward(*expanded(given)), _at(gradients, there, expanded))
     return lambda *arrays: node(with_frozen(op, [arrays[i] for i in there]))
 

@@ -11,7 +11,7 @@ from ..formats import Format
 from ..measurements.thresholds import threshold
 from ..ops.int8_matmul import int8_matmul
 from ..reference.int8_matmul import MOST, block_of, rotated
-from ..runtime.backend import backend
+from ..runtime.devices import device_of
 from .qlinear import QLinear
 
 # The head multiplies a row of a prompt, and the loss of its digits would not be made up for.
@@ -83,7 +83,7 @@ def join_int8(model: nn.Module) -> None:
 
     On a CPU, whose kernels multiply codes as they are packed, calls of the model say that they may.
     """
-    if backend() == "host":
+    if device_of().integer_rows:
         model._integers = True
         return
     for path, module in model.named_modules():

@@ -83,15 +83,14 @@ def device_name() -> str:
     if (kind := device_kind()) is None:
         return "cpu"
     facts = mx.device_info(mx.gpu)
-    # An M4 Pro and an M4 Max have one architecture and half and all of the cores and bandwidth.
-    names = ("device_name", "architecture") if kind == "metal" else ("architecture", "device_name")
-    return str(next(filter(None, map(facts.get, names)), "gpu")).replace(" ", "_")
+    name = next(filter(None, map(facts.get, device_of(kind).named_by)), "gpu")
+    return str(name).replace(" ", "_")
 
 
 def file_of(device: str) -> str | None:
     """The name of the file for a backend on this machine; None where it has no device here."""
-    if device == "host":
-        return "cpu"
+    if not (of := device_of(device)).gpu:
+        return of.name or None
     return device_name() if device == device_kind() else None
 
 

@@ -7,7 +7,6 @@ identifies what a kernel is asked for.
 from __future__ import annotations
 
 import hashlib
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -20,8 +19,8 @@ import mlx.core as mx
 
 from ..formats import Format
 from ..runtime import tensor_ops
-from ..runtime.backend import backend, within
-from ..runtime.devices import device_of
+from ..runtime.backend import within
+from ..runtime.devices import KERNELS
 from ..runtime.devices.record import MAX_THREADGROUP_MEMORY
 from ..runtime.kernel import Kernel
 
@@ -32,7 +31,6 @@ CALIBRATED_PROMPTS = (64, 512, 2048)
 CALIBRATED_KEYS = (512, 4096, 65536)
 # Bytes of what is measured: a conversion has little more memory than the model.
 LARGEST = 1 << 30
-_DEVICES = ("metal", "cuda", "host")
 # Rows that no GPU multiplies by matrix units of TF32.
 _FEW = 8
 
@@ -125,7 +123,7 @@ class Record(ABC):
 
     def check(self, config: Any) -> None:
         """Raise a ValueError for what no search tries, or no kernel takes."""
-        starts = [start for device in _DEVICES for start in self.starts(device)]
+        starts = [start for device in KERNELS for start in self.starts(device)]
         if config in starts:
             return
         counting = self.fields(config)
@@ -277,9 +275,7 @@ def in_float32(x: Any) -> Any:
 
 def in_parts(rows: int) -> list[slice]:
     """Rows that operators take at once: few where the right result is asked of TF32 units."""
-    has_units = device_of().stock_is_tf32 or (backend() == "metal" and tensor_ops.missing() is None)
-    rounds = exactly.get() and has_units and os.environ.get("MLX_ENABLE_TF32") != "0"
-    each = _FEW if rounds else max(rows, 1)
+    each = _FEW if exactly.get() and tensor_ops.stock_rounds() else max(rows, 1)
     return [slice(start, start + each) for start in range(0, max(rows, 1), each)]
 
 

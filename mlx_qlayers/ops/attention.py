@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..dispatch import KERNELS, Choice, Gradient, Operation, Plan, choose, dispatch
+from ..dispatch import Choice, Gradient, Operation, Plan, choose, dispatch
 from ..dispatch import gradient_of as autodiff
 from ..dispatch.measurements import configure, decided, found
 from ..measurements.thresholds import Measured, threshold
@@ -259,14 +259,14 @@ def _by_kernels(call: AttentionCall) -> Run:
 
 def _choose_forward(call: AttentionCall) -> Choice:
     lacking, best = why_no_kernel(call), dict[str, Any]()
-    if current.get().sparing and not lacking and backend() == "host":
-        return Choice("attention", "host", "the gradients of MLX's operators keep all scores")
+    if current.get().sparing and not lacking and device_of().launches_at_once:
+        return Choice("attention", backend(), "the gradients of MLX's operators keep all scores")
     if not (device_of().measured or lacking):
         key = Launcher(call).key()
         best = measured_beside(found("attention_forward", *key), _MANY)
     return choose(
         "attention",
-        () if lacking else KERNELS,
+        not lacking,
         reason=lacking or why_not_forward(call),
         host_gain=threshold("attention_forward_gain", device="host"),
         **best,
@@ -376,7 +376,8 @@ def _plan_rows(arrays: Sequence[Any], scale: float, causal: bool) -> Plan:
         return [attention(q, k, v, scale=scale, mask=rule, sinks=sinks)]
 
     choice = choose_decode(call) if len({*call.dtypes}) == 1 and takes_decode(call) else None
-    if choice is None or choice.path != "host":  # whose kernel takes a count
+    # A CPU's kernel takes a count.
+    if choice is None or not device_of(choice.path).launches_at_once:
         return Plan(None, composed)
     config = configure("attention_decode", choice.path, *decode.key_of(call))
     return Plan(choice, decode.attention_decode(call, config, counted=True), reference=composed)

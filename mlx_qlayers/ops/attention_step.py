@@ -206,7 +206,7 @@ def why_not(*asked: Any) -> str | None:
 def _choose(asked: _Asked) -> Choice:
     """The kernel, unless the stock operators were measured to be faster."""
     if not asked.covered:
-        return choose("attention_step", ())
+        return choose("attention_step", False)
     dtype, share, k_shape, v_width, packing, _ = asked
     failed = proof.failed("attention_step") if device_of().needs_proof else None
     # Several tokens go by a measurement of one: both read the same keys.

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..dispatch import KERNELS, Arrays, Gradient, Operation, Plan, choose, dispatch
+from ..dispatch import Arrays, Gradient, Operation, Plan, choose, dispatch
 from ..metal.deformable import launch as kernels
 from ..options import Deformable
 from ..reference import deformable_attention as reference
@@ -80,7 +80,7 @@ def _plan(arrays: Sequence[Any], padding_mode: str, pixels: bool, *extents: Any)
     values, locations, weights = arrays
     _check(values, locations, weights, options)
     empty = "there is nothing to add up" if 0 in (values.size, locations.size) else None
-    takes = KERNELS if kernels.covers(values, locations) else ()
+    takes = kernels.covers(values, locations)
     choice = choose("deformable_attention", takes, empty=empty)
     if empty:
         shape = *locations.shape[:2], values.shape[2] * values.shape[3]

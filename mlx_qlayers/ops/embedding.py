@@ -78,7 +78,7 @@ def _plan(arrays: Sequence[Any], group_size: int | None, bits: int | None, mode:
     covered = whole and numbers.dtype in (mx.int32, mx.uint32)
     covered = covered and (biases is None or scales.dtype in FLOATS)
     device = device_of()
-    if not ((device.stock_compiles or device.backend == "host") and covered):
+    if not ((device.stock_compiles or device.launches_at_once) and covered):
         return Plan(None, composed)  # elsewhere MLX's gathers are there at once
     matrix = PackedMatrix(w, scales, biases, None)
     bind = partial(dequantize_rows, numbers, matrix, fmt, dtype)

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..dispatch import KERNELS, Choice, Operation, Plan, dispatch, either
+from ..dispatch import Choice, Operation, Plan, dispatch, either
 from ..dispatch.choice import choose_measured
 from ..formats import Format
 from ..metal.gather_qmm import experts as kernels
@@ -146,7 +146,7 @@ def _plan_chosen(arrays: Sequence[Any], router: Router) -> Plan:
     sizes = logits.size // experts, experts
     form = router, bias is not None, factors is not None
     key = "router", sizes, logits.dtype, form
-    choice = choose_measured("experts_chosen", KERNELS if fits else (), *key)
+    choice = choose_measured("experts_chosen", fits, *key)
 
     def bind() -> Launching:
         launch = kernels.experts_chosen(logits, bias, factors, router)
@@ -284,7 +284,7 @@ def _choice(
     lacking = 0 in (x.size, *matrices[0].w.shape) or {a.dtype for a in arrays} - {x.dtype}
     sizes = prod(experts.shape[:-1]), count, each, n, x.shape[-1]
     key = "experts", sizes, x.dtype, (fmt.mode, fmt.group_size, fmt.bits, kind)
-    return choose_measured(op, () if lacking else KERNELS, *key)
+    return choose_measured(op, not lacking, *key)
 
 
 def leaves_experts(x: mx.array, experts: mx.array, matrix: PackedMatrix, fmt: Format) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..dispatch import KERNELS, Choice, Operation, Plan, choose, dispatch, either
+from ..dispatch import Choice, Operation, Plan, choose, dispatch, either
 from ..dispatch.measurements import configure, found
 from ..formats import Format
 from ..measurements.thresholds import threshold
@@ -163,7 +163,7 @@ def _plan(
     )
     choice = choose(
         "fused_products",
-        () if lacking else KERNELS,
+        not lacking,
         reason=reason,
         host_gain=host_gain(rows, fmt) if kernel == QMV else None,
         by=kernel,

@@ -8,13 +8,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, either
+from ..dispatch import Operation, Plan, choose, dispatch, either
 from ..metal.gated_delta import launch as kernels
 from ..reference import gated_delta as reference
-from ..runtime.backend import backend, requested
+from ..runtime.backend import requested
+from ..runtime.devices import device_of
 from .signature import Signature, is_finite
-
-_NOT_ON_METAL = {"metal": "mlx-lm has a kernel of its own on an Apple GPU"}
 
 
 def gated_delta(
@@ -60,7 +59,7 @@ def gated_delta(
 
 def left_to_mlx_lm() -> bool:
     """Whether mlx-lm has a kernel of its own where kernels run now."""
-    return backend() in _NOT_ON_METAL
+    return device_of().stock_has_gated_delta
 
 
 def _plan(arrays: Sequence[Any], norms: tuple[float, float, float] | None) -> Plan:
@@ -69,8 +68,9 @@ def _plan(arrays: Sequence[Any], norms: tuple[float, float, float] | None) -> Pl
     if norms is not None and not (len(numbers) == 3 and all(map(is_finite, numbers))):
         raise ValueError(f"norms must be an epsilon and two factors, finite numbers, not {norms!r}")
     q, _, v, *_ = arrays
-    takes = KERNELS if v.size and kernels.takes(q.shape[-1]) else ()
-    choice = choose("gated_delta", takes, reason=_NOT_ON_METAL.get(backend()))
+    takes = v.size > 0 and kernels.takes(q.shape[-1])
+    why = "mlx-lm has a kernel of its own on an Apple GPU" if left_to_mlx_lm() else None
+    choice = choose("gated_delta", takes, reason=why)
     composed = partial(reference.gated_delta, norms=numbers)
     if choice.path == "reference":
         return Plan(choice, _stock(arrays, norms) or composed)
@@ -80,7 +80,7 @@ def _plan(arrays: Sequence[Any], norms: tuple[float, float, float] | None) -> Pl
 def _stock(arrays: Sequence[Any], norms: object) -> Callable[..., list[mx.array]] | None:
     """MLX's own operator on an Apple GPU, where this MLX has it and it takes such arrays."""
     own: Any = getattr(mx.fast, "gated_delta_update", None)
-    if own is None or backend() != "metal" or requested() != "auto":
+    if own is None or not left_to_mlx_lm() or requested() != "auto":
         return None
     takes = norms is None and arrays[6] is None and arrays[3].ndim == 3
     return (lambda *given: list(own(*given[:6]))) if takes else None

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
+from ..dispatch import Gradient, Operation, Plan, choose, dispatch
 from ..dispatch.choice import unmeasured
 from ..dispatch.measurements import Measurement, found
 from ..formats import GLOBAL_UNIT, Format
@@ -119,7 +119,7 @@ def _plan(
         best = measured_beside(_measured(call, rows), _TILES)
     choice = choose(
         "gather_qmm",
-        () if empty else KERNELS,
+        not empty,
         reason=reason,
         host_gain=gain("gather_qmm_gain", rows, fmt.mode, fmt.bits, _KINDS[transpose]),
         **best,

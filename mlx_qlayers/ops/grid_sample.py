@@ -8,12 +8,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
+from ..dispatch import Gradient, Operation, Plan, choose, dispatch
 from ..dispatch.measurements import configure
 from ..measurements.thresholds import threshold
 from ..metal.grid_sample import launch as kernels
 from ..options import Sampling
 from ..reference import grid_sample as reference
+from ..runtime.devices import device_of
 from .signature import Signature
 
 MODES = ("bilinear", "nearest", "bicubic")
@@ -84,7 +85,7 @@ def _plan(
     is_little = mode == "nearest" and work < threshold("grid_sample_small", device="host")
     choice = choose(
         "grid_sample",
-        KERNELS if kernels.covers(grid, options) else (),
+        kernels.covers(grid, options),
         empty=empty,
         host_gain=threshold("grid_sample_gain", "small " * is_little + mode, device="host"),
     )
@@ -95,7 +96,8 @@ def _plan(
         return Plan(choice, composed)
     key = x.shape[-1], x.dtype, options.deterministic, grid.shape[-1]
     config = configure("grid_sample", choice.path, *key)
-    if choice.path == "metal":
+    device = device_of(choice.path)
+    if device.gpu and not device.spills:
         config = kernels.within_registers(config, x, grid, options)
     given = x, grid, options, config
 

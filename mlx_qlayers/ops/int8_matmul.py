@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
+from ..dispatch import Gradient, Operation, Plan, choose, dispatch
 from ..metal.int8.launch import DEPTH, int8_product
 from ..reference.int8_matmul import int8_matmul as reference
 from ..reference.int8_matmul import rotated
@@ -64,7 +64,7 @@ def _plan(arrays: Sequence[Any], block: int) -> Plan:
         raise ValueError(f"block must be one of {_BLOCKS} and divide {columns}, not {block}")
     x, w, _, bias = arrays
     lacking = _lacking(x, w.shape[0])
-    choice = choose("int8_matmul", () if lacking else KERNELS, reason=lacking)
+    choice = choose("int8_matmul", not lacking, reason=lacking)
 
     def composed(x: mx.array, *matrix: Any) -> mx.array:
         return reference(rotated(x, block), *matrix)

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..dispatch import KERNELS, Operation, Plan, dispatch, either
+from ..dispatch import Operation, Plan, dispatch, either
 from ..dispatch.choice import choose_measured
 from ..measurements.thresholds import Measured, threshold
 from ..metal.attention import latent as kernels
@@ -64,7 +64,7 @@ def _plan(arrays: Sequence[Any], scale: float) -> Plan:
         many = f"{rows} rows, more than {most} for each of {batch} sequences"
         reason = Measured(many if rows > most * batch else "")
     name = "latent_attention"  # of the family, too
-    choice = choose_measured(name, KERNELS if takes else (), name, *key, reason=reason)
+    choice = choose_measured(name, takes, name, *key, reason=reason)
     composed = reference.latent_attention(scale)
     return either(choice, composed, arrays, lambda: kernels.latent_step(q, r, c, mask, scale))
 

@@ -13,7 +13,6 @@ from ..dispatch import Choice, Gradient, Operation, Plan, choose, dispatch
 from ..measurements.thresholds import gain
 from ..metal.linalg import launch
 from ..runtime import tensor_ops
-from ..runtime.backend import backend
 from ..runtime.devices import device_of
 from ..runtime.spec import Spec
 
@@ -89,7 +88,7 @@ def _why_exact() -> str | None:
     """Why MLX's own product is exact in float32 here, if it is."""
     if os.environ.get("MLX_ENABLE_TF32") == "0":
         return "MLX_ENABLE_TF32=0 keeps MLX's product exact"
-    if backend() == "metal" and tensor_ops.missing():
+    if device_of().gpu and not tensor_ops.stock_rounds():
         return "MLX's product is exact on GPUs without matrix units"
     return None
 

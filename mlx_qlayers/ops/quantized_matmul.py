@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..dispatch import KERNELS, Arrays, Gradient, Operation, Plan, choose, dispatch
+from ..dispatch import Arrays, Gradient, Operation, Plan, choose, dispatch
 from ..dispatch.choice import unmeasured
 from ..formats import GLOBAL_UNIT, Format
 from ..measurements.thresholds import Measured, threshold
@@ -187,7 +187,7 @@ def _plan_scales_and_biases(arrays: Sequence[Any], transpose: bool, fmt: Format)
         reason = Measured(why if rows > most else "")
     choice = choose(
         "quantized_matmul, gradient of scales and biases",
-        () if lacking else KERNELS,
+        not lacking,
         reason=reason,
         host_gain=threshold("scales_gradient_gain", device="host"),
     )

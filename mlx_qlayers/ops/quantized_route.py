@@ -98,7 +98,7 @@ def route(op: str, call: MatmulCall, single: bool = False) -> Route:
     if current.get().invariant and device_of().gpu:
         return _invariant(op, call)
     if w.ndim > 2 or 0 in (rows, *w.shape):
-        return Route(choose(op, (), reason="the kernels take one matrix, and nothing empty"))
+        return Route(choose(op, False, reason="the kernels take one matrix, and nothing empty"))
     kernel, reason = _by_rule(call)
     wins, others = "kernel", list[str]()
     best: Measurement | None = None

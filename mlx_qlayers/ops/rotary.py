@@ -8,12 +8,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, either
+from ..dispatch import Operation, Plan, choose, dispatch, either
 from ..dispatch.choice import unmeasured
 from ..measurements.thresholds import Measured, threshold
 from ..metal.rotary import launch as kernels
 from ..options import Rotation
 from ..reference import rotary as reference
+from ..runtime.devices import device_of
 from .attention_checks import check_rotation
 from .signature import Signature
 
@@ -70,12 +71,12 @@ def _plan(arrays: Sequence[Any], *options: Any) -> Plan:
     as_fast = took and Measured(f"two launches of the stock operator are as fast: {took}")
     choice = choose(
         "rotary_embedding",
-        () if empty else KERNELS,
+        not empty,
         reason=empty or unmeasured() or as_fast,
         host_gain=threshold("rotary_gain", device="host"),
     )
     composed = reference.rotary_embedding(rotation)
-    share = q.shape[2] + k.shape[2] if choice.path == "host" else _SHARE
+    share = _SHARE if device_of(choice.path).gpu else q.shape[2] + k.shape[2]
     bind = partial(kernels.rotary_embedding, q, k, offset, rotation, share)
     return either(choice, composed, arrays, bind)
 

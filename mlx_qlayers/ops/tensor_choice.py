@@ -11,7 +11,6 @@ import mlx.core as mx
 from ..dispatch.measurements import Measurement
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from ..runtime import tensor_ops
-from ..runtime.backend import backend
 from ..runtime.devices import device_of
 from ..runtime.spec import Spec
 
@@ -49,7 +48,7 @@ def in_turn(best: Measurement, kernels: Mapping[str, str]) -> list[str]:
 
 def takes_tensors(x: Spec | mx.array) -> bool:
     """Whether products of such rows may be by tensor operations: more than qmv takes, on an M5."""
-    if backend() != "metal" or tensor_ops.missing() is not None:
+    if tensor_ops.missing() is not None:
         return False
     return x.ndim > 1 and x.size > MAX_QMV_ROWS * x.shape[-1] > 0
 

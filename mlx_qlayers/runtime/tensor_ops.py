@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
 from .devices import device_of
+from .devices.record import Device
 from .macos import macos_version
 from .source import TENSOR_OPS
 
@@ -15,13 +17,16 @@ from .source import TENSOR_OPS
 _SYSTEM, _SYSTEM_OF_CODES = (26, 2), (26, 4)
 
 
-@cache
 def missing() -> str | None:
     """Why kernels of tensor operations do not run here, or None where they do."""
-    if not mx.metal.is_available():
-        return "there is no Apple GPU"
-    if not (gpu := device_of("metal")).tensor_units:
-        return f"the GPU is {gpu.name}, and matrix units come with the M5"
+    return _missing(device_of())
+
+
+@cache
+def _missing(device: Device) -> str | None:
+    if not device.tensor_units:
+        name = device.name or device.backend
+        return f"the device is {name}, and matrix units come with the M5"
     if why := _too_old(_SYSTEM):
         return why
     return None if _defines("__HAVE_TENSOR__") else f"Metal's compiler here has no {TENSOR_OPS}"
@@ -33,6 +38,12 @@ def missing_codes() -> str | None:
         return why
     has = _defines("__HAVE_INT4B_FORMAT_TYPE__")
     return None if has else "Metal's compiler here has no uint4b_format"
+
+
+def stock_rounds() -> bool:
+    """Whether MLX's own products of float32 round to TF32 here, unless it is told not to."""
+    rounds = device_of().stock_is_tf32 or missing() is None
+    return rounds and os.environ.get("MLX_ENABLE_TF32") != "0"
 
 
 def _too_old(least: tuple[int, int]) -> str | None:

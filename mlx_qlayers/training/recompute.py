@@ -17,7 +17,8 @@ from ..dispatch.gradients import forgetting, listed
 from ..layers.qlinear import QLinear
 from ..ops.add_low_rank import add_low_rank
 from ..ops.quantized_matmul import quantized_matmul
-from ..runtime.backend import backend, current, within
+from ..runtime.backend import current, within
+from ..runtime.devices import device_of
 from ..runtime.transformed import has_values, without_graph
 
 
@@ -65,11 +66,11 @@ def recompute_activations(model: nn.Module, layers: bool = False) -> int:
             found.append((module, _made(cls, _experts)))
         elif _is_gated(module):
             found.append((module, _made(cls, _gated)))
-        elif backend() == "host" and isinstance(module, nn.RMSNorm | nn.RoPE):
+        elif device_of().launches_at_once and isinstance(module, nn.RMSNorm | nn.RoPE):
             found.append((module, _made(cls, _layer)))  # on a CPU many operations, all kept
     for module, cls in found:
         module.__class__ = cls
-    on_cpu = backend() == "host"
+    on_cpu = device_of().launches_at_once
     whole = [*filter(None, model.layers if layers or on_cpu else ())]
     for layer in whole if on_cpu else ():  # where a part's own arrays would all be kept for another
         parts = layer.children().values()
@@ -93,7 +94,7 @@ def checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
         given, made, before = _holes((args, options)), list[Any](), _key()
         key, arrays = mx.array(before), arrays_in((args, options))
         # Inputs of kernels on a CPU have values, and keep what these were computed from.
-        at_once = backend() == "host" and has_values(arrays)
+        at_once = device_of().launches_at_once and has_values(arrays)
 
         def cut(arrays: Any) -> list[mx.array]:
             return [without_graph(a) for a in listed(arrays)] if at_once else listed(arrays)
@@ -185,7 +186,7 @@ def _lora(_: Any, self: Any, x: mx.array) -> mx.array:
 
     z, *given = self.dropout(x), self["lora_a"], self["lora_b"]
     frozen = not self.linear.trainable_parameters()
-    if backend() == "host" and frozen and has_values([x, z, *given]):
+    if device_of().launches_at_once and frozen and has_values([x, z, *given]):
         dropped = [] if z is x else [z]
         return _joined(self.linear, self.scale, added)(x, *given, *dropped)
     y: mx.array = self.linear(x)

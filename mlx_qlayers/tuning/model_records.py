@@ -55,7 +55,7 @@ def records_of_model(model: nn.Module, *, prompt: int = 512, batch: int = 1) -> 
         record.at(size)
         for record in decoding
         for size in _BUFFERS
-        if record.family == "attention_step" and backend() != "host"
+        if record.family == "attention_step" and device_of().gpu
     ]
     return records_of([*decoding, *longer, *prefill])
 
@@ -69,7 +69,7 @@ def asked_by(model: nn.Module, prompt: int = 0) -> bool:
         from mlx_lm.models.cache import make_prompt_cache
 
         cache = make_prompt_cache(model)
-        on_host = backend() == "host"
+        on_host = device_of().launches_at_once
         body: Any = getattr(model, "model", model) if prompt else model
 
         def run(tokens: mx.array) -> mx.array:

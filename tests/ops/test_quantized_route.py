@@ -134,7 +134,7 @@ KEY = 512, 3584, 3584, mx.bfloat16, AFFINE, True
         ("codes", M5, "25.4.0", CODES, "on packed codes, measured here: codes 41.0 us"),
         ("codes", M5, "25.2.0", QMM, "the kernel was not measured"),
         ("kernel", M5, "25.4.0", QMM, "tensor operations were slower"),
-        ("kernel", M4, "25.4.0", QMM, "no tensor operations: the GPU is applegpu_g16s"),
+        ("kernel", M4, "25.4.0", QMM, "no tensor operations: the device is applegpu_g16s"),
     ],
 )
 def test_tensor_operations(path, gpu, system, kernel, said, machine):

@@ -31,7 +31,7 @@ def compiling(macros):
         ("applegpu_g18p", "26.0.0", [TENSOR, CODES], None, None),
         ("applegpu_g17p", "25.2.0", [TENSOR], "applegpu_g17p.*M5", "M5"),
         ("applegpu_g16s", "25.4.0", [TENSOR, CODES], "applegpu_g16s.*M5", "M5"),
-        ("AMD", "25.4.0", [TENSOR], "the GPU is AMD", "the GPU is AMD"),
+        ("AMD", "25.4.0", [TENSOR], "the device is AMD", "the device is AMD"),
         ("applegpu_g17g", "25.1.0", [TENSOR], "macOS is 26.1", "macOS is 26.1, not 26.2"),
         ("applegpu_g17g", "25.4.0", [], "has no <MetalPerformancePrimitives", "has no <Metal"),
     ],
@@ -56,4 +56,4 @@ def test_the_kernel_says_which_macos_this_is(darwin, macos, monkeypatch):
 
 def test_no_apple_gpu(machine):
     machine.gpu(None, {})
-    assert tensor_ops.missing() == "there is no Apple GPU"
+    assert tensor_ops.missing() == "the device is cpu, and matrix units come with the M5"

@@ -16,7 +16,6 @@ from ...options import AttentionCall, Scores
 from ...reference import attention as reference
 from ...reference.latent_attention import latent_attention
 from ...runtime import tensor_ops
-from ...runtime.backend import backend
 from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
@@ -259,7 +258,7 @@ class AttentionForwardRecord(Record):
 
     def paths(self, inputs: Inputs) -> dict[str, Path]:
         found = super().paths(inputs)
-        if backend() == "metal" and tensor_ops.missing() is None and not self.bits:
+        if tensor_ops.missing() is None and not self.bits:
             call = _call(inputs, Scores(self.shape[5] ** -0.5, self.causal))
             if why_no_tensors(Launcher(call)) is None:
                 found["tensor"], found["tensor_memory"] = (

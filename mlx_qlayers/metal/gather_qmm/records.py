@@ -16,6 +16,7 @@ from ...reference import gather_qmm as reference
 from ...reference.experts import experts_chosen
 from ...runtime import tensor_ops
 from ...runtime.backend import backend
+from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
 from ..quantized_matmul.qmm_tensor import TensorConfig, tensor_config
@@ -155,7 +156,7 @@ class GatherRecord(CallRecord):
         pairs = Pairs((rows,), 1, True)
         if config == Fixed():
             config = gather_qmm.gather_qmm_config(rows, count, self.dtype, call.fmt)
-            if backend() == "host" or rows < count:
+            if not device_of().gpu or rows < count:
                 config = configuration(backend(), 1, True, True, call.fmt)
                 return partial(_given, gather_qmv(call, pairs, config))
         return partial(_given, gather_qmm.gather_qmm_sorted(call, pairs, config))
@@ -167,7 +168,7 @@ class GatherRecord(CallRecord):
 
     def paths(self, inputs: Inputs) -> dict[str, Path]:
         found = super().paths(inputs)
-        if backend() == "metal" and tensor_ops.missing() is None:
+        if tensor_ops.missing() is None:
             found["tensor"] = self.bind(inputs, self._tensors())
         return found
 

@@ -15,6 +15,7 @@ from ...options import MatmulCall, PackedMatrix
 from ...reference import quantized_matmul as reference
 from ...runtime import tensor_ops
 from ...runtime.backend import backend
+from ...runtime.devices import device_of
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
 from ..record import (
@@ -107,7 +108,7 @@ class QmvRecord(Record):
         if first.kernel == "qmv_persistent":
             shape = self.rows, self.n, self.k
             return first, matrix_config(device, *shape, self.fmt, QmvKind.of(self.kind).norm)
-        if device != "metal":
+        if device_of(device).tensor_cores or not device_of(device).gpu:
             return (first,)
         threads = replace(self, dtype=mx.float32, kind="").heuristic("metal")
         if self.dtype == mx.float32:
@@ -321,7 +322,7 @@ class QmmRecord(Record):
         found = super().paths(inputs)
         call = self._call(inputs)
         found["dequantized"] = partial(_launched, dense_product(call))
-        if backend() == "metal" and tensor_ops.missing() is None:
+        if tensor_ops.missing() is None:
             codes = tensor_ops.missing_codes() is None and why_no_codes(call) is None
             for path in ("tensor", "codes") if codes else ("tensor",):
                 found[path] = partial(_launched, tensor_product(path == "codes", call))

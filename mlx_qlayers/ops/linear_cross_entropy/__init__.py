@@ -11,7 +11,8 @@ import mlx.core as mx
 
 from ...dispatch import Choice, Gradient, Operation, Plan, dispatch
 from ...formats import Format
-from ...runtime.backend import Mode, backend, mode
+from ...runtime.backend import Mode, mode
+from ...runtime.devices import device_of
 from ...runtime.spec import Spec
 from ...runtime.transformed import has_values, without_derivative
 from ..signature import Signature
@@ -213,7 +214,7 @@ def _plan_rows(arrays: Arrays, fmt: Format | None, smoothing: float, softcap: fl
     if bias is not None:
         gradients.append(Gradient((5,), once(partial(_of_words, _of_bias, (5,)))))
     why = "on a CPU, blocks of a dense matrix are MLX's products"
-    by_mlx = on_cpu() and (fmt is None or backend() == "reference")
+    by_mlx = on_cpu() and (fmt is None or not device_of().kernels)
     choice = Choice("linear_cross_entropy", "reference", why) if by_mlx else None
     return Plan(choice, run, gradients)
 

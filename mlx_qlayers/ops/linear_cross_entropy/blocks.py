@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ...dispatch import dispatch
-from ...runtime.backend import backend
+from ...runtime.devices import on_cpu
 from ...runtime.transformed import without_graph
 from ..matmul import matmul
 from ..quantized_matmul import QUANTIZED_MATMUL
@@ -83,11 +83,6 @@ def _compiled(function: Callable[..., mx.array], *options: Any) -> Callable[...,
 def in_one_pass(function: Callable[..., mx.array], *options: Any) -> Callable[..., mx.array]:
     """A function of arrays where MLX would hold each step, of which a CPU may lack the compiler."""
     return partial(function, *options) if on_cpu() else _compiled(function, *options)
-
-
-def on_cpu() -> bool:
-    """Whether MLX's products are those of a CPU, which computes in float32."""
-    return backend() in ("host", "reference") and mx.default_device().type == mx.cpu
 
 
 def product(a: mx.array, b: mx.array) -> mx.array:

@@ -23,10 +23,13 @@ def _apple(architecture: str) -> Device:
     """The GPU that MLX calls so, as ``applegpu_g16s``; one that does not say counts as an M1."""
     found = re.match(r"(applegpu_g(\d+))(p?)", architecture)
     family, number, phone = found.groups() if found else ("", 0, "")
-    usual = {
+    usual: dict[str, Any] = {
         "few_registers": int(number) < _DYNAMIC_REGISTERS,
+        "stock_has_gated_delta": True,
         "tensor_units": int(number) >= (_UNITS_OF_PHONES if phone else _UNITS),
     }
+    # An M4 Pro and an M4 Max have one architecture and half and all of the cores and bandwidth.
+    usual["named_by"] = ("device_name", "architecture")
     others = *[family] * bool(family), "metal"
     return Device("metal", architecture, others, **{**limits("metal"), **usual, **limits(family)})
 
@@ -43,17 +46,28 @@ DEVICES: dict[str, Callable[[str], Device]] = {
     "metal": _apple,
     "cuda": _nvidia,
     # Kernels run there as Apple's compiler would have them, a thread after the other.
-    "host": lambda _: Device("host", "cpu", others=("cpu",), gpu=False),
+    "host": lambda _: Device(
+        "host", "cpu", ("cpu",), gpu=False, launches_at_once=True, integer_rows=True
+    ),
     # MLX's own operators, wherever they run.
     "reference": lambda _: Device(
-        "reference", gpu=False, stock_needs_alignment=mx.cuda.is_available()
+        "reference", kernels=False, gpu=False, stock_needs_alignment=mx.cuda.is_available()
     ),
 }
+
+
+# The backends that run kernels.
+KERNELS = tuple(name for name in DEVICES if name != "reference")
 
 
 def device_of(name: str | None = None) -> Device:
     """The device of a backend, by default of the current one: this machine's, or a typical one."""
     return _found(DEVICES[name or backend()], mx.device_info)
+
+
+def on_cpu() -> bool:
+    """Whether MLX's own operators run on a CPU, which computes in float32."""
+    return not device_of().gpu and mx.default_device().type == mx.cpu
 
 
 @lru_cache(maxsize=64)

@@ -55,8 +55,12 @@ class Device:
     name: str = ""  # its architecture, as `applegpu_g16s` or `sm_90`; "" where no such is here
     # The names of files whose measurements hold where it has none of its own.
     others: tuple[str, ...] = ()
+    # The facts of MLX's that may name its file; the first that is told does.
+    named_by: tuple[str, ...] = ("architecture", "device_name")
     cores: int = 0  # multiprocessors among which products are divided; 0 where nobody divides
-    gpu: bool = True  # launches are nodes of a graph, and threads run side by side
+    kernels: bool = True  # kernels run there; else there are MLX's own operators alone
+    gpu: bool = True  # threads run side by side
+    launches_at_once: bool = False  # a launch computes as it is called, and is no node of a graph
     # Kernels were measured on such devices, so that there are rules. Else `auto` keeps to stock
     # operators until something was measured on this machine.
     measured: bool = True
@@ -75,9 +79,11 @@ class Device:
     stock_is_tf32: bool = False  # MLX rounds float32 to TF32 in its own products
     stock_is_cudnn: bool = False  # MLX's attention is cuDNN's
     stock_needs_alignment: bool = False  # MLX's products misread views into a buffer's middle
+    stock_has_gated_delta: bool = False  # mlx-lm has a kernel of the gated delta rule
     stock_compiles: bool = False  # MLX compiles its own kernels when they are first asked for
     stock_least_bits: int = 1  # of the packed matrices that MLX's products take
     orders_threadgroups: bool = False  # one sees what others wrote in the same launch
+    integer_rows: bool = False  # products of packed codes may round rows to 8 bits on their way
     launches_views: bool = False  # launches take and give parts of larger arrays
 
     def operand_bytes(self, dtype: mx.Dtype) -> int:
