@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.nn as nn
 
+from ..decode.ahead import first
 from ..decode.capture import Unsupported
 from ..decode.drawing import graphs
 from ..decode.engine import step
@@ -55,7 +56,8 @@ def step_class(
         plain = plain and (not invariant or (by_graphs and device_of().gpu))
         if plain and caches and (logits := step(self, args[0], caches)) is not None:
             return logits
-        with within(current, current.get()._replace(invariant=invariant, integers=integers)):
+        now = current.get()._replace(invariant=invariant, integers=integers)
+        with within(current, now), first():
             return in_turn(function, self, *args, **options)
 
     body = {"__call__": call, "_fuses": cls, "_invariant": invariant}

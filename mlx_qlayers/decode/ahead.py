@@ -25,18 +25,18 @@ from .graph import Graph, resolved
 # The batch sizes at which kernels change, and with those between them all of mlx-lm's server.
 _CHANGES = 1, 2, 3, 4, 5, 8, 9, 16, 17, 25
 SIZES = *_CHANGES, *(size for size in range(1, 33) if size not in _CHANGES)
-# Cleared while a request's own step is made, for which the thread leaves Python's lock alone.
+# Cleared while a request's own step or prompt is made: the thread leaves Python's lock to it.
 _free = threading.Event()
 _free.set()
 _LONGEST = 0.05  # seconds; a step that takes longer waits for compilers
 # Of a cache that an input of a step is, as many as mlx-lm's caches grow by.
 _ROWS = 256
-THREAD = "kernels ahead"
+THREAD = "steps ahead"
 
 
 @contextmanager
 def first() -> Iterator[None]:
-    """Let the thread wait while a request's own step is made in a ``with`` block."""
+    """Let the thread wait while a request's own step or prompt is made in a ``with`` block."""
     _free.clear()
     try:
         yield
@@ -45,7 +45,7 @@ def first() -> Iterator[None]:
 
 
 def give_way() -> None:
-    """Wait, in the thread, for a request whose step is being made."""
+    """Wait, in the thread, for a request whose step or prompt is being made."""
     if not _free.wait(_LONGEST):
         _free.set()
 
