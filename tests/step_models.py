@@ -9,12 +9,13 @@ import mlx.nn as nn
 import pytest
 from architecture_table import ARCHITECTURES
 from architectures import Architecture, build
+from machine import has_device
 
 from mlx_qlayers import convert_model, use_backend
 from mlx_qlayers.conversion.stepping import step_class
-from mlx_qlayers.decode import append_buffers, engine
+from mlx_qlayers.decode import engine
 from mlx_qlayers.decode.twin import is_stepped
-from mlx_qlayers.runtime.backend import Mode, current, epoch
+from mlx_qlayers.runtime.backend import Mode, backend, current, epoch
 from mlx_qlayers.runtime.threads import here
 from mlx_qlayers.runtime.transformed import uncompiled
 
@@ -58,7 +59,7 @@ def on_a_gpu() -> Iterator[list[mx.array]]:
 def appending(rows: int) -> Iterator[None]:
     """Append buffers have so many rows."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(append_buffers, "_ROWS", rows)
+        has_device(patch, backend(), append_rows=rows)
         yield
 
 
@@ -77,7 +78,7 @@ def capturing(around: Callable[[], Any]) -> Iterator[None]:
 
 
 @contextmanager
-def as_graphs(backend: str = "reference") -> Iterator[list[mx.array]]:
+def as_graphs(on: str = "reference") -> Iterator[list[mx.array]]:
     """Steps are graphs as on a GPU, but that MLX compiles nothing; gives what they gave."""
-    with on_a_gpu() as found, use_backend(backend), uncompiled():
+    with on_a_gpu() as found, use_backend(on), uncompiled():
         yield found

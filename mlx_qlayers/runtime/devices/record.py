@@ -79,6 +79,7 @@ class Device:
     stock_least_bits: int = 1  # of the packed matrices that MLX's products take
     orders_threadgroups: bool = False  # one sees what others wrote in the same launch
     launches_views: bool = False  # launches take and give parts of larger arrays
+    append_rows: int = 0  # of an append buffer; 0 where they go by what a token writes
 
     def operand_bytes(self, dtype: mx.Dtype) -> int:
         """Bytes of an element that is an operand of a matrix product."""
