@@ -25,6 +25,7 @@ from mlx_qlayers import convert_model, use_backend
 from mlx_qlayers.decode import ahead, capture, weights
 from mlx_qlayers.runtime import backend, cuda_ahead
 from mlx_qlayers.runtime.arena import beside
+from mlx_qlayers.runtime.spec import Spec
 
 # Primitives that only describe an array anew and start nothing.
 _VIEWS = re.compile(
@@ -52,10 +53,10 @@ MODELS: dict[str, dict[str, Any]] = {
 class Recorded(NamedTuple):
     """One launch of a kernel."""
 
-    name: str  # the kernel's, without its hash
+    name: str  # the kernel's, on CUDA with a hash
     text: int  # how many characters MLX hashes for each launch
-    inputs: tuple[int, ...]  # the elements of each input
-    outputs: int  # how many arrays it gives
+    inputs: list[Spec]
+    outputs: list[Spec]
     marker: mx.array | None = None  # one input more, which tells it from others
 
 
@@ -68,7 +69,7 @@ def recorded_gpu(device: str = "cuda", name: str = "sm_90") -> Iterator[list[Rec
     seen: list[Recorded] = []
 
     def gpu_kernel(**declaration: Any) -> Callable[..., list[mx.array]]:
-        name = declaration["name"].rpartition("_")[0]
+        name = declaration["name"]
         size = len(declaration["header"]) + len(declaration["source"])
 
         def launch(
@@ -78,10 +79,10 @@ def recorded_gpu(device: str = "cuda", name: str = "sm_90") -> Iterator[list[Rec
             output_dtypes: list[mx.Dtype],
             **_: Any,
         ) -> list[mx.array]:
-            marker, elements = mx.array(len(seen)), tuple(x.size for x in inputs)
-            seen.append(Recorded(name, size, elements, len(output_shapes), marker))
-            shapes = zip(output_shapes, output_dtypes, strict=True)
-            outputs = [zeros(tuple(shape), dtype) for shape, dtype in shapes]
+            # MLX makes one constant of numbers that are equal, so these are like no other.
+            marker, made = mx.array(len(seen) + 0.5), [*map(Spec, output_shapes, output_dtypes)]
+            seen.append(Recorded(name, size, [*map(Spec.of, inputs)], made, marker))
+            outputs = [zeros(tuple(each.shape), each.dtype) for each in made]
             return mx.depends(outputs, [*inputs, marker])
 
         return launch
