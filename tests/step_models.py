@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import machine
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -15,8 +16,7 @@ from mlx_qlayers import convert_model, use_backend
 from mlx_qlayers.conversion.stepping import step_class
 from mlx_qlayers.decode import engine
 from mlx_qlayers.decode.twin import is_stepped
-from mlx_qlayers.runtime.backend import Mode, backend, current, epoch
-from mlx_qlayers.runtime.threads import here
+from mlx_qlayers.runtime.backend import backend
 from mlx_qlayers.runtime.transformed import uncompiled
 
 
@@ -36,7 +36,7 @@ def models_of(name: str, architecture: Architecture) -> tuple[nn.Module, nn.Modu
 
 @contextmanager
 def on_a_gpu() -> Iterator[list[mx.array]]:
-    """Steps are made and run as on a GPU; gives what each of them gave."""
+    """Graphs are made and run as where a GPU is MLX's default device; gives what steps gave."""
     found: list[mx.array] = []
     run = engine.Steps.run
 
@@ -45,13 +45,8 @@ def on_a_gpu() -> Iterator[list[mx.array]]:
         found.extend([] if logits is None else [logits])
         return logits
 
-    def where() -> Any:
-        state = current.get()
-        return (state, here.number, epoch.number) if state.mode is Mode.EAGER else None
-
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, machine.on_a_gpu():
         patch.setattr(engine.Steps, "run", kept)
-        patch.setattr(engine, "where", where)
         yield found
 
 
@@ -78,7 +73,7 @@ def capturing(around: Callable[[], Any]) -> Iterator[None]:
 
 
 @contextmanager
-def as_graphs(on: str = "reference") -> Iterator[list[mx.array]]:
+def as_graphs() -> Iterator[list[mx.array]]:
     """Steps are graphs as on a GPU, but that MLX compiles nothing; gives what they gave."""
-    with on_a_gpu() as found, use_backend(on), uncompiled():
+    with on_a_gpu() as found, use_backend("reference"), uncompiled():
         yield found

@@ -100,8 +100,8 @@ def test_steps_that_fail_are_the_models(temp, monkeypatch):
     right = plain(model, PROMPT, 60, sampler=make_sampler(temp=temp))
 
     def failing(run: Any, *args: Any) -> Any:
-        calls[0] += 1
-        if calls[0] % 9 == 0:
+        calls[0] += isinstance(args[-1], list)  # as steps take arrays, and operations do not
+        if isinstance(args[-1], list) and calls[0] % 9 == 0:
             raise MemoryError
         return run(*args)
 
