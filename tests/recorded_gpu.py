@@ -18,8 +18,8 @@ from unittest import mock
 import mlx.core as mx
 import mlx.nn as nn
 from decoding_model import QWEN2_7B
+from machine import on_a_gpu
 from mlx.utils import tree_map
-from step_models import on_a_gpu
 
 from mlx_qlayers import convert_model, use_backend
 from mlx_qlayers.decode import ahead, capture, weights

@@ -7,10 +7,11 @@ import mlx.core as mx
 import pytest
 from architecture_table import ARCHITECTURES
 from architectures import build
+from machine import on_a_gpu
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 from numerics import assert_same_model
 from small_qwen import qwen
-from step_models import capturing, on_a_gpu
+from step_models import capturing
 from stepping import ByGraph, Stepped, assert_same, state
 
 from mlx_qlayers import use_backend

@@ -7,9 +7,10 @@ import mlx.core as mx
 import pytest
 from architecture_table import ARCHITECTURES
 from architectures import build
+from machine import on_a_gpu
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
-from step_models import appending, on_a_gpu
+from step_models import appending
 from texts import plain
 
 from mlx_qlayers import convert_model, use_backend
