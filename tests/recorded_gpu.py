@@ -22,7 +22,7 @@ from machine import on_a_gpu
 from mlx.utils import tree_map
 
 from mlx_qlayers import convert_model, use_backend
-from mlx_qlayers.decode import ahead, capture, weights
+from mlx_qlayers.decode import ahead, weights
 from mlx_qlayers.runtime import backend, cuda_ahead
 from mlx_qlayers.runtime.arena import beside
 from mlx_qlayers.runtime.spec import Spec
@@ -91,17 +91,17 @@ def recorded_gpu(device: str = "cuda", name: str = "sm_90") -> Iterator[list[Rec
         (y,) = mx.depends([zeros(x.shape, x.dtype)], [x, *others])
         return y
 
-    stock, run, capturing = mx.fast.rms_norm, capture.Trace._run, list[bool]()
+    stock, export, capturing = mx.fast.rms_norm, mx.export_function, list[bool]()
 
     def norm(x: mx.array, weight: mx.array | None, eps: float, **_: Any) -> mx.array:
         if capturing:
             return stock(x, weight, eps)
         return like(x, *([] if weight is None else [weight]))
 
-    def captured(self: capture.Trace, *arrays: mx.array) -> list[mx.array]:
+    def captured(*given: Any, **options: Any) -> None:
         capturing.append(True)
         try:
-            return run(self, *arrays)
+            export(*given, **options)
         finally:
             capturing.pop()
 
@@ -113,7 +113,7 @@ def recorded_gpu(device: str = "cuda", name: str = "sm_90") -> Iterator[list[Rec
         mock.patch.object(mx, "device_info", lambda *_: facts),
         mock.patch.dict(backend.missing, {device: lambda: None}),
         on_a_gpu(),
-        mock.patch.object(capture.Trace, "_run", captured),
+        mock.patch.object(mx, "export_function", captured),
         mock.patch.object(weights, "still_there", list),
         mock.patch.object(weights, "side_by_side", lambda x: beside(x, zeros((8,), mx.uint64))),
         cuda_ahead.nothing_compiled(),
