@@ -12,9 +12,9 @@ import mlx.nn as nn
 from architecture_table import ARCHITECTURES
 from architectures import VOCABULARY, build
 from decoding import logits
-from step_models import as_graphs
+from step_models import as_graphs, left
 
-from mlx_qlayers import convert_model, use_backend
+from mlx_qlayers import convert_model, explain, use_backend
 from mlx_qlayers.conversion.report import FUSED, ConversionReport
 from mlx_qlayers.decode.engine import stopped
 
@@ -83,9 +83,10 @@ def main() -> None:
 
 def _stopped(model: nn.Module) -> str | None:
     """The reason that stops the first step, where it begins as a graph."""
-    with as_graphs() as steps:
+    explain(reset=True)
+    with as_graphs():
         logits([model], "own", 1, VOCABULARY)
-    return None if steps else stopped(model)
+    return stopped(model) if left(model) > 2 else None
 
 
 if __name__ == "__main__":

@@ -2,9 +2,12 @@
 
 import os
 import pwd
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import pytest
@@ -26,6 +29,14 @@ ALL = ("metal", "cuda", "host")
 def has_gpu(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
     """Let MLX tell that its GPU is such a one, as ``applegpu_g16s`` or ``sm_90``."""
     monkeypatch.setattr(mx, "device_info", lambda *_: {"architecture": architecture})
+
+
+@contextmanager
+def on_a_gpu() -> Iterator[None]:
+    """Graphs are made and run as where a GPU is MLX's default device."""
+    device = mx.Device(mx.gpu)
+    with mock.patch.multiple(mx, default_device=lambda: device, default_stream="of {}".format):
+        yield
 
 
 def no_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

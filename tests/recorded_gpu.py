@@ -18,13 +18,14 @@ from unittest import mock
 import mlx.core as mx
 import mlx.nn as nn
 from decoding_model import QWEN2_7B
+from machine import on_a_gpu
 from mlx.utils import tree_map
-from step_models import on_a_gpu
 
 from mlx_qlayers import convert_model, use_backend
-from mlx_qlayers.decode import ahead, capture, weights
+from mlx_qlayers.decode import ahead, weights
 from mlx_qlayers.runtime import backend, cuda_ahead
 from mlx_qlayers.runtime.arena import beside
+from mlx_qlayers.runtime.spec import Spec
 
 # Primitives that only describe an array anew and start nothing.
 _VIEWS = re.compile(
@@ -52,10 +53,10 @@ MODELS: dict[str, dict[str, Any]] = {
 class Recorded(NamedTuple):
     """One launch of a kernel."""
 
-    name: str  # the kernel's, without its hash
+    name: str  # the kernel's, on CUDA with a hash
     text: int  # how many characters MLX hashes for each launch
-    inputs: tuple[int, ...]  # the elements of each input
-    outputs: int  # how many arrays it gives
+    inputs: list[Spec]
+    outputs: list[Spec]
     marker: mx.array | None = None  # one input more, which tells it from others
 
 
@@ -68,7 +69,7 @@ def recorded_gpu(device: str = "cuda", name: str = "sm_90") -> Iterator[list[Rec
     seen: list[Recorded] = []
 
     def gpu_kernel(**declaration: Any) -> Callable[..., list[mx.array]]:
-        name = declaration["name"].rpartition("_")[0]
+        name = declaration["name"]
         size = len(declaration["header"]) + len(declaration["source"])
 
         def launch(
@@ -78,10 +79,10 @@ def recorded_gpu(device: str = "cuda", name: str = "sm_90") -> Iterator[list[Rec
             output_dtypes: list[mx.Dtype],
             **_: Any,
         ) -> list[mx.array]:
-            marker, elements = mx.array(len(seen)), tuple(x.size for x in inputs)
-            seen.append(Recorded(name, size, elements, len(output_shapes), marker))
-            shapes = zip(output_shapes, output_dtypes, strict=True)
-            outputs = [zeros(tuple(shape), dtype) for shape, dtype in shapes]
+            # MLX makes one constant of numbers that are equal, so these are like no other.
+            marker, made = mx.array(len(seen) + 0.5), [*map(Spec, output_shapes, output_dtypes)]
+            seen.append(Recorded(name, size, [*map(Spec.of, inputs)], made, marker))
+            outputs = [zeros(tuple(each.shape), each.dtype) for each in made]
             return mx.depends(outputs, [*inputs, marker])
 
         return launch
@@ -90,17 +91,17 @@ def recorded_gpu(device: str = "cuda", name: str = "sm_90") -> Iterator[list[Rec
         (y,) = mx.depends([zeros(x.shape, x.dtype)], [x, *others])
         return y
 
-    stock, run, capturing = mx.fast.rms_norm, capture.Trace._run, list[bool]()
+    stock, export, capturing = mx.fast.rms_norm, mx.export_function, list[bool]()
 
     def norm(x: mx.array, weight: mx.array | None, eps: float, **_: Any) -> mx.array:
         if capturing:
             return stock(x, weight, eps)
         return like(x, *([] if weight is None else [weight]))
 
-    def captured(self: capture.Trace, *arrays: mx.array) -> list[mx.array]:
+    def captured(*given: Any, **options: Any) -> None:
         capturing.append(True)
         try:
-            return run(self, *arrays)
+            export(*given, **options)
         finally:
             capturing.pop()
 
@@ -112,7 +113,7 @@ def recorded_gpu(device: str = "cuda", name: str = "sm_90") -> Iterator[list[Rec
         mock.patch.object(mx, "device_info", lambda *_: facts),
         mock.patch.dict(backend.missing, {device: lambda: None}),
         on_a_gpu(),
-        mock.patch.object(capture.Trace, "_run", captured),
+        mock.patch.object(mx, "export_function", captured),
         mock.patch.object(weights, "still_there", list),
         mock.patch.object(weights, "side_by_side", lambda x: beside(x, zeros((8,), mx.uint64))),
         cuda_ahead.nothing_compiled(),

@@ -10,8 +10,9 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
-from step_models import as_graphs, pair
+from step_models import pair
 
+from mlx_qlayers import use_backend
 from mlx_qlayers.runtime.tracing import trace
 
 PATH = Path(__file__).parent / "data" / "step_launches.json"
@@ -40,7 +41,7 @@ def recorded() -> dict[str, list[str]]:
 def main() -> None:
     """Write the file."""
     found = {}
-    with as_graphs("host"):  # launches run one by one, by kernels of the host build
+    with use_backend("host"):
         for name in NAMES:
             found[name] = launches(pair(name)[1])
             print(name, len(found[name]), file=sys.stderr)

@@ -19,14 +19,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
-from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from mlx_qlayers import attention, convert_model, explain, quantized_matmul, revert_model
-from mlx_qlayers.dispatch import Operation, Plan, choose, dispatch, dispatcher
+from mlx_qlayers.dispatch import Operation, Plan, choose, dispatch
 from mlx_qlayers.ops.exp import exp
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.backend import (
@@ -40,6 +39,7 @@ from mlx_qlayers.runtime.backend import (
     requested,
 )
 from mlx_qlayers.runtime.explain import collectors, recording
+from tests.machine import on_a_gpu
 from tests.numerics import assert_function, assert_same_model, assert_same_sums
 from tests.small_qwen import BASE, TOKENS, qwen, snapshot
 from tests.threads import in_threads, switching
@@ -157,10 +157,8 @@ def interrupts_of_graphs(rounds: int) -> None:
         ):
             assert_same_sums(ours, stock)
 
-    with mock.patch.object(dispatcher, "_can_compile", lambda: True), use_backend("reference"):
-        advance_epoch()
+    with on_a_gpu(), use_backend("reference"):
         interrupted(rounds, compute, check)
-    advance_epoch()
 
 
 def interrupts_of_conversion(rounds: int) -> None:
@@ -299,12 +297,12 @@ def exits(rounds: int) -> None:
     """
     code = """
 import os, signal, sys, threading, time
-from unittest import mock
 import mlx.core as mx
 from mlx_qlayers import quantized_matmul, use_backend
-from mlx_qlayers.dispatch import dispatcher
 from mlx_qlayers.ops.exp import exp
 import mlx_qlayers.runtime.host
+device = mx.Device(mx.gpu)
+mx.default_device, mx.default_stream = lambda: device, "of {}".format
 bad = []
 for turn in range(int(sys.argv[1])):
     sys.stdout.flush()
@@ -321,9 +319,9 @@ def work(times):
     with use_backend("host"):
         for k in range(times):
             mx.eval(mx.grad(lambda x: exp(x).sum())(mx.ones(8 + k % 3)))
-    # Compiled graphs, as on a GPU, which a thread frees that has to wait for Python's lock.
+    # Compiled graphs, which a thread frees that has to wait for Python's lock.
     x, packed = mx.random.normal((4, 128)), mx.quantize(mx.random.normal((64, 128)))
-    with mock.patch.object(dispatcher, "_can_compile", lambda: True), use_backend("reference"):
+    with use_backend("reference"):
         for rows in range(1, 5):
             mx.eval(quantized_matmul(x[:rows], *packed))
 if turn % 2:

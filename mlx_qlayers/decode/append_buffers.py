@@ -141,8 +141,8 @@ def append_rows(heads: tuple[int, ...], rows: int) -> int:
         >>> [append_rows((batch, 4), 1024) for batch in (1, 2, 8, 32)]
         [256, 256, 64, 48]
     """
-    if (device := device_of()).gpu and device.measured:
-        return min(_ROWS, rows)
+    if most := device_of().append_rows:
+        return min(most, rows)
     batch, count = heads
     fewest = max(_ALL_ROWS // (batch * count), isqrt(4 * rows // 3))
     return min(_ROWS, rows, -(-fewest // 16) * 16)

@@ -1,7 +1,8 @@
 """The path of a GPU, as far as it runs without one."""
 
 import pytest
-from step_models import as_graphs, on_a_gpu
+from machine import on_a_gpu
+from step_models import as_graphs
 
 from mlx_qlayers import explain, use_backend
 from mlx_qlayers.decode import engine
@@ -35,9 +36,9 @@ def gpu_path(request):
 
 @pytest.fixture
 def graphs():
-    """Every call of a graph; as on a GPU, but that MLX compiles nothing, which takes minutes."""
-    with as_graphs() as calls:
-        yield calls
+    """Steps are graphs as on a GPU, but that MLX compiles nothing, which takes minutes."""
+    with as_graphs():
+        yield
 
 
 @pytest.fixture
@@ -45,10 +46,3 @@ def compiled_steps():
     """Steps of decoding are graphs that MLX compiles, as on a GPU, of its own operators."""
     with on_a_gpu(), use_backend("reference"):
         yield
-
-
-@pytest.fixture
-def steps():
-    """The results of each step that ran as a graph."""
-    with on_a_gpu() as found:
-        yield found

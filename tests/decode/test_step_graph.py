@@ -55,7 +55,7 @@ def of_token(name: str, layers: int, rows: int) -> tuple[Counter[str], list[Reco
 
 def sizes(kernels: list[Recorded]) -> tuple[int, int]:
     """The inputs and the outputs of kernels."""
-    return sum(len(each.inputs) for each in kernels), sum(each.outputs for each in kernels)
+    return sum(len(each.inputs) for each in kernels), sum(len(each.outputs) for each in kernels)
 
 
 # Attention of long caches takes semaphores. Results for other launches lie in one array, and so do

@@ -2,7 +2,6 @@
 
 import re
 import threading
-from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -11,18 +10,15 @@ import pytest
 from mlx_qlayers import explain, quantized_matmul, use_backend
 from mlx_qlayers.dispatch import Choice, Operation, Plan, dispatch, dispatcher
 from mlx_qlayers.runtime.backend import Mode, advance_epoch, current, mode
+from tests import machine
 from tests.numerics import assert_same_sums, random
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch):
+def on_a_gpu():
     """Let plans be compiled as on a GPU, on the path that can be compiled here."""
-    monkeypatch.setattr(mx, "default_device", lambda: SimpleNamespace(type=mx.gpu))
-    monkeypatch.setattr(mx, "default_stream", lambda _: "of a GPU")
-    advance_epoch()
-    with use_backend("reference"):
+    with machine.on_a_gpu(), use_backend("reference"):
         yield
-    advance_epoch()
 
 
 def operation(made, compiled=False):

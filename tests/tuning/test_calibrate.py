@@ -11,9 +11,8 @@ import mlx.nn as nn
 import pytest
 from architecture_table import ARCHITECTURES
 from architectures import build
-from machine import has_gpu, zeros
+from machine import has_gpu, on_a_gpu, zeros
 from mlx_lm import load as load_stock
-from step_models import on_a_gpu
 
 from mlx_qlayers import convert_model, explain, use_backend
 from mlx_qlayers.formats import Format

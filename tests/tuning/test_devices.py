@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 import pytest
+from machine import on_a_gpu
 from mlx_lm.models import qwen2
 from recorded_gpu import without_numbers
-from step_models import on_a_gpu
 
 from mlx_qlayers import convert_model, use_backend
 from mlx_qlayers.dispatch.measurements import found, lookup

@@ -85,6 +85,7 @@ class Device:
     orders_threadgroups: bool = False  # one sees what others wrote in the same launch
     integer_rows: bool = False  # products of packed codes may round rows to 8 bits on their way
     launches_views: bool = False  # launches take and give parts of larger arrays
+    append_rows: int = 0  # of an append buffer; 0 where they go by what a token writes
 
     def operand_bytes(self, dtype: mx.Dtype) -> int:
         """Bytes of an element that is an operand of a matrix product."""
