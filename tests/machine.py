@@ -2,7 +2,6 @@
 
 import os
 import pwd
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ from mlx_qlayers.metal.records import RECORDS
 from mlx_qlayers.reference.cores import _cores
 from mlx_qlayers.runtime import tensor_ops
 from mlx_qlayers.runtime.cache_folder import own_folder
-from mlx_qlayers.runtime.devices import DEVICES, device_of
 from mlx_qlayers.runtime.proof import trial
 from tests import apple_gpu
+from tests.devices import can_run
 
 ALL = ("metal", "cuda", "host")
 
@@ -46,12 +45,6 @@ def own_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(folder))
 
 
-def has_device(monkeypatch: pytest.MonkeyPatch, name: str, **other: Any) -> None:
-    """Let the device of a backend have other properties than it has."""
-    device = replace(device_of(name), **other)
-    monkeypatch.setitem(DEVICES, name, lambda _: device)
-
-
 def zeros(*, output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
     """In the place of a launch of MLX's custom kernels: zeros."""
     return [mx.zeros(*each) for each in zip(output_shapes, output_dtypes, strict=True)]
@@ -66,8 +59,7 @@ class Machine:
     def __call__(self, *names: str) -> None:
         """Exactly these backends can run."""
         for name in ALL:
-            why = None if name in names else f"no {name} here"
-            self._patch.setitem(backend.missing, name, lambda why=why: why)
+            can_run(self._patch, name, None if name in names else f"no {name} here")
         backend.advance_epoch()
 
     def apple(

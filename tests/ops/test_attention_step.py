@@ -8,9 +8,9 @@ from mlx_qlayers import explain, use_backend
 from mlx_qlayers.metal.attention.step import Split
 from mlx_qlayers.ops.attention_step import attention_step, packed_rows, why_not
 from mlx_qlayers.runtime.backend import advance_epoch
+from tests.devices import has_device
 from tests.examples.heads import ATTENTION_STEP
 from tests.gpus import GPUS
-from tests.machine import has_device
 from tests.numerics import assert_same_sums
 
 PATHS = ["reference", "host", *GPUS]

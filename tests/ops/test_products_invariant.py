@@ -16,7 +16,7 @@ from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime import trace
 from mlx_qlayers.runtime.backend import Context, current, within
 from mlx_qlayers.runtime.host import checks
-from tests.machine import has_device
+from tests.devices import has_device
 from tests.numerics import random
 from tests.packed import random_packed
 

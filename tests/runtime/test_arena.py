@@ -4,7 +4,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from machine import has_device
+from devices import has_device
 
 from mlx_qlayers.runtime import arena as arena_module
 from mlx_qlayers.runtime.arena import arena, side_by_side, still_there
