@@ -78,6 +78,15 @@ class Machine:
         """An NVIDIA GPU, on which nothing can be launched."""
         self.gpu("cuda", {"architecture": architecture})
 
+    def giving_zeros(self, kind: str) -> None:
+        """Kernels of that GPU give zeros, but for those that ask what its compiler has."""
+        of_mlx = mx.fast.metal_kernel
+
+        def made(name: str, **given: Any) -> Any:
+            return of_mlx(name=name, **given) if name.startswith("defines") else zeros
+
+        self._patch.setattr(mx.fast, f"{kind}_kernel", made)
+
     def gpu(self, kind: str | None, facts: dict[str, Any]) -> None:
         """A GPU of a kind, or none, of which MLX tells so much."""
         for name in ("metal", "cuda"):
