@@ -34,12 +34,12 @@ PROMPT = 300
 
 
 @contextmanager
-def rules_of(device: str) -> Iterator[None]:
-    """Let a CPU choose kernels as a GPU does, and run them."""
+def rules_of(device: str, **other: Any) -> Iterator[None]:
+    """Let a CPU choose kernels as a GPU does, which may have other properties, and run them."""
     with pytest.MonkeyPatch.context() as patch:
         gpu = vars(device_of(device)) | {"backend": "host", "needs_proof": False}
         has_device(patch, "host", **gpu)
-        has_device(patch, device, **MEMORY_OF_HOST)
+        has_device(patch, device, **MEMORY_OF_HOST | other)
         advance_epoch()
         yield
     advance_epoch()

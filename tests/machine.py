@@ -111,11 +111,12 @@ class Machine:
         forget()
         backend.advance_epoch()
 
-    def measured(self, family: str, *key: Any, **seconds: float) -> None:
+    def measured(self, family: str, *key: Any, config: Any = None, **seconds: float) -> None:
         """A problem's paths took so many seconds here, the first was fastest."""
+        own_cache(self._folder, self._patch)
         device = backend.backend()
         record = RECORDS[family](*key)
-        config, path = record.heuristic(device), next(iter(seconds))
+        config, path = config or record.heuristic(device), next(iter(seconds))
         name = entries.file_of(device)
         assert name is not None
         store.save(name, {record.key: entry_of(record, config, path, seconds)})
