@@ -8,6 +8,7 @@ imports ``sitecustomize.py`` in ``tests/apple``, which installs this too.
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -96,6 +97,8 @@ def metal_kernel(**made: Any) -> Callable[..., list[mx.array]]:
             raise RuntimeError(f"[metal::Device] Unable to build metal library from source: {name}")
         if fault == "raises":
             raise RuntimeError("[METAL] Command buffer execution failed")
+        if fault == "crashes":
+            os.kill(os.getpid(), signal.SIGSEGV)
         if fault == "hangs":
             Path(os.environ[HANGS]).touch()
             time.sleep(3600)

@@ -1,18 +1,15 @@
 """The command doctor: it runs every kernel there is, and says what is wrong; and info."""
 
-import os
+import json
 import re
-import signal
-from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from mlx_qlayers.cli import main
-from mlx_qlayers.commands import doctor_run, examples
-from mlx_qlayers.commands.example import Example
+from mlx_qlayers.commands import examples
 from mlx_qlayers.runtime import trace
 from mlx_qlayers.runtime.source import METAL, OPERATIONS
+from tests import apple_gpu
 from tests.gpus import HERE, on_gpus
 
 # Where threads run one by one.
@@ -97,39 +94,23 @@ def test_without_kernels(capsys, machine):
     assert capsys.readouterr().out.endswith("no kernels run here\n")
 
 
-def test_a_kernel_that_fails(capsys, monkeypatch):
-    def fails(x: mx.array) -> list[mx.array]:
-        raise RuntimeError("the compiler refused it")
-
-    broken = Example("broken", fails, {"x": mx.zeros(8)})
-    monkeypatch.setitem(examples._FAMILIES, "exp", lambda: iter([broken]))
-    assert main(["doctor", "--one-process", "--only", "exp", "rotary_embedding"]) == 1
-    out, _ = capsys.readouterr()
-    assert "exp, broken: RuntimeError: the compiler refused it\n" in out
-    assert out.endswith("2 of 3 checks were right\n")
-
-
-def work_that_crashes(*given: Any) -> None:
-    """The work of the other process, with a kernel among those of exp that ends it."""
-
-    def crashes(x: mx.array) -> list[mx.array]:
-        os.kill(os.getpid(), signal.SIGSEGV)
-        return [x]
-
-    first, *others = examples._FAMILIES["exp"]()
-    planted = Example("planted", crashes, {"x": mx.zeros(8)})
-    examples._FAMILIES["exp"] = lambda: iter([first, planted, *others])
-    doctor_run.work(*given)  # of a process where no test has replaced it
-
-
-def test_a_kernel_that_crashes(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("fault", "shown", "said"),
+    [
+        ("does not compile", "fails", r"RuntimeError: .* Unable to build metal library"),
+        ("crashes", "crashes", "its process ended with SIGSEGV\n"),
+    ],
+)
+def test_a_kernel_with_a_fault(fault, shown, said, machine, monkeypatch, capsys):
     """Is a line of the page, and all others are checked."""
-    monkeypatch.setattr(doctor_run, "work", work_that_crashes)
+    machine.apple()
+    monkeypatch.syspath_prepend(apple_gpu.FOLDER)  # for the process that runs the checks
+    monkeypatch.setenv(apple_gpu.FAULTS, json.dumps({"exp_strided": fault}))
     assert main(["doctor", "--only", "exp", "rotary_embedding"]) == 1
     out, _ = capsys.readouterr()
-    assert re.search(r"^exp, planted +crashes", out, re.MULTILINE)
-    assert "exp, planted: its process ended with SIGSEGV\n" in out
-    assert out.endswith("5 of 6 checks were right\n")
+    (row,) = re.findall(rf"^(exp, .*?)  .* {shown}", out, re.MULTILINE)
+    assert re.search(f"^{row}: {said}", out, re.MULTILINE)
+    assert out.endswith("4 of 5 checks were right\n")
 
 
 def test_a_check_that_there_is_not(capsys):
