@@ -15,6 +15,7 @@ from mlx_qlayers.metal.records import RECORDS
 from mlx_qlayers.reference.cores import _cores
 from mlx_qlayers.runtime import tensor_ops
 from mlx_qlayers.runtime.cache_folder import own_folder
+from mlx_qlayers.runtime.devices import record
 from mlx_qlayers.runtime.proof import trial
 from tests import apple_gpu
 from tests.devices import can_run
@@ -43,6 +44,14 @@ def own_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not (folder / "host").exists():
         (folder / "host").symlink_to(own_folder("host").resolve())
     monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(folder))
+
+
+def ships(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let the package come with the measurements in a folder."""
+    monkeypatch.setattr(record, "FILES", folder)
+    monkeypatch.setattr(entries, "SHIPPED", folder)
+    record.limits.cache_clear()
+    backend.advance_epoch()
 
 
 def zeros(*, output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
@@ -115,11 +124,11 @@ class Machine:
         """A problem's paths took so many seconds here, the first was fastest."""
         own_cache(self._folder, self._patch)
         device = backend.backend()
-        record = RECORDS[family](*key)
-        config, path = config or record.heuristic(device), next(iter(seconds))
+        problem = RECORDS[family](*key)
+        config, path = config or problem.heuristic(device), next(iter(seconds))
         name = entries.file_of(device)
         assert name is not None
-        store.save(name, {record.key: entry_of(record, config, path, seconds)})
+        store.save(name, {problem.key: entry_of(problem, config, path, seconds)})
 
 
 def forget() -> None:
