@@ -58,8 +58,8 @@ class Batches:
     Args:
         make: the caches of a text, by default the model's own.
         texts: how many different ones.
-        tokens: of the longest text, behind its prompt.
-        prompt: tokens that are computed at once, also alone.
+        tokens: of the longest text with a prompt of one.
+        prompt: how many are computed at once, also alone.
     """
 
     def __init__(
@@ -70,14 +70,12 @@ class Batches:
         make: Callable[[Any], Any] = make_prompt_cache,
         texts: int = 24,
         tokens: int = TOKENS,
-        prompt: int = 0,
+        prompt: int = 1,
     ) -> None:
         self.model, self.make, self.draw = model, make, random.Random(seed)
-        sizes = [prompt + self.draw.randint(STEP + 2, tokens) for _ in range(texts)]
+        sizes = [prompt + self.draw.randint(STEP + 1, tokens - 1) for _ in range(texts)]
         self.texts = [[self.draw.randrange(VOCABULARY) for _ in range(size)] for size in sizes]
-        whole = [prompt] * (prompt > 0)
-        by_token = ([*whole, *[1] * (size - prompt)] for size in sizes)
-        self.alone = [self._by(*each)[0] for each in zip(self.texts, by_token, strict=True)]
+        self.alone = [self._by(x, [prompt, *[1] * (len(x) - prompt)])[0] for x in self.texts]
         self.compared = self.differing = 0  # logits
         # Each begun at a random length, its prompt in random chunks.
         self.begun = [self._begun(i % texts) for i in range(2 * texts)]

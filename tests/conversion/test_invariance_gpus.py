@@ -121,7 +121,7 @@ def test_gpus_split_keys_by_their_places(gpu, bits):
 def test_kernels_of_gpus_give_the_same_bits(rules, name, dtype, checked):
     """Run on the CPU: keys are more than a split, rows more than a launch takes."""
     with rules_of(rules), use_backend("host"), checks() if checked else nullcontext():
-        batches = Batches(converted(name, dtype), texts=2, tokens=36, prompt=LONG.get(name, 0))
+        batches = Batches(converted(name, dtype), texts=2, tokens=36, prompt=LONG.get(name, 1))
         for _ in range(3):
             batches.one(6)
         batches.one(40)
@@ -141,7 +141,7 @@ def test_graphs_of_steps_give_the_bits_of_prompts(name, dtype, graphs):
     with rules_of("cuda"), use_backend("host"):
         model = converted(name, dtype)
         graphs.clear()
-        batches = Batches(model, texts=2, tokens=36, prompt=LONG.get(name, 0))
+        batches = Batches(model, texts=2, tokens=36, prompt=LONG.get(name, 1))
         for _ in range(3):
             batches.one(6)
     assert len(graphs) > 60 and engine.stopped(model) is None
