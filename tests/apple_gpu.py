@@ -8,6 +8,7 @@ imports ``sitecustomize.py`` in ``tests/apple``, which installs this too.
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,13 +46,19 @@ def install() -> None:
         os.uname = lambda: os.uname_result((*here[:2], "25.4.0", *here[3:]))
 
 
+def launch_of(made: dict[str, Any], call: dict[str, Any]) -> Any:
+    """What ``mx.fast.metal_kernel`` and its kernel were given, as a launch of the package."""
+    from mlx_qlayers.runtime.launch import Launch
+    from mlx_qlayers.runtime.program import Program
+
+    return Launch(Program(**made), **call | {"init_value": call.get("init_value")})
+
+
 def on_host(**made: Any) -> Callable[..., list[mx.array]]:
     """In the place of ``mx.fast.metal_kernel``: what it is given runs on the host backend."""
 
     def launch(**call: Any) -> list[mx.array]:
         from mlx_qlayers.runtime import host
-        from mlx_qlayers.runtime.launch import Launch
-        from mlx_qlayers.runtime.program import Program
 
         if made["name"].startswith("defines"):  # what the compiler was asked, which has everything
             return [
@@ -59,8 +66,7 @@ def on_host(**made: Any) -> Callable[..., list[mx.array]]:
                 for each in zip(call["output_shapes"], call["output_dtypes"], strict=True)
             ]
         mx.eval(call["inputs"])
-        made_of = Launch(Program(**made), **call | {"init_value": call.get("init_value")})
-        return host.bind(made_of)([*call["inputs"]])
+        return host.bind(launch_of(made, call))([*call["inputs"]])
 
     return launch
 
@@ -69,14 +75,12 @@ def metal_kernel(**made: Any) -> Callable[..., list[mx.array]]:
     """The same with proofs, and faults."""
 
     def launch(**call: Any) -> list[mx.array]:
-        from mlx_qlayers.runtime.launch import Launch
         from mlx_qlayers.runtime.program import Program
         from mlx_qlayers.runtime.proof import _trial, find, key_of
 
         if made["name"].startswith("defines"):
             return on_host(**made)(**call)
-        made_of = Launch(Program(**made), **call | {"init_value": call.get("init_value")})
-        name = made["name"]
+        made_of, name = launch_of(made, call), made["name"]
         if path := os.environ.get(LAUNCHES):
             # A proof is of the text before what this GPU makes of it: see runtime/metal.py.
             header = made["header"].replace("BFLOAT_PRODUCTS float\n", "BFLOAT_PRODUCTS bfloat\n")
@@ -96,6 +100,8 @@ def metal_kernel(**made: Any) -> Callable[..., list[mx.array]]:
             raise RuntimeError(f"[metal::Device] Unable to build metal library from source: {name}")
         if fault == "raises":
             raise RuntimeError("[METAL] Command buffer execution failed")
+        if fault == "crashes":
+            os.kill(os.getpid(), signal.SIGSEGV)
         if fault == "hangs":
             Path(os.environ[HANGS]).touch()
             time.sleep(3600)

@@ -3,8 +3,8 @@
     python tests/batches.py                            1,000 batches on this machine's kernels
     python tests/batches.py --rules metal --checked    a GPU's kernels, run by the checked build
 
-A text is computed alone, token by token. Then it stands at any place in batches of up to 64 others,
-its prompt was read in any chunks, and 1 to 16 of its tokens are computed at a time.
+A text is computed alone, token by token behind a prompt. Then it stands at any place in batches of
+up to 64 others, was read in any chunks, and 1 to 16 of its tokens are computed at a time.
 """
 
 import argparse
@@ -13,40 +13,35 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
+import pytest
 from architecture_table import ARCHITECTURES
 from architectures import VOCABULARY, build
+from devices import MEMORY_OF_HOST, has_device
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_qlayers import convert_model, use_backend
-from mlx_qlayers.conversion import invariance
-from mlx_qlayers.metal.attention import decode
 from mlx_qlayers.runtime.backend import advance_epoch
-from mlx_qlayers.runtime.devices import DEVICES, device_of
-from mlx_qlayers.runtime.devices.record import MAX_THREADGROUP_MEMORY
+from mlx_qlayers.runtime.devices import device_of
 from mlx_qlayers.runtime.host import checks
 
 MOST, TOKENS, STEP = 64, 90, 16
+# Of more keys than a split has on a GPU.
+PROMPT = 300
 
 
 @contextmanager
-def rules_of(device: str) -> Iterator[None]:
-    """Let a CPU choose kernels as a GPU does, and run them."""
-    gpu = device_of(device)
-    as_gpu = replace(gpu, backend="host", needs_proof=False)
-    # A CPU has as much threadgroup memory as Metal.
-    limits = {"threadgroup_memory": MAX_THREADGROUP_MEMORY, "dynamic_memory": 0}
-    devices = {"host": lambda _: as_gpu, device: lambda _: replace(gpu, **limits)}
-    with mock.patch.dict(DEVICES, devices):
+def rules_of(device: str, **other: Any) -> Iterator[None]:
+    """Let a CPU choose kernels as a GPU does, which may have other properties, and run them."""
+    with pytest.MonkeyPatch.context() as patch:
+        gpu = vars(device_of(device)) | {"backend": "host", "needs_proof": False}
+        has_device(patch, "host", **gpu)
+        has_device(patch, device, **MEMORY_OF_HOST | other)
         advance_epoch()
-        # Short texts are to have several splits of keys.
-        with mock.patch.object(invariance, "_MORE", 3), mock.patch.object(decode, "_FIXED", 32):
-            yield
+        yield
     advance_epoch()
 
 
@@ -63,7 +58,8 @@ class Batches:
     Args:
         make: the caches of a text, by default the model's own.
         texts: how many different ones.
-        tokens: of the longest text.
+        tokens: of the longest text with a prompt of one.
+        prompt: how many are computed at once, also alone.
     """
 
     def __init__(
@@ -74,11 +70,12 @@ class Batches:
         make: Callable[[Any], Any] = make_prompt_cache,
         texts: int = 24,
         tokens: int = TOKENS,
+        prompt: int = 1,
     ) -> None:
         self.model, self.make, self.draw = model, make, random.Random(seed)
-        sizes = [self.draw.randint(STEP + 2, tokens) for _ in range(texts)]
+        sizes = [prompt + self.draw.randint(STEP + 1, tokens - 1) for _ in range(texts)]
         self.texts = [[self.draw.randrange(VOCABULARY) for _ in range(size)] for size in sizes]
-        self.alone = [self._by(text, [1] * len(text))[0] for text in self.texts]
+        self.alone = [self._by(x, [prompt, *[1] * (len(x) - prompt)])[0] for x in self.texts]
         self.compared = self.differing = 0  # logits
         # Each begun at a random length, its prompt in random chunks.
         self.begun = [self._begun(i % texts) for i in range(2 * texts)]
@@ -141,7 +138,8 @@ def main() -> None:
         if args.checked:
             stack.enter_context(use_backend("host"))
             stack.enter_context(checks())
-        batches = Batches(converted(args.model, getattr(mx, args.dtype)))
+        model = converted(args.model, getattr(mx, args.dtype))
+        batches = Batches(model, prompt=PROMPT)
         for _ in range(args.count):
             batches.one(args.most)
     print(f"{args.count} batches: {batches.differing} of {batches.compared} logits differ")

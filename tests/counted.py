@@ -1,13 +1,32 @@
-"""The tuner without a clock: costs by what the checked build of the host counts."""
+"""The tuner without a clock: costs by what the checked build of the host counts, or a test says."""
 
+from collections.abc import Callable
+from functools import cache
 from math import inf
+from typing import Any
+
+import pytest
 
 from mlx_qlayers import use_backend
 from mlx_qlayers.runtime.host import checks
+from mlx_qlayers.tuning import evaluator, measuring
 from mlx_qlayers.tuning.evaluator import Evaluator, Times
+from mlx_qlayers.tuning.queue_timer import QueueTimer
 from mlx_qlayers.tuning.timing import Sample
 
 DEVICE = "some_gpu"
+
+
+def rated_by(patch: pytest.MonkeyPatch, rates: Any) -> None:
+    """Let such evaluators rate what is calibrated."""
+    patch.setattr(measuring, "Evaluator", rates)
+
+
+def timed_by(patch: pytest.MonkeyPatch, make: Callable[[], QueueTimer]) -> None:
+    """Let another timer be that of the device, from its first use on."""
+    timer_of = cache(lambda device: make())
+    for module in (evaluator, measuring):
+        patch.setattr(module, "timer_of", timer_of)
 
 
 class Counted(Evaluator):

@@ -3,12 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from unittest import mock
 
 import mlx.core as mx
 import pytest
 
-import mlx_qlayers.runtime.backend as backend
 from mlx_qlayers.metal.attention import forward, records
 from mlx_qlayers.metal.attention.layout import Layout, layout, memory
 from mlx_qlayers.runtime import cuda, host, metal
@@ -16,6 +14,7 @@ from mlx_qlayers.runtime.backend import advance_epoch, use_backend
 from mlx_qlayers.runtime.devices import DEVICES
 from mlx_qlayers.runtime.devices.record import MAX_THREADGROUP_MEMORY
 from mlx_qlayers.runtime.host import checks
+from tests.devices import MEMORY_OF_HOST, can_run, has_device
 
 NAMES = ("cuda", "metal")
 # Parameters for backends, marked with their names.
@@ -31,10 +30,8 @@ def available(name: str) -> bool:
 # For tests that need to run once only: where kernels run on this machine.
 HERE = next(filter(available, NAMES), "host")
 
-# Stand-ins for an M1, and for an NVIDIA GPU that has no more memory than the host backend gives.
-_METAL, _CUDA = DEVICES["metal"](""), DEVICES["cuda"]("")
-_SMALL = replace(_CUDA, threadgroup_memory=MAX_THREADGROUP_MEMORY, dynamic_memory=0)
-STAND_INS = {"as metal": (metal, _METAL), "as cuda": (cuda, _SMALL)}
+# Stand-ins for an M1, and for an NVIDIA GPU.
+STAND_INS = {"as metal": (metal, DEVICES["metal"]("")), "as cuda": (cuda, DEVICES["cuda"](""))}
 
 
 def _fitting(kernel: str, device: str, dtype: mx.Dtype, width: int) -> Layout:
@@ -53,17 +50,13 @@ def standing_in(name: str) -> Iterator[None]:
     """The kernels that are chosen for a GPU, as configured there, run on the checked build."""
     module, device = STAND_INS[name]
     kind = device.backend
-    with (
-        mock.patch.dict(backend.missing, {kind: lambda: None}),
-        mock.patch.dict(DEVICES, {kind: lambda _: device}),
-        mock.patch.object(module, "bind", host.bind),
-        mock.patch.object(forward, "layout", _fitting),
-        mock.patch.object(records, "layout", _fitting),
-        use_backend(kind),
-        checks(),
-    ):
+    with pytest.MonkeyPatch.context() as patch:
+        has_device(patch, kind, **vars(device) | MEMORY_OF_HOST)
+        can_run(patch, kind)
+        patch.setattr(module, "bind", host.bind)
+        for user in (forward, records):
+            patch.setattr(user, "layout", _fitting)
         advance_epoch()
-        try:
+        with use_backend(kind), checks():
             yield
-        finally:
-            advance_epoch()
+    advance_epoch()

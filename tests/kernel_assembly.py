@@ -6,7 +6,8 @@ Nothing runs: a launch is stopped ahead of its compiler, and the assembly that c
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from unittest import mock
 
 from mlx_qlayers import use_backend
@@ -38,15 +39,26 @@ def launched(run: Callable[[], object]) -> tuple[str, str]:
     raise AssertionError("nothing was launched")
 
 
+@contextmanager
+def compiling_for(*target: str) -> Iterator[None]:
+    """Compile for a platform, by flags that name a processor."""
+    remembered = toolchain._surroundings, compiler._translated
+    with mock.patch.object(toolchain, "target", lambda: ("-target", *target)):
+        for each in remembered:
+            each.cache_clear()
+        yield
+    for each in remembered:
+        each.cache_clear()
+
+
 def assembly(text: str, function: str, target: Sequence[str]) -> str:
     """A kernel as the fast build has it, for a platform and by flags that name a processor."""
-    flags = "-target", *target
-    with mock.patch.object(toolchain, "target", lambda: flags):
+    with compiling_for(*target):
         unit, _ = source.translate(compiler.preprocess(text, {}, 320), function, {})
         strict = compiler.strict(unit, checked=False, debug=False)
     fast = ir.collapse(ir.unalign(strict), all_spaces=True)
     intel = ["-masm=intel"] * target[0].startswith("x86")
-    command = ["clang", "-x", "ir", *flags, *intel, "-O3", "-S", "-o", "-", "-"]
+    command = ["clang", "-x", "ir", "-target", *target, *intel, "-O3", "-S", "-o", "-", "-"]
     return toolchain.run(command, fast)[0]
 
 

@@ -4,7 +4,6 @@ import os
 import pwd
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,9 +18,10 @@ from mlx_qlayers.metal.records import RECORDS
 from mlx_qlayers.reference.cores import _cores
 from mlx_qlayers.runtime import tensor_ops
 from mlx_qlayers.runtime.cache_folder import own_folder
-from mlx_qlayers.runtime.devices import DEVICES, device_of
+from mlx_qlayers.runtime.devices import record
 from mlx_qlayers.runtime.proof import trial
 from tests import apple_gpu
+from tests.devices import can_run
 
 ALL = ("metal", "cuda", "host")
 
@@ -57,10 +57,12 @@ def own_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(folder))
 
 
-def has_device(monkeypatch: pytest.MonkeyPatch, name: str, **other: Any) -> None:
-    """Let the device of a backend have other properties than it has."""
-    device = replace(device_of(name), **other)
-    monkeypatch.setitem(DEVICES, name, lambda _: device)
+def ships(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let the package come with the measurements in a folder."""
+    monkeypatch.setattr(record, "FILES", folder)
+    monkeypatch.setattr(entries, "SHIPPED", folder)
+    record.limits.cache_clear()
+    backend.advance_epoch()
 
 
 def zeros(*, output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
@@ -77,8 +79,7 @@ class Machine:
     def __call__(self, *names: str) -> None:
         """Exactly these backends can run."""
         for name in ALL:
-            why = None if name in names else f"no {name} here"
-            self._patch.setitem(backend.missing, name, lambda why=why: why)
+            can_run(self._patch, name, None if name in names else f"no {name} here")
         backend.advance_epoch()
 
     def apple(
@@ -96,6 +97,15 @@ class Machine:
     def nvidia(self, architecture: str = "sm_90") -> None:
         """An NVIDIA GPU, on which nothing can be launched."""
         self.gpu("cuda", {"architecture": architecture})
+
+    def giving_zeros(self, kind: str) -> None:
+        """Kernels of that GPU give zeros, but for those that ask what its compiler has."""
+        of_mlx = mx.fast.metal_kernel
+
+        def made(name: str, **given: Any) -> Any:
+            return of_mlx(name=name, **given) if name.startswith("defines") else zeros
+
+        self._patch.setattr(mx.fast, f"{kind}_kernel", made)
 
     def gpu(self, kind: str | None, facts: dict[str, Any]) -> None:
         """A GPU of a kind, or none, of which MLX tells so much."""
@@ -121,14 +131,15 @@ class Machine:
         forget()
         backend.advance_epoch()
 
-    def measured(self, family: str, *key: Any, **seconds: float) -> None:
+    def measured(self, family: str, *key: Any, config: Any = None, **seconds: float) -> None:
         """A problem's paths took so many seconds here, the first was fastest."""
+        own_cache(self._folder, self._patch)
         device = backend.backend()
-        record = RECORDS[family](*key)
-        config, path = record.heuristic(device), next(iter(seconds))
+        problem = RECORDS[family](*key)
+        config, path = config or problem.heuristic(device), next(iter(seconds))
         name = entries.file_of(device)
         assert name is not None
-        store.save(name, {record.key: entry_of(record, config, path, seconds)})
+        store.save(name, {problem.key: entry_of(problem, config, path, seconds)})
 
 
 def forget() -> None:

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
-from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
+import pytest
 from decoding_model import QWEN2_7B
+from devices import can_run
 from machine import on_a_gpu
 from mlx.utils import tree_map
 
@@ -91,36 +92,34 @@ def recorded_gpu(device: str = "cuda", name: str = "sm_90") -> Iterator[list[Rec
         (y,) = mx.depends([zeros(x.shape, x.dtype)], [x, *others])
         return y
 
-    stock, export, capturing = mx.fast.rms_norm, mx.export_function, list[bool]()
+    stock, export, exporting = mx.fast.rms_norm, mx.export_function, list[bool]()
 
     def norm(x: mx.array, weight: mx.array | None, eps: float, **_: Any) -> mx.array:
-        if capturing:
+        if exporting:
             return stock(x, weight, eps)
         return like(x, *([] if weight is None else [weight]))
 
-    def captured(*given: Any, **options: Any) -> None:
-        capturing.append(True)
+    def exported(*arguments: Any) -> None:
+        exporting.append(True)
         try:
-            export(*given, **options)
+            export(*arguments)
         finally:
-            capturing.pop()
+            exporting.pop()
 
     backend.advance_epoch()  # plans may be there for another GPU
     facts = {"architecture": name, "device_name": name, "memory_size": 1 << 37}
-    with (
-        mock.patch.object(mx.fast, f"{device}_kernel", gpu_kernel),
-        mock.patch.object(mx.fast, "rms_norm", norm),
-        mock.patch.object(mx, "device_info", lambda *_: facts),
-        mock.patch.dict(backend.missing, {device: lambda: None}),
-        on_a_gpu(),
-        mock.patch.object(mx, "export_function", captured),
-        mock.patch.object(weights, "still_there", list),
-        mock.patch.object(weights, "side_by_side", lambda x: beside(x, zeros((8,), mx.uint64))),
-        cuda_ahead.nothing_compiled(),
-        use_backend(device),
-    ):
-        yield seen
-        made_ready()
+    with pytest.MonkeyPatch.context() as patch, on_a_gpu(), cuda_ahead.nothing_compiled():
+        can_run(patch, device)
+        patch.setattr(mx, "device_info", lambda *_: facts)
+        patch.setattr(mx, "export_function", exported)
+        patch.setattr(mx.fast, f"{device}_kernel", gpu_kernel)
+        patch.setattr(mx.fast, "rms_norm", norm)
+        # As if they lay side by side: a buffer for the weights of a 7B would take gigabytes.
+        patch.setattr(weights, "still_there", list)
+        patch.setattr(weights, "side_by_side", lambda x: beside(x, zeros((8,), mx.uint64)))
+        with use_backend(device):
+            yield seen
+            made_ready()
 
 
 def made_ready() -> None:

@@ -279,6 +279,8 @@ def blank(own: Sequence[Any]) -> None:
     def zeros(value: Any) -> Any:
         if isinstance(value, mx.array):
             return mx.zeros(value.shape, value.dtype)
+        if hasattr(value, "_make"):  # a named tuple, as an append buffer is one
+            return value._make(map(zeros, value))
         return type(value)(map(zeros, value)) if isinstance(value, list | tuple) else value
 
     put(own, [{name: zeros(value) for name, value in vars(c).items()} for c in own])

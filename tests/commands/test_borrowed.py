@@ -20,7 +20,7 @@ from commands.test_serving import CHAT, COMPLETE, ask, rest, serving, start
 from mlx_qlayers import convert_model, explain
 from mlx_qlayers.cli import main
 from mlx_qlayers.commands import borrowed
-from mlx_qlayers.conversion import kv_mixture
+from mlx_qlayers.conversion.kv_mixture import value_mixture
 from mlx_qlayers.decode.quantized_caches import CacheFormat, RotatingQuantizedKVCache
 from mlx_qlayers.runtime.backend import backend, requested
 from tests.load import model_in
@@ -98,19 +98,16 @@ def test_chat_goes_on_with_guesses(talker, capsys, monkeypatch):
 def test_chat_with_quantized_windows(option, talker, capsys, monkeypatch):
     """The text is that of the stock model with such caches, which mlx-lm's chat lacks."""
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\nq\n"))
-    measured, measure = [], kv_mixture.value_mixture
-    monkeypatch.setattr(
-        kv_mixture, "value_mixture", lambda *a, **b: measured.extend(measure(*a, **b)) or measured
-    )
     options = ["--max-kv-size=16", option, "--kv-group-size=32", "--max-tokens=30"]
     assert main(["chat", f"--model={talker}", "--temp=0", *options]) == 0
     model, tokenizer = mlx_lm.load(str(talker))
-    if measured:  # which stock attention does not take
-        convert_model(model)
-    assert (len({*measured}) > 1) == (option != "--kv-bits=8")
+    formats = [CacheFormat(32, 8)] * len(model.layers)
+    if option != "--kv-bits=8":
+        convert_model(model)  # as stock attention does not take what is measured
+        formats = value_mixture(model, tokenizer, 7, form=formats[0])
+        assert len({*formats}) > 1
     messages = [{"role": "user", "content": PROMPT}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    formats = measured or [CacheFormat(32, 8)] * len(model.layers)
     cache = [RotatingQuantizedKVCache(16, 4, form=each) for each in formats]
     wanted = mlx_lm.generate(model, tokenizer, prompt, max_tokens=30, prompt_cache=cache)
     assert wanted in capsys.readouterr().out

@@ -1,20 +1,16 @@
 """The command doctor: it runs every kernel there is, and says what is wrong; and info."""
 
-import os
+import json
 import re
-import signal
-from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from mlx_qlayers.cli import main
-from mlx_qlayers.commands import doctor_run, examples
-from mlx_qlayers.commands.example import Example
-from mlx_qlayers.runtime import Kernel
+from mlx_qlayers.commands import examples
+from mlx_qlayers.runtime import trace
 from mlx_qlayers.runtime.source import METAL, OPERATIONS
+from tests import apple_gpu
 from tests.gpus import HERE, on_gpus
-from tests.machine import zeros
 
 # Where threads run one by one.
 ON_CPUS = {
@@ -61,7 +57,7 @@ def test_the_page_of_some_kernels(capsys):
 @pytest.mark.slow
 def test_all_but_attention(capsys):
     """A family whose kernels take a CPU's compiler as long as all others."""
-    families = [family for family in examples._FAMILIES if family != "attention"]
+    families = [family for family in examples.families() if family != "attention"]
     assert main(["doctor", "--only", "model", *families]) == 0
     out, _ = capsys.readouterr()
     assert "55 swapped" in out and re.search(r"^(\d+) of \1 checks were right$", out, re.M)
@@ -77,28 +73,19 @@ def test_on_gpus(gpu, capsys):
 @pytest.mark.parametrize(
     ("device", "other"), [("metal", ON_CPUS | ON_CUDA), ("cuda", ON_CPUS | TENSORS)]
 )
-def test_every_kernel_is_launched(device, other, machine, monkeypatch, capsys):
+def test_every_kernel_is_launched(device, other, machine, capsys):
     """On a stand-in, which gives zeros: so each result is wrong, and the exit code 1."""
-    launched = set[str]()
-
-    def bind(kernel: Kernel, *given: Any, **options: Any) -> Any:
-        launched.add(kernel.function or kernel.name)
-        return original(kernel, *given, **options)
-
     machine.apple() if device == "metal" else machine.nvidia()
-    original, of_mlx = Kernel.bind, mx.fast.metal_kernel
-
-    def made(name: str, **given: Any) -> Any:
-        return of_mlx(name=name, **given) if name.startswith("defines") else zeros
-
-    monkeypatch.setattr(mx.fast, f"{device}_kernel", made)
-    monkeypatch.setattr(Kernel, "bind", bind)
-    assert main(["doctor", "--one-process", "--only", *examples._FAMILIES]) == 1
+    machine.giving_zeros(device)
+    with trace() as launches:
+        assert main(["doctor", "--one-process", "--only", *examples.families()]) == 1
     out, _ = capsys.readouterr()
     assert not re.search(r" right ", out) and re.search(r"^0 of \d+ checks were right$", out, re.M)
     texts = (path.read_text() for room in (METAL, OPERATIONS) for path in room.rglob("*.metal"))
     every = {name for text in texts for name in re.findall(r"\]\] void (\w+)\(", text)}
-    assert every - launched == other
+    # The names of variants begin as the kernel's.
+    names = {each.kernel.replace("dequantize_2", "dequantize_matrices") for each in launches}
+    assert every - {max(filter(name.startswith, every), key=len) for name in names} == other
 
 
 def test_without_kernels(capsys, machine):
@@ -107,39 +94,23 @@ def test_without_kernels(capsys, machine):
     assert capsys.readouterr().out.endswith("no kernels run here\n")
 
 
-def test_a_kernel_that_fails(capsys, monkeypatch):
-    def fails(x: mx.array) -> list[mx.array]:
-        raise RuntimeError("the compiler refused it")
-
-    broken = Example("broken", fails, {"x": mx.zeros(8)})
-    monkeypatch.setitem(examples._FAMILIES, "exp", lambda: iter([broken]))
-    assert main(["doctor", "--one-process", "--only", "exp", "rotary_embedding"]) == 1
-    out, _ = capsys.readouterr()
-    assert "exp, broken: RuntimeError: the compiler refused it\n" in out
-    assert out.endswith("2 of 3 checks were right\n")
-
-
-def work_that_crashes(*given: Any) -> None:
-    """The work of the other process, with a kernel among those of exp that ends it."""
-
-    def crashes(x: mx.array) -> list[mx.array]:
-        os.kill(os.getpid(), signal.SIGSEGV)
-        return [x]
-
-    first, *others = examples._FAMILIES["exp"]()
-    planted = Example("planted", crashes, {"x": mx.zeros(8)})
-    examples._FAMILIES["exp"] = lambda: iter([first, planted, *others])
-    doctor_run.work(*given)  # of a process where no test has replaced it
-
-
-def test_a_kernel_that_crashes(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("fault", "shown", "said"),
+    [
+        ("does not compile", "fails", r"RuntimeError: .* Unable to build metal library"),
+        ("crashes", "crashes", "its process ended with SIGSEGV\n"),
+    ],
+)
+def test_a_kernel_with_a_fault(fault, shown, said, machine, monkeypatch, capsys):
     """Is a line of the page, and all others are checked."""
-    monkeypatch.setattr(doctor_run, "work", work_that_crashes)
+    machine.apple()
+    monkeypatch.syspath_prepend(apple_gpu.FOLDER)  # for the process that runs the checks
+    monkeypatch.setenv(apple_gpu.FAULTS, json.dumps({"exp_strided": fault}))
     assert main(["doctor", "--only", "exp", "rotary_embedding"]) == 1
     out, _ = capsys.readouterr()
-    assert re.search(r"^exp, planted +crashes", out, re.MULTILINE)
-    assert "exp, planted: its process ended with SIGSEGV\n" in out
-    assert out.endswith("5 of 6 checks were right\n")
+    (row,) = re.findall(rf"^(exp, .*?)  .* {shown}", out, re.MULTILINE)
+    assert re.search(f"^{row}: {said}", out, re.MULTILINE)
+    assert out.endswith("4 of 5 checks were right\n")
 
 
 def test_a_check_that_there_is_not(capsys):

@@ -19,7 +19,7 @@ from mlx_qlayers import convert_model
 from mlx_qlayers.decode import engine
 from mlx_qlayers.decode import weights as step_weights
 from mlx_qlayers.layers.qlinear import QLinear
-from tests.machine import has_device
+from tests.devices import has_device
 from tests.threads import in_threads, switching
 
 pytestmark = pytest.mark.usefixtures("gpu_path")

@@ -16,7 +16,7 @@ from mlx_qlayers.metal.records import RECORDS
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.runtime.devices import device_of
 from mlx_qlayers.runtime.devices.record import Device, limits
-from tests.machine import has_gpu
+from tests.machine import has_gpu, ships
 
 FILES = sorted(entries.SHIPPED.glob("*.json"))
 
@@ -73,11 +73,8 @@ def test_a_file_is_all_that_a_new_device_takes(kind, file, monkeypatch, tmp_path
     content["values"]["most"] = 12345
     found = {"limits": {"cores": 77}, "entries": {"attention_step_splits": content}}
     (folder / f"{file}.json").write_text(json.dumps({"device": file} | found))
-    monkeypatch.setattr("mlx_qlayers.runtime.devices.record.FILES", folder)
-    monkeypatch.setattr(entries, "SHIPPED", folder)
     has_gpu(monkeypatch, file)
-    limits.cache_clear()
-    advance_epoch()
+    ships(monkeypatch, folder)
     assert device_of(kind).cores == 77 and device_of(kind).name == file
     entry, evidence = look_up("attention_step_splits", file, *device_of(kind).others)
     assert entry.values["most"] == 12345 and evidence.device == file

@@ -9,7 +9,6 @@ from numerics import FACTOR
 
 from mlx_qlayers import use_backend
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.grid_sample import launch as grid_sample
 from mlx_qlayers.metal.records import RECORDS
 from mlx_qlayers.options import Router
 from mlx_qlayers.reference import quantized_matmul as reference
@@ -57,12 +56,6 @@ EXPERTS = [
         (5, "each", "5x9x3x40x128 float16 mxfp4-32-4-each"),
     )
 ]
-
-
-@pytest.fixture(autouse=True)
-def small_images(monkeypatch):
-    """The checked build takes seconds for images whose time could be measured."""
-    monkeypatch.setattr(grid_sample, "_PIXELS", 1 << 10)
 
 
 def test_every_family_is_here():

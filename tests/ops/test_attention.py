@@ -9,7 +9,7 @@ from attention_cases import make
 from mlx_qlayers.ops.attention import attention
 from mlx_qlayers.runtime import explain, trace, use_backend
 from mlx_qlayers.runtime.backend import advance_epoch
-from tests.machine import has_device
+from tests.devices import has_device
 
 
 @pytest.fixture(autouse=True)

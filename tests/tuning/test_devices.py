@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 import pytest
-from machine import on_a_gpu
+from counted import rated_by, timed_by
+from machine import on_a_gpu, zeros
 from mlx_lm.models import qwen2
 from recorded_gpu import without_numbers
 
@@ -22,13 +23,14 @@ from mlx_qlayers.measurements import entries
 from mlx_qlayers.metal.attention.records import AttentionDecodeRecord
 from mlx_qlayers.metal.attention.step_record import AttentionStepRecord
 from mlx_qlayers.metal.quantized_matmul.records import QmvRecord
-from mlx_qlayers.runtime import metal, tensor_ops
+from mlx_qlayers.runtime import tensor_ops
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.tuning import calibrate as module
-from mlx_qlayers.tuning import evaluator, measuring
+from mlx_qlayers.tuning import evaluator
 from mlx_qlayers.tuning.calibrate import calibrate
 from mlx_qlayers.tuning.evaluator import Evaluator
 from mlx_qlayers.tuning.queue_timer import QueueTimer
+from tests import apple_gpu
 
 
 class Chip(NamedTuple):
@@ -63,17 +65,30 @@ class Mac:
     """A clock, and what moves it on."""
 
     def __init__(self, chip):
-        self.chip, self.now, self.texts, self.uncompiled = chip, 1000.0, set(), 0.0
-        self.noise, self.measured = random.Random(7), []
+        self.chip, self.now, self.noise, self.measured = chip, 1000.0, random.Random(7), []
+        self.begin()
 
-    def bind(self, launch):
-        """In the place of the Metal backend's: kernels give zeros."""
-        if launch.text not in self.texts:
-            self.texts.add(launch.text)
-            tokens = len(re.findall(r"\w+|[^\w\s]", launch.text))
-            self.uncompiled += COMPILER + self.chip.compilation * tokens
-        outputs = [*zip(launch.output_shapes, launch.output_dtypes, strict=True)]
-        return lambda arrays: [mx.zeros(*each) for each in outputs]
+    def begin(self):
+        """Another process, which first traces a model and launches nothing."""
+        self.texts, self.uncompiled, self.measures = set(), 0.0, False
+
+    def traced(self):
+        """It has traced the model, and measures."""
+        self.now += TRACE * (not self.measures)
+        self.measures = True
+
+    def kernel(self, **made):
+        """In the place of ``mx.fast.metal_kernel``: kernels give zeros."""
+
+        def launch(**call):
+            text = apple_gpu.launch_of(made, call).text if self.measures else None
+            if text and text not in self.texts:
+                self.texts.add(text)
+                tokens = len(re.findall(r"\w+|[^\w\s]", text))
+                self.uncompiled += COMPILER + self.chip.compilation * tokens
+            return zeros(**call)
+
+        return launch
 
     def seconds(self, problem, path):
         """The seconds of a launch of a path."""
@@ -90,6 +105,10 @@ def mac(request, machine, monkeypatch):
     mac = Mac(request.param)
 
     class Simulated(Evaluator):
+        def __init__(self, *given):
+            mac.traced()
+            super().__init__(*given)
+
         def _seconds(self, name, arrays, launches=1, patience=0.0):
             if mac.now > self.deadline:
                 raise evaluator.OutOfTime
@@ -127,28 +146,11 @@ def mac(request, machine, monkeypatch):
             mac.now += took
             return took, queued
 
-    asked_by = module.asked_by
-
-    def traced(*arguments, **options):
-        mac.now += TRACE
-        found = asked_by(*arguments, **options)
-        mac.texts.clear()  # of which nothing was launched
-        mac.uncompiled = 0.0
-        return found
-
     machine.apple(mac.chip.architecture, name=mac.chip.name)
     tensor_ops.missing_codes()  # asks a kernel
-    monkeypatch.setattr(metal, "bind", mac.bind)
-    monkeypatch.setattr(module, "asked_by", traced)
-    monkeypatch.setattr(measuring, "Evaluator", Simulated)
-    timers = []
-
-    def timer_of(device):
-        timers.extend([] if timers else [Timer()])
-        return timers[0]
-
-    monkeypatch.setattr(measuring, "timer_of", timer_of)
-    monkeypatch.setattr(evaluator, "timer_of", timer_of)
+    monkeypatch.setattr(mx.fast, "metal_kernel", mac.kernel)
+    rated_by(monkeypatch, Simulated)
+    timed_by(monkeypatch, Timer)
     monkeypatch.setattr(time, "monotonic", lambda: mac.now)
     monkeypatch.setattr(time, "perf_counter", lambda: mac.now)
     monkeypatch.setenv("MLX_QLAYERS_CALIBRATE", "1")
@@ -187,7 +189,7 @@ def test_few_conversions_decide_everything(mac, record_property):
     assert name == mac.chip.name.replace(" ", "_")
     # By the guess of its compiler an M1 needs one more.
     for conversion in range(4 if mac.chip.name == "Apple M1" else 3):
-        mac.texts.clear()  # in a process of its own
+        mac.begin()
         model, start = converted(), mac.now
         report = calibrate(model)
         took.append(mac.now - start)

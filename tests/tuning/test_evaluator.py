@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
+from counted import timed_by
 
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention.step_record import AttentionStepRecord
@@ -46,23 +47,22 @@ class Timed(Evaluator):
 def timer(monkeypatch):
     """The clock of a device, which a test has tell what it will."""
     timer = QueueTimer(busy=False)
-    monkeypatch.setattr(evaluator, "timer_of", lambda device: timer)
+    timed_by(monkeypatch, lambda: timer)
     return timer
 
 
 @pytest.fixture
-def measured(machine, monkeypatch, timer):
+def measured(machine, timer):
     machine.nvidia("some_gpu")
-    monkeypatch.setattr(evaluator, "_COLD", 1 << 19)
     return Timed(RECORD)
 
 
 def test_the_work_before_and_the_links_are_left_out(measured, timer):
     each = evaluator._CHAIN
-    measured._rounds = {len(measured.sets): each / 3, 1: each / 7}
+    measured._rounds = {len(measured.sets): each / 2, 1: each / 7}
 
     def seconds(chains, repeats, deadline):
-        launches = 7 if warm else 3 * len(measured.sets)
+        launches = 7 if warm else 2 * len(measured.sets)
         whole = {"links": 2.0, "stock": 2.0 + 4 * launches}
         warm.append(True)
         return {name: Sample.of([whole.get(name, 2.0 + 5 * launches)]) for name in chains}

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from attention_cases import DTYPES, EXTRAS, MASKS, check, make
-from machine import has_device
+from devices import has_device
 from numerics import random
 from pairwise import pairwise
 from runtime.host import mlx_kernels as mk

@@ -18,7 +18,7 @@ from mlx_qlayers.metal.quantized_matmul.qmm_tensor import (
 from mlx_qlayers.metal.quantized_matmul.qmv_config import packed_template
 from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime import use_backend
-from mlx_qlayers.runtime.host import CompileError, bound_launch, checks
+from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.host.compiled_kernel import LAYOUTS
 from tests.launchers import in_registers, qmm_tensor
 from tests.metal.quantized_matmul.test_qmv import check_fused, packed_matrices
@@ -162,15 +162,6 @@ def test_epilogues(gate, codes):
         more = {"residual": residual, "other": both[1] if gate else None}
         y = qmm_tensor(x, *matrices[0], True, fmt, config, **options, **more)
     check_fused([y], x, matrices, fmt, **options, residual=residual)
-
-
-def test_codes_before_macos_26_4(monkeypatch):
-    monkeypatch.setitem(bound_launch._CODES, "__ENVIRONMENT_OS_VERSION_MIN_REQUIRED__", "260200")
-    bound_launch._compiled.cache_clear()
-    rng = np.random.default_rng(0)
-    x, packed = random(rng, (20, 64), mx.float16), random_packed(rng, 16, 64, AFFINE, mx.float16)
-    with use_backend("host"), checks(), pytest.raises(CompileError, match="uint4b_format"):
-        mx.eval(qmm_tensor(x, *packed, None, True, AFFINE, codes_config(20)))
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,14 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from kernel_assembly import assembly, launched, loops
+from kernel_assembly import assembly, compiling_for, launched, loops
 
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.quantized_matmul.qmv import single_qmv
 from mlx_qlayers.metal.quantized_matmul.qmv_config import qmv_config
 from mlx_qlayers.options import MatmulCall, PackedMatrix
 from mlx_qlayers.runtime.backend import current, within
-from mlx_qlayers.runtime.host import compile_source, compiler, toolchain
+from mlx_qlayers.runtime.host import compile_source
 from mlx_qlayers.runtime.spec import Spec
 from tests import arm
 
@@ -43,10 +43,7 @@ class Narrowed:
         lines = [line for loop in loops(assembly(*launch, target)) for line in loop]
         self.executed = PRODUCTS & {line.split()[0] for line in lines}
         compile_source("kernel void f() {}", "f", checked=False)  # loads the runtime library
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(toolchain, "target", lambda: ("-target", *target))
-            for module, name in ((toolchain, "_surroundings"), (compiler, "_translated")):
-                patch.setattr(module, name, getattr(module, name).__wrapped__)
+        with compiling_for(*target):
             self._kernel = compile_source(*launch, checked=False)
 
     def run(self, arrays, threads):

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from kernel_assembly import compiling_for
 
 from mlx_qlayers.runtime.host import cache, compiler, runtime_library, toolchain
 from mlx_qlayers.runtime.host import translate as source
@@ -29,19 +30,16 @@ kernel void k(const device half* x [[buffer(0)]], device bfloat* y [[buffer(1)]]
         ("x86_64-linux-gnu", "-march=x86-64", "-march=x86_64"),
     ],
 )
-def test_another_platform(target, clang_cpu, zig_cpu, monkeypatch):
-    def aim(cpu: str) -> None:
-        monkeypatch.setattr(toolchain, "target", lambda: ("-target", target, cpu))
-
+def test_another_platform(target, clang_cpu, zig_cpu):
     def make(folder: Path) -> None:
-        aim(clang_cpu)
-        text = compiler.preprocess(KERNEL, {}, 320)
-        unit, _ = source.translate(text, "k", {})
-        for checked, build in ((False, compiler.object_fast), (True, compiler.object_checked)):
-            build(compiler.strict(unit, checked=checked, debug=checked), folder)
-            (folder / "kernel.o").rename(folder / f"{checked}.o")
-        aim(zig_cpu)
-        runtime_library.objects(folder)
+        with compiling_for(target, clang_cpu):
+            text = compiler.preprocess(KERNEL, {}, 320)
+            unit, _ = source.translate(text, "k", {})
+            for checked, build in ((False, compiler.object_fast), (True, compiler.object_checked)):
+                build(compiler.strict(unit, checked=checked, debug=checked), folder)
+                (folder / "kernel.o").rename(folder / f"{checked}.o")
+        with compiling_for(target, zig_cpu):
+            runtime_library.objects(folder)
 
     # In the cache as other kernels: compiled anew where the compiler or the runtime has changed.
     key = toolchain.key("another platform", target, clang_cpu, zig_cpu, KERNEL)
