@@ -47,7 +47,7 @@ def install() -> None:
 
 
 def launch_of(made: dict[str, Any], call: dict[str, Any]) -> Any:
-    """What ``mx.fast.metal_kernel`` and its kernel were given, as a launch of the package."""
+    """A launch of the package, as ``mx.fast.metal_kernel`` and its kernel were given it."""
     from mlx_qlayers.runtime.launch import Launch
     from mlx_qlayers.runtime.program import Program
 

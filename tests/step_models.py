@@ -9,7 +9,8 @@ import mlx.nn as nn
 import pytest
 from architecture_table import ARCHITECTURES
 from architectures import Architecture, build
-from machine import has_device, on_a_gpu
+from devices import has_device
+from machine import on_a_gpu
 
 from mlx_qlayers import convert_model, explain, use_backend
 from mlx_qlayers.conversion.stepping import step_class
