@@ -38,7 +38,9 @@ def rules_of(device: str, **other: Any) -> Iterator[None]:
     """Let a CPU choose kernels as a GPU does, which may have other properties, and run them."""
     with pytest.MonkeyPatch.context() as patch:
         gpu = vars(device_of(device)) | {"backend": "host", "needs_proof": False}
-        has_device(patch, "host", **gpu)
+        # It still is a CPU, with what was measured on CPUs.
+        cpu = {"launches_at_once": True, "others": ("cpu", *gpu["others"])}
+        has_device(patch, "host", **gpu | cpu)
         has_device(patch, device, **MEMORY_OF_HOST | other)
         advance_epoch()
         yield
