@@ -123,12 +123,12 @@ class Kernel(Declaration):
             BackendError: the current backend is ``reference``, or one that cannot run.
             Unproven: ``auto`` stands for ``metal``, where nobody has proven this launch.
         """
-        name = backend()
-        if name == "reference":
+        name, device = backend(), device_of()
+        if not device.kernels:
             raise BackendError(
                 f"kernel {self.name} was called, but the reference backend runs none"
             )
-        launch, device = checked_launch(self, name, inputs, **options), device_of(name)
+        launch = checked_launch(self, name, inputs, **options)
         tell = admit(launch, self.folder) if device.needs_proof else None
         if "health" in epoch.debug:
             launch = self._with_health(launch)
