@@ -1,6 +1,7 @@
 """Kernels of larger batches are there before a batch grows."""
 
 import threading
+import time
 from unittest import mock
 
 import mlx.core as mx
@@ -99,6 +100,34 @@ def test_failures_ahead_are_told_and_stop_no_request(made):
         "RuntimeError: out of memory"
     ]
     assert step(model, 2).shape == (2, 1, 152064)
+
+
+def test_a_prompt_has_pythons_lock_to_itself(made):
+    """Launches of the thread go on behind it."""
+    model = wide_model("qwen2", num_hidden_layers=2)
+    kernel, main, there, seen = mx.fast.cuda_kernel, threading.current_thread(), [], []
+
+    def counted(**declared):
+        launch = kernel(**declared)
+
+        def run(**given):
+            if threading.current_thread() is not main:
+                there.append(declared["name"])
+            elif prompt and not seen:
+                for _ in range(2):  # at first the thread may be within a call
+                    time.sleep(0.02)
+                    seen.append(len(there))
+            return launch(**given)
+
+        return run
+
+    prompt = False
+    with mock.patch.object(mx.fast, "cuda_kernel", counted):
+        step(model, 1)
+        prompt = True
+        model(zeros((1, 40), mx.int32), cache=[KVCache() for _ in model.layers])
+        made_ready()
+    assert seen[0] == seen[1] < len(there)
 
 
 def test_ranks_sum_in_the_same_order(made, monkeypatch):
