@@ -31,12 +31,12 @@ class Deformable(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """How a rotary embedding turns, as ``mx.fast.rope`` takes it.
+    """How a rotary embedding rotates, as ``mx.fast.rope`` takes it.
 
     Attributes:
-        dims: leading elements of a head that are turned; even.
-        traditional: turn neighbours, not elements half of ``dims`` apart.
-        base: element i turns by ``base ** (-2 i / dims)`` a position; None with frequencies.
+        dims: leading elements of a head that are rotated; even.
+        traditional: rotate neighbours, not elements half of ``dims`` apart.
+        base: pair i rotates by ``base ** (-2 i / dims)`` a position; None with frequencies.
         scale: of positions.
     """
 

@@ -58,7 +58,7 @@ class _Architecture:
     names: Mapping[str, str] = field(default_factory=dict)  # of modules, unless as in `_NAMES`
     permuted: bool = False  # the rows of q and k are those of the other kind of rotary embedding
     norm: float = 0.0  # what the file's weights of norms have more
-    partial: bool = False  # the rotary embedding may turn a part of a head
+    partial: bool = False  # the rotary embedding may rotate a part of a head
     dtype: mx.Dtype = mx.float16  # of what is not packed; activations of Gemma overflow float16
     epsilon: str = "layer_norm_rms_epsilon"  # the key of the norms' epsilon
 
@@ -133,9 +133,9 @@ def _config(name: str, architecture: _Architecture, header: Header) -> dict[str,
     if get("block_count") != len(layers):
         raise ValueError(f"{name}.block_count is {get('block_count')}; {len(layers)} are there")
     head_dim = get("attention.key_length", hidden // heads)
-    turned = get("rope.dimension_count", head_dim)
-    if turned != head_dim and not architecture.partial:
-        raise ValueError(f"{name}.rope.dimension_count is {turned}, of heads of {head_dim}")
+    rotated = get("rope.dimension_count", head_dim)
+    if rotated != head_dim and not architecture.partial:
+        raise ValueError(f"{name}.rope.dimension_count is {rotated}, of heads of {head_dim}")
     config = {
         "model_type": architecture.model_type,
         "hidden_size": hidden,
@@ -147,7 +147,7 @@ def _config(name: str, architecture: _Architecture, header: Header) -> dict[str,
         "vocab_size": embedding.shape[0],
         "max_position_embeddings": get("context_length"),
         "rope_theta": get("rope.freq_base", 10000.0),
-        "partial_rotary_factor": turned / head_dim,
+        "partial_rotary_factor": rotated / head_dim,
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
@@ -273,7 +273,7 @@ def _weights(
 
 
 def _unpermuted(rows: mx.array, heads: int) -> mx.array:
-    """Rows in pairs (0, 1), (2, 3) of a head as the halves that mlx-lm turns against each other."""
+    """Rows in pairs (0, 1), (2, 3) of a head as the two halves that mlx-lm rotates."""
     pairs = mx.arange(rows.shape[0]).reshape(heads, -1, 2)
     return rows[pairs.swapaxes(1, 2).flatten()]
 

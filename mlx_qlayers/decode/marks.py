@@ -91,11 +91,11 @@ def attention(
         return stock(q, k, v, cache=cache, scale=scale, mask=mask, sinks=sinks)
     if sinks is not None:
         raise ValueError("packed keys, and sinks")
-    turn: Callable[[mx.array], mx.array] = rotated_heads if own.get("hadamard") else lambda x: x
+    rotated: Callable[[mx.array], mx.array] = rotated_heads if own.get("hadamard") else lambda x: x
     made = mx.zeros((*q.shape[:3], v[1].shape[-1] * own["group_size"]), q.dtype)
     causal, shown = isinstance(mask, str), mask if isinstance(mask, mx.array) else None
-    arg, src = (scale, causal, len(k), len(v)), (turn(q), *k, *v, shown, None)
-    return turn(marked("AttentionPacked", arg, [made], *src)[0])
+    arg, src = (scale, causal, len(k), len(v)), (rotated(q), *k, *v, shown, None)
+    return rotated(marked("AttentionPacked", arg, [made], *src)[0])
 
 
 def attention_mask(

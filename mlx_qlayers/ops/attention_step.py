@@ -78,8 +78,8 @@ def attention_step(
             the append buffer, from 0 to R - L; the position of each sequence's first token;
             anything.
         scale: what the products of queries and keys are multiplied by.
-        rotation: how queries and keys are turned; ``dims`` 0 turns nothing.
-        freqs: (dims / 2,) the reciprocals of what elements turn by, if ``rotation.base`` is None.
+        rotation: how queries and keys are rotated; ``dims`` 0 rotates nothing.
+        freqs: (dims / 2,) the reciprocals of what pairs rotate by, if ``rotation.base`` is None.
         mask: booleans, true where a token sees a key; (B or 1, H or 1, 1, S or more), of which
             column j is that of key j: those of the cache that count, those of the append buffer,
             and the tokens' own. None hides nothing.

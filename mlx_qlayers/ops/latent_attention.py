@@ -25,7 +25,7 @@ def latent_attention(
     scale: float,
     mask: mx.array | None = None,
 ) -> mx.array:
-    """The values that latent rows are, by scores of them and of what was turned by positions.
+    """Attention of one token to latent rows, and to rows beside them that hold the positions.
 
     Args:
         q: (B, H, 1, D), queries of latent rows, in float32, float16 or bfloat16.

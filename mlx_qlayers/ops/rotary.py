@@ -18,7 +18,7 @@ from ..runtime.devices import device_of
 from .attention_checks import check_rotation
 from .signature import Signature
 
-# Heads that a thread of a GPU turns by one sine and cosine.
+# Heads that a thread of a GPU rotates by one sine and cosine.
 _SHARE = 4
 
 
@@ -33,17 +33,17 @@ def rotary_embedding(
     scale: float = 1.0,
     freqs: mx.array | None = None,
 ) -> list[mx.array]:
-    """Turn queries and keys by their positions, and put their heads in front of their rows.
+    """Rotary embedding of queries and keys, and their heads in front of the sequence.
 
     Args:
         q: (B, L, H, D) in float32, float16 or bfloat16.
         k: (B, L, Hkv, D) in the dtype of ``q``.
         offset: the position of the first row, int32: 0-d, or (B,).
-        dims: leading elements of a head that are turned; even, at most D.
-        traditional: turn neighbours, not elements half of ``dims`` apart.
-        base: element i turns by ``base ** (-2 i / dims)`` a position; None with ``freqs``.
+        dims: leading elements of a head that are rotated; even, at most D.
+        traditional: rotate neighbours, not elements half of ``dims`` apart.
+        base: pair i rotates by ``base ** (-2 i / dims)`` a position; None with ``freqs``.
         scale: of positions.
-        freqs: (dims / 2,) the reciprocals of what elements turn by, or None. Like ``offset`` it has
+        freqs: (dims / 2,) the reciprocals of what pairs rotate by, or None. Like ``offset`` it has
             no gradient: MLX's operator has none on a GPU.
 
     Returns:
@@ -66,7 +66,7 @@ def rotary_embedding(
 def _plan(arrays: Sequence[Any], *options: Any) -> Plan:
     (q, k, offset, freqs), rotation = arrays, Rotation(*options)
     check_rotation(rotation, freqs, _TAKES.check(q, k, offset)["D"])
-    empty = "there is nothing to turn" if 0 in (*q.shape, *k.shape, rotation.dims) else None
+    empty = "there is nothing to rotate" if 0 in (*q.shape, *k.shape, rotation.dims) else None
     took = threshold("rotary_stock")
     as_fast = took and Measured(f"two launches of the stock operator are as fast: {took}")
     choice = choose(

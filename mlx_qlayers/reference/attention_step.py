@@ -29,7 +29,7 @@ def attention_step(
         for parts in (call.k_cache, call.v_cache)
     )
     attend = attention(AttentionCall(Spec(queries, q.dtype), k, v, Scores(scale), seen, call.sinks))
-    turn = rotary_embedding(rotation)
+    rotate = rotary_embedding(rotation)
 
     def run(*arrays: Any) -> list[mx.array]:
         q, k, v, k_cache, v_cache, *rest = StepCall.of(arrays)
@@ -44,7 +44,7 @@ def attention_step(
                 mx.fast.rms_norm(x, weight.astype(x.dtype), epsilon)
                 for x, weight in ((q, q_norm), (k, k_norm))
             )
-        q, k = turn(q, k, positions[2 : 2 + batch], freqs)
+        q, k = rotate(q, k, positions[2 : 2 + batch], freqs)
         if group_size:
             pairs = zip((k, v), bits, strict=True)
             k, v = (packed_rows(mx.quantize(a, group_size, n)) for a, n in pairs)

@@ -83,9 +83,9 @@ class FusedLoss:
             return loss
         inputs, targets = batch[:, :-1], batch[:, 1:]
         layer: Any = self.head.module
-        words = layer["weight"].shape[0]
+        size = layer["weight"].shape[0]
         zero = mx.array(0.0)
-        with _standing_in(layer, lambda x: mx.broadcast_to(zero, (*x.shape[:-1], words))) as given:
+        with _standing_in(layer, lambda x: mx.broadcast_to(zero, (*x.shape[:-1], size))) as given:
             model(inputs)  # as far as to what the layer is given; nobody asks for its output
         if len(given) != 1:
             raise ValueError(f"model: {self.head.name} makes its logits no more; make a new loss")
@@ -158,24 +158,24 @@ def _found(model: nn.Module) -> tuple[Head | None, str]:
     logits = model(tokens)
     if not isinstance(logits, mx.array):
         return None, f"the model gives a {type(logits).__name__}, not logits"
-    words = logits.shape[-1]
-    z = _numbers(words)
+    vocabulary = logits.shape[-1]
+    z = _numbers(vocabulary)
     for name, module in model.named_modules():
-        if type(module) not in _METHODS or module["weight"].shape[0] != words:
+        if type(module) not in _METHODS or module["weight"].shape[0] != vocabulary:
             continue
         with _standing_in(module, lambda x: z) as given:
             y = model(tokens)
         if [x.shape[:-1] for x in given] == [(1, 2)] and (form := _form(z, y)) is not None:
             return Head(name, module, *form), ""
-    return None, f"no layer gives its {words} logits but for a factor and a softcap"
+    return None, f"no layer gives its {vocabulary} logits but for a factor and a softcap"
 
 
 # Numbers of which a function of the form c tanh(s z / c) shows s and c.
 _SMALL, _LARGE = 2.0**-10, 2.0**60
 
 
-def _numbers(words: int) -> mx.array:
-    z = mx.random.uniform(-90, 90, (1, 2, words), key=mx.random.key(0))
+def _numbers(vocabulary: int) -> mx.array:
+    z = mx.random.uniform(-90, 90, (1, 2, vocabulary), key=mx.random.key(0))
     z[0, 0, :2] = mx.array([_SMALL, _LARGE])
     return z
 

@@ -91,7 +91,7 @@ SWIGLU = Random(
 )
 
 
-def turned(
+def rotated(
     x: np.ndarray,
     offset: Any,
     dims: int,
@@ -111,13 +111,13 @@ def turned(
     else:
         rates = kind(1) / to64(freqs).astype(kind)
     angle = (positions[..., None] * rates.astype(kind))[:, None]
-    return pairs_turned(y, np.cos(angle), np.sin(angle), dims, traditional)
+    return pairs_rotated(y, np.cos(angle), np.sin(angle), dims, traditional)
 
 
-def pairs_turned(
+def pairs_rotated(
     x: np.ndarray, c: np.ndarray, s: np.ndarray, dims: int, traditional: bool = False
 ) -> np.ndarray:
-    """The leading ``dims`` elements, turned by angles with these cosines and sines."""
+    """The leading ``dims`` elements, rotated by angles with these cosines and sines."""
     y, half = x.copy(), dims // 2
     first, second = slice(half), slice(half, dims)
     if traditional:
@@ -149,7 +149,7 @@ def _rotary(case: SimpleNamespace, rng: np.random.Generator) -> Call:
         angle = (np.max(starts, initial=0) + case.length) * abs(case.scale)
         loose = ROUNDINGS[dtype] * IN_FLOAT32[dtype] + 4 * angle
         for name, x, way in ways:
-            y = turned(x, starts, dims, scale=way * case.scale, **turns)
+            y = rotated(x, starts, dims, scale=way * case.scale, **turns)
             found[name] = y if way > 0 else y.swapaxes(1, 2)
             # Ours: a unit of the sine and half of one each of product and sum, twice as many as one
             # rounding; |a cos| + |b sin| is no more than the length of a pair.

@@ -15,7 +15,7 @@ from tests import oracles
 from tests.attention_cases import MASKS, make_mask, units
 from tests.examples.arrays import DTYPES, dtype_of, filled, laid_out, placed
 from tests.examples.calls import BACKENDS, Call, Numbers, Random
-from tests.examples.elements import frequencies, turned
+from tests.examples.elements import frequencies, rotated
 from tests.numerics import IN_FLOAT32, ROUNDINGS, random, round_to, to64
 
 HEADS = [(2, 1), (1, 1), (4, 2), (3, 3), (7, 1), (8, 4)]
@@ -306,7 +306,7 @@ def _stepped(
         n[x].reshape(batch, tokens, count, -1)
         for x, count in zip("qkv", (n["q"].shape[2] // width, kv_heads, kv_heads), strict=True)
     )
-    q, k = (turned(x, at, *rotation, freqs) for x in (q, k))
+    q, k = (rotated(x, at, *rotation, freqs) for x in (q, k))
     if kind == np.float32:
         q, k = (to64(round_to(x, dtype)).astype(kind) for x in (q, k))
     appended, whole = [], []

@@ -153,13 +153,13 @@ GATED_DELTA = Random(
 
 
 def _latent_attention(case: SimpleNamespace, rng: np.random.Generator) -> Call:
-    dtype, (width, turned) = dtype_of(case.dtype), case.widths
-    q = random(rng, (case.batch, case.heads, 1, width + turned), dtype)
+    dtype, (width, rotated) = dtype_of(case.dtype), case.widths
+    q = random(rng, (case.batch, case.heads, 1, width + rotated), dtype)
     q, r = mx.split(q, [width], axis=-1)  # as models have them, parts of one
     c, p = (random(rng, (case.batch, 1, case.rows, n), dtype) for n in case.widths)
     shown = rng.uniform(size=(case.batch, 1, 1, case.rows)) > 0.4
     shown[..., 0] = True
-    last, scale = int(case.share * (case.rows - 1)), (width + turned) ** -0.5
+    last, scale = int(case.share * (case.rows - 1)), (width + rotated) ** -0.5
     given = {"q": q, "r": r, **placed(("c", "p"), (c, p), case.layouts), "last": mx.array(last)}
     given["mask"] = mx.array(shown) if case.masked else None
 

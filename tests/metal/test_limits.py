@@ -324,8 +324,8 @@ def test_linalg(device):
 
 def test_latent_rows(device):
     sizes = ((512, 64), (256, 32), (32, 32), (96, 64)), (8, 300, 1 << 20)
-    for dtype, (width, turned), rows in itertools.product(DTYPES, *sizes):
-        q, r = (Spec((2, 16, 1, n), dtype) for n in (width, turned))
+    for dtype, (width, rotated), rows in itertools.product(DTYPES, *sizes):
+        q, r = (Spec((2, 16, 1, n), dtype) for n in (width, rotated))
         latent_step(q, r, Spec((2, 1, rows, width), dtype), None, 0.1)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from mlx_qlayers import linear_cross_entropy, log_probabilities, use_backend
 from mlx_qlayers.dispatch import dispatch
-from mlx_qlayers.ops.linear_cross_entropy.blocks import STEP, WORDS
+from mlx_qlayers.ops.linear_cross_entropy.blocks import COLUMNS, STEP
 from mlx_qlayers.ops.linear_cross_entropy.logits import OF_LOGITS, Scoring
 from mlx_qlayers.runtime import trace
 from mlx_qlayers.runtime.host import checks
@@ -88,7 +88,7 @@ def test_logits_that_are_no_numbers(path):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_logits_are_never_in_memory_as_a_whole(packed, compiled):
-    rows, words, width = 512, 20 * WORDS + 3, 32
+    rows, words, width = 512, 20 * COLUMNS + 3, 32
     x, targets = mx.random.normal((rows, width)), mx.random.randint(0, words, (rows,))
     weight = mx.random.normal((words, width))
     head = mx.quantize(weight, 32, 4) if packed else (weight,)
@@ -106,19 +106,19 @@ def test_logits_are_never_in_memory_as_a_whole(packed, compiled):
     mx.eval(function(x, *head))
     peak = mx.get_peak_memory() - before
     # Some arrays of the blocks that MLX's queue holds, and the gradient of the matrix.
-    assert peak < 12 * rows * WORDS * 4 + 2 * weight.nbytes < rows * words * 4
+    assert peak < 12 * rows * COLUMNS * 4 + 2 * weight.nbytes < rows * words * 4
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_words_below_rounding_and_rows_that_do_not_count_are_left_out(dtype):
     """The second block has no probability, the third one that of its targets."""
-    rows, words = 3 * STEP, 3 * WORDS
+    rows, words = 3 * STEP, 3 * COLUMNS
     mx.random.seed(3)
     x, weight = mx.random.normal((rows, 32)).astype(dtype), mx.random.normal((words, 32))
     weight = (weight / 4).astype(dtype)
-    bias = mx.repeat(mx.array([0.0, -60, -60]), WORDS)
-    targets = mx.random.randint(0, WORDS, (rows,))
-    targets[:9] += 2 * WORDS
+    bias = mx.repeat(mx.array([0.0, -60, -60]), COLUMNS)
+    targets = mx.random.randint(0, COLUMNS, (rows,))
+    targets[:9] += 2 * COLUMNS
     mask = mx.arange(rows) < STEP - 3
     of = partial(of_logits, targets, mask, "mean")
 
@@ -147,7 +147,7 @@ def test_blocks_of_a_gpu_are_no_more_than_two(monkeypatch):
     x = mx.random.normal((rows, width)) / width
     with use_backend("reference"):
         for count in (5, 9):
-            words = 6 * WORDS * count
+            words = 6 * COLUMNS * count
             weight, targets = mx.random.normal((words, width)), mx.random.randint(0, words, (rows,))
             gradient = mx.grad(partial(linear_cross_entropy, targets=targets, weight=weight))
             mx.eval(x, weight, targets)
@@ -164,7 +164,7 @@ def test_blocks_of_a_gpu_are_no_more_than_two(monkeypatch):
 
 def test_transformations():
     """Of one block, or several."""
-    for words in (41, WORDS + 9):
+    for words in (41, COLUMNS + 9):
         x, targets = mx.random.normal((3, 7, 64)), mx.random.randint(0, words, (3, 7))
         weight = mx.random.normal((words, 64))
         loss = partial(linear_cross_entropy, targets=targets, weight=weight)

@@ -6,7 +6,7 @@ import pytest
 
 from mlx_qlayers import explain, use_backend
 from mlx_qlayers.ops.rotary import rotary_embedding
-from tests.examples.elements import pairs_turned
+from tests.examples.elements import pairs_rotated
 from tests.numerics import assert_accurate, random, to64
 
 FREQS = mx.array(np.random.default_rng(9).uniform(1, 100, 12).astype(np.float32))
@@ -23,9 +23,9 @@ def test_angles_are_as_exact_at_any_position(base, backend):
     rates = 1 / to64(FREQS) if base is None else base ** (-np.arange(0, 24, 2) / 24)
     angle = 100_003 * 0.7 * rates
     x = to64(x).swapaxes(1, 2)
-    truth = pairs_turned(x, np.cos(angle), np.sin(angle), 24)
+    truth = pairs_rotated(x, np.cos(angle), np.sin(angle), 24)
     c, s = (f(angle).astype(np.float32) for f in (np.cos, np.sin))
-    assert_accurate(found[0], truth, pairs_turned(x.astype(np.float32), c, s, 24))
+    assert_accurate(found[0], truth, pairs_rotated(x.astype(np.float32), c, s, 24))
 
 
 @pytest.mark.parametrize("offset", [5, [3, 8]], ids=str)
@@ -47,4 +47,4 @@ def test_nothing_to_turn_is_explained():
         explain(reset=True)
         q, k = rotary_embedding(mx.zeros((1, 0, 2, 8)), mx.zeros((1, 0, 1, 8)), mx.array(0), dims=8)
         assert q.shape == (1, 2, 0, 8) and k.shape == (1, 1, 0, 8)
-        assert explain()[0].reason == "there is nothing to turn"
+        assert explain()[0].reason == "there is nothing to rotate"

@@ -21,7 +21,7 @@ import mlx.core as mx
 from ...options import row_words
 from ..caches import APPENDED
 from ..graph import Graph, Node, Pattern, Rule, Size, Spec, first_rows, rewrite
-from .heads import VIEWS, Heads, reshaped, turned, turned_heads
+from .heads import VIEWS, Heads, reshaped, rotated, transposed_heads
 
 ATTENTIONS = "Attention", "AttentionPacked"
 BATCHES = frozenset(name for name in APPENDED if name.startswith("Batch"))
@@ -145,7 +145,7 @@ def _step(
         return None
     if {q.dtype, keys.new.dtype, values.new.dtype} != {keys.buffers[-1].dtype}:
         return None
-    given = turned(q, keys.new, lambda offset: _is_at(offset, number, caches))
+    given = rotated(q, keys.new, lambda offset: _is_at(offset, number, caches))
     (batch, kv_heads, *_), rows = keys.buffers[0].shape, Size(0, (("append", 1),))
     specs = []
     for each in (keys, values):
@@ -193,7 +193,7 @@ def with_append_buffers(graph: Graph, caches: TracedCaches) -> Graph:
             continue
         batch, tokens, _ = step.shape
         heads = reshaped(step.item(0), (batch, tokens, q.shape[1], node.shape[-1]))
-        places[node] = reshaped(turned_heads(heads) if tokens > 1 else heads, node.shape)
+        places[node] = reshaped(transposed_heads(heads) if tokens > 1 else heads, node.shape)
         for number, (name, each) in enumerate((("keys", keys), ("values", values)), 1):
             # Several attentions to one cache make the same append buffer.
             outputs.setdefault(f"append.{each.number}.{name}", step.item(number))

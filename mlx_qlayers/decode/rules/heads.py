@@ -52,14 +52,14 @@ def _seen_anew(root: Node) -> Node | None:
     return same
 
 
-def _turned_back(x: Node, inner: Node, root: Node) -> Node | None:
+def _transposed_back(x: Node, inner: Node, root: Node) -> Node | None:
     """The source of two transpositions that cancel."""
     undone = [inner.arg[0][axis] for axis in root.arg[0]]
     return x if undone == sorted(undone) else None
 
 
 VIEWS: list[Rule] = [
-    (P("Transpose(inner @ Transpose(x))"), _turned_back),
+    (P("Transpose(inner @ Transpose(x))"), _transposed_back),
     (Pattern((*_IN_ORDER, "Transpose")), _seen_anew),
 ]
 
@@ -74,7 +74,7 @@ class Heads(NamedTuple):
     def rows(self) -> Node:
         """Heads side by side, (B, L, H * D)."""
         in_order = self.outside or self.tokens == 1
-        node = self.node if in_order else turned_heads(self.node)
+        node = self.node if in_order else transposed_heads(self.node)
         batch, *others = node.shape
         return reshaped(node, (batch, self.tokens, prod(others) // self.tokens))
 
@@ -94,7 +94,7 @@ def reshaped(node: Node, shape: tuple[Any, ...]) -> Node:
     return Node("Reshape", (node,), (shape,), (Spec(shape, node.dtype),))
 
 
-def turned_heads(node: Node) -> Node:
+def transposed_heads(node: Node) -> Node:
     """(B, H, L, D) as (B, L, H, D), or back."""
     if node.op == "Transpose" and node.arg[0] == _TURN:
         source: Node = node.src[0]
@@ -111,7 +111,7 @@ def finite(freqs: Node | None) -> Node | None:
     return Node("Minimum", (freqs, most), (), freqs.outputs)
 
 
-class Turned(NamedTuple):
+class Rotated(NamedTuple):
     """Queries and keys as rows, and what attention does to both of them before they meet."""
 
     q: Node
@@ -122,16 +122,16 @@ class Turned(NamedTuple):
     norms: tuple[Node | None, Node | None] = (None, None)
 
 
-def turned(q: Node, k: Node, at: Callable[[Node | None], bool]) -> Turned:
+def rotated(q: Node, k: Node, at: Callable[[Node | None], bool]) -> Rotated:
     """Queries and keys before the rotary embedding and norms that attention does as well."""
     of_q, of_k = (Heads(x, x.shape[2]) for x in (q, k))
-    given = Turned(of_q.rows(), of_k.rows())
+    given = Rotated(of_q.rows(), of_k.rows())
     (of_q, one), (of_k, other) = of_q.behind("RoPE"), of_k.behind("RoPE")
     if one is not None and other is not None:
         if (one.arg, one.src[1:]) != (other.arg, other.src[1:]) or not at(one.src[1]):
             return given
         freqs = finite(one.src[2])
-        given = Turned(of_q.rows(), of_k.rows(), Rotation(*one.arg), freqs=freqs)
+        given = Rotated(of_q.rows(), of_k.rows(), Rotation(*one.arg), freqs=freqs)
     elif one is not other:
         return given
     (of_q, one), (of_k, other) = of_q.behind("RMSNorm"), of_k.behind("RMSNorm")

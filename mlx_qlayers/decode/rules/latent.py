@@ -16,7 +16,7 @@ from ..graph import Node, P, Rule, Spec, first_rows, fits, less
 from ..primitives import MODES
 from .products import is_weight
 
-_BESIDE = P("Matmul(Multiply(r, -factor), ~Broadcast(turned @ Transpose(p)))")
+_BESIDE = P("Matmul(Multiply(r, -factor), ~Broadcast(transposed @ Transpose(p)))")
 _MASK = P("Select(shown, beside, _) | beside", beside=_BESIDE)
 
 
@@ -45,7 +45,7 @@ def _latent(root: Node) -> Node | None:
         return None
     (keys, last), (beside, other) = _rows(c), _rows(found["p"])
     alike = last == other and isclose(found["factor"], scale, rel_tol=1e-6)
-    if not alike or found["turned"].arg[0][-2:] != (3, 2):
+    if not alike or found["transposed"].arg[0][-2:] != (3, 2):
         return None
     r, shown = found["r"], found.get("shown")
     rows = [keys, beside] if shown is None else [c, found["p"]]

@@ -1,6 +1,6 @@
 """Rules for the host backend, on which threads run one by one and Python makes each launch.
 
-A norm is a launch of its own there. Queries and keys are turned in one launch, and attention takes
+A norm is a launch of its own there. Queries and keys are rotated in one launch, and attention takes
 the whole buffers of a cache and how many rows count: its plan is one for all positions.
 """
 
@@ -13,7 +13,7 @@ import mlx.core as mx
 from ...metal.attention.decode import MAX_QUERIES
 from ...options import Rotation
 from ..graph import Graph, Node, Pattern, Rule, Size, Spec, first_rows, rewrite
-from .heads import VIEWS, finite, turned_heads
+from .heads import VIEWS, finite, transposed_heads
 
 
 def serial(graph: Graph) -> Graph:
@@ -23,8 +23,8 @@ def serial(graph: Graph) -> Graph:
         if node.op == "Attention":
             q, k, *_ = node.src
             new = update.src[1] if (update := _update(k)) else None
-            # Keys that several layers share were turned with the queries of the first.
-            places |= {} if new in places else _turned(q, new)
+            # Keys that several layers share were rotated with the queries of the first.
+            places |= {} if new in places else _rotated(q, new)
     counts: dict[Any, Node] = {}
     by_rows: Rule = Pattern(("Attention",)), lambda root: _by_rows(root, counts)
     normed: Rule = Pattern(("Products",)), _normed_first
@@ -66,14 +66,14 @@ def _update(rows: Node) -> Node | None:
     return update if update.op == "SliceUpdate" and isinstance(count, Size) else None
 
 
-def _turned(q: Node, k: Node | None) -> dict[Node, Node]:
+def _rotated(q: Node, k: Node | None) -> dict[Node, Node]:
     """One node for the rotary embeddings of queries and keys, where these are the same."""
     if k is None or (q.op, q.arg, q.src[1:]) != (k.op, k.arg, k.src[1:]) or k.op != "RoPE":
         return {}
     _, offset, freqs = q.src
     if len(q.shape) != 4 or not mx.issubdtype(offset.dtype, mx.integer):
         return {}
-    rows = turned_heads(q.src[0]), turned_heads(k.src[0])
+    rows = transposed_heads(q.src[0]), transposed_heads(k.src[0])
     src = *rows, offset, finite(freqs)
     both = Node("Rotary", src, tuple(Rotation(*q.arg)), (*q.outputs, *k.outputs))
     return {q: both.item(0), k: both.item(1)}

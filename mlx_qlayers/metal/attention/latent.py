@@ -23,8 +23,8 @@ _MAX_WIDTH = 512
 
 def takes(q: Spec, r: Spec, rows: int) -> bool:
     """Whether the kernel takes queries (B, H, 1, D) and (B, H, 1, R) of so many rows."""
-    width, turned = q.shape[3], r.shape[3]
-    fits = width % 32 == turned % 32 == 0 and 0 < width <= _MAX_WIDTH and 0 < turned <= width
+    width, rotated = q.shape[3], r.shape[3]
+    fits = width % 32 == rotated % 32 == 0 and 0 < width <= _MAX_WIDTH and 0 < rotated <= width
     return fits and q.size > 0 and rows >= CONSTANT_BELOW
 
 
@@ -38,12 +38,12 @@ def _registers(D: int, R: int, heads: int, **_: object) -> int:
     return (heads + 2) * (D + R) // 32 + D // 32 + heads
 
 
-def _heads(width: int, turned: int) -> int:
+def _heads(width: int, rotated: int) -> int:
     """Heads that a threadgroup takes: four, or as many as registers suffice for."""
     few = device_of().few_registers
     fitting = (n for n in (4, 2, 1) if width % (32 * n) == 0)
     return next(
-        n for n in fitting if not few or most_threads(_registers(width, turned, n)) >= 32 * n
+        n for n in fitting if not few or most_threads(_registers(width, rotated, n)) >= 32 * n
     )
 
 

@@ -285,8 +285,8 @@ class LatentRecord(CallRecord):
         return (latent.KERNEL,)
 
     def bytes(self) -> float:
-        rows, batch, _, width, turned = self.sizes
-        return float(rows * batch * (width + turned) * self.dtype.size)
+        rows, batch, _, width, rotated = self.sizes
+        return float(rows * batch * (width + rotated) * self.dtype.size)
 
     def inputs(self) -> Inputs:
         rows, batch, heads, *widths = self.sizes

@@ -179,11 +179,11 @@ def _options(
     if mask is not None:
         of_head, of_sequence = mask.shape[3], mask.shape[1] * mask.shape[3]
         steps = (of_sequence * (mask.shape[0] > 1), of_head * (mask.shape[1] > 1))
-    turning = *two_floats(rotation.scale), 0.0, 0.0, *rates(rotation)
+    rotates_by = *two_floats(rotation.scale), 0.0, 0.0, *rates(rotation)
     # The number with which mx.quantize begins a group's maximum.
     on_gpu = mx.default_device().type == mx.gpu
     least = 0.0 if on_gpu else -float(mx.finfo(mx.float32).max)
-    floats = words(least, epsilon, *turning)
+    floats = words(least, epsilon, *rotates_by)
     return mx.array([*sizes, *words(scale * LOG2E), *steps, *floats], mx.int32)
 
 

@@ -37,16 +37,16 @@ def linear_cross_entropy(
 ) -> mx.array:
     """Cross entropy of the logits ``x weight^T + bias``, as of a language model's output layer.
 
-    Logits are computed in blocks of rows and words, and again for gradients, so that memory is
-    independent of the number of words. Logarithms of sums are float32. On a GPU each logit is
+    Logits are computed in blocks of rows and columns, and again for gradients, so that memory is
+    independent of the vocabulary's size. Logarithms of sums are float32. On a GPU each logit is
     rounded to the dtype of ``x`` and the weights first, as the layer itself rounds it.
 
-    A target that is no word, such as the -100 of PyTorch, takes its row out: its loss is 0, and a
-    mean does not count it.
+    A target outside of the vocabulary, such as the -100 of PyTorch, takes its row out: its loss is
+    0, and a mean does not count it.
 
     Args:
         x: (..., K), what the layer is given, in float32, float16 or bfloat16.
-        targets: (...) integers, the words that are right.
+        targets: (...) integers, the tokens that are right.
         weight: (V, K) in float32, float16 or bfloat16; or, with ``scales``,
             (V, K * bits / 32) packed in uint32. An embedding, where that is the output layer too.
         scales: (V, K / group_size), if the matrix is quantized.
@@ -56,7 +56,7 @@ def linear_cross_entropy(
         bits: bits an element; None stands for the mode's default.
         mode: one of ``mx.quantize``, as ``"affine"`` or ``"mxfp4"``.
         mask: (...) booleans or floating point: what each row weighs.
-        label_smoothing: the share, below 1, of the target that all words have equally.
+        label_smoothing: the share, below 1, of the target that all tokens have equally.
         softcap: the c of ``c tanh(logits / c)``, in the place of the logits.
         reduction: ``"none"``, ``"sum"``, or ``"mean"``, the sum divided by that of the weights.
 
@@ -90,14 +90,14 @@ def log_probabilities(
     biases: mx.array | None = None,
     **options: Any,
 ) -> mx.array:
-    """The logarithms of the probabilities that a layer gives to words, as preference losses need.
+    """Log probabilities of tokens by an output layer, as preference losses need them.
 
     Args:
         x, targets, weight, scales, biases: as :func:`linear_cross_entropy` takes them.
         options: its ``bias``, ``group_size``, ``bits``, ``mode`` and ``softcap``.
 
     Returns:
-        (...) in float32; 0 where a target is no word.
+        (...) in float32; 0 where a target is outside of the vocabulary.
 
     Raises:
         ValueError: an argument has a shape, dtype or value that does not fit; it is named.
@@ -131,16 +131,16 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
     x, targets, weight, scales, biases, bias, mask = arrays
     fmt, dense = Format.checked(group_size, bits, kind), weight
     if scales is not None:
-        words = _PACKED.check(weight)["V"]
+        vocabulary = _PACKED.check(weight)["V"]
         if problem := fmt.mismatch(weight, scales, biases):
             raise ValueError(re.sub(r"\bw\b", "weight", problem))
-        dense = Spec((words, fmt.dims(weight)), mx.float32)
+        dense = Spec((vocabulary, fmt.dims(weight)), mx.float32)
     elif biases is not None:
         raise ValueError("biases must be None where scales is None")
     _TAKES.check(dense, x, targets, bias, mask, smoothing, softcap, reduction)
     if smoothing >= 1:
         raise ValueError(f"label_smoothing must be below 1, not {smoothing!r}")
-    words, width = dense.shape
+    vocabulary, width = dense.shape
     options = (
         fmt if scales is not None else None,
         float(smoothing),
@@ -149,9 +149,9 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
 
     def run(x: mx.array, targets: mx.array, *given: Any) -> mx.array:
         *head, mask = given
-        # Other dtypes hold fewer numbers than there may be words.
+        # Other dtypes hold fewer numbers than there may be tokens.
         numbers = targets.astype(mx.int64 if targets.dtype.size == 8 else mx.int32)
-        inside = (numbers >= 0) & (numbers < words)
+        inside = (numbers >= 0) & (numbers < vocabulary)
         numbers = mx.where(inside, numbers, -1).astype(mx.int32)
         weights = inside.astype(mx.float32) if mask is None else inside * mask.astype(mx.float32)
         rows = x.reshape(-1, width), numbers.reshape(-1), *head
@@ -208,11 +208,11 @@ def _plan_rows(arrays: Arrays, fmt: Format | None, smoothing: float, softcap: fl
 
     gradients = [Gradient((0,), once(_of_x))]
     if fmt is None:
-        gradients.append(Gradient((2,), once(partial(_of_words, _of_weight, (2,)))))
+        gradients.append(Gradient((2,), once(partial(_of_columns, _of_weight, (2,)))))
     elif biases is not None:
-        gradients.append(Gradient((3, 4), once(partial(_of_words, _of_groups, (3, 4)))))
+        gradients.append(Gradient((3, 4), once(partial(_of_columns, _of_groups, (3, 4)))))
     if bias is not None:
-        gradients.append(Gradient((5,), once(partial(_of_words, _of_bias, (5,)))))
+        gradients.append(Gradient((5,), once(partial(_of_columns, _of_bias, (5,)))))
     why = "on a CPU, blocks of a dense matrix are MLX's products"
     by_mlx = on_cpu() and (fmt is None or not device_of().kernels)
     choice = Choice("linear_cross_entropy", "reference", why) if by_mlx else None
@@ -225,12 +225,12 @@ def _of_x(blocks: Blocks, dy: mx.array, outputs: Arrays, given: Arrays) -> list[
     found, state = [], list[mx.array]()
     for rows in blocks.rows:
         dx = mx.zeros((rows.stop - rows.start, blocks.x.shape[1]))
-        for words in blocks.words:
-            now, some = blocks.after(state), counted(rows, words)
+        for columns in blocks.columns:
+            now, some = blocks.after(state), counted(rows, columns)
             if some is None:
                 continue
-            g = now.slopes(some, words, lse, now.head.dtype)
-            part = now.head.part(words).times(g, False)
+            g = now.slopes(some, columns, lse, now.head.dtype)
+            part = now.head.part(columns).times(g, False)
             if some is rows:
                 dx = in_one_pass(added)(dx, part)
             else:
@@ -241,29 +241,29 @@ def _of_x(blocks: Blocks, dy: mx.array, outputs: Arrays, given: Arrays) -> list[
     return [mx.concatenate(found)]
 
 
-# From some words, the slopes and the rows times their cotangents to gradients in float32.
+# From some columns, the slopes and the rows times their cotangents to gradients in float32.
 Parts = Callable[[Head, mx.array, mx.array, mx.array], list[mx.array]]
 
 
-def _of_words(
+def _of_columns(
     parts: Parts, of: Sequence[int], blocks: Blocks, dy: mx.array, outputs: Arrays, given: Arrays
 ) -> list[mx.array]:
-    """The gradients of what belongs to words."""
+    """The gradients of what belongs to columns."""
     loss, lse, shares = outputs
     counted = blocks.counted(dy, loss, shares, given[0].dtype)
     found, state = [], list[mx.array]()
-    for words in blocks.words:
+    for columns in blocks.columns:
         sums = [mx.zeros((1,) * given[i].ndim) for i in of]
         for rows in blocks.rows:
-            now, some = blocks.after(state), counted(rows, words)
+            now, some = blocks.after(state), counted(rows, columns)
             if some is None:
                 continue
-            g = now.slopes(some, words, lse)
-            made = parts(now.head.part(words), g, now.x[some], dy[some])
+            g = now.slopes(some, columns, lse)
+            made = parts(now.head.part(columns), g, now.x[some], dy[some])
             sums = state = blocks.there([a + b for a, b in zip(sums, made, strict=True)])
         state = []
         for i, some in zip(of, sums, strict=True):
-            shape = words.stop - words.start, *given[i].shape[1:]
+            shape = columns.stop - columns.start, *given[i].shape[1:]
             state.append(mx.broadcast_to(some, shape).astype(given[i].dtype))
         found.append(state)
     return [mx.concatenate(list(each)) for each in zip(*found, strict=True)]

@@ -1,4 +1,4 @@
-"""The logits of an output layer in blocks of rows and words, one after the other."""
+"""The logits of an output layer in blocks of rows and columns, one after the other."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .logits import OF_LOGITS, Scoring, composed
 
 # Logits of a block: 8 MB of float32 where there are so many rows, and on a GPU 12 times as many, of
 # which products of few rows would take twice the time.
-ROWS, WORDS = 2048, 1024
+ROWS, COLUMNS = 2048, 1024
 # Rows of a block are left out in such numbers, so that there are few shapes of products.
 STEP = ROWS // 8
 
 
 class Head(NamedTuple):
-    """An output layer, or some of its words."""
+    """An output layer, or that of some columns of its logits."""
 
     # As the operation takes them.
     weight: mx.array
@@ -41,9 +41,9 @@ class Head(NamedTuple):
         """The same with other arrays."""
         return self._replace(**dict(zip(self._fields, arrays, strict=False)))
 
-    def part(self, words: slice) -> Head:
-        """Some of the words."""
-        return self.holding(*(None if a is None else a[words] for a in self[:4]))
+    def part(self, columns: slice) -> Head:
+        """The layer of some columns of the logits."""
+        return self.holding(*(None if a is None else a[columns] for a in self[:4]))
 
     def times(self, rows: mx.array, transpose: bool) -> mx.array:
         """The product of rows with the matrix, or its transpose."""
@@ -98,14 +98,14 @@ class Blocks(NamedTuple):
     """The logits of all rows, block by block."""
 
     x: mx.array  # (R, K), in the dtype of products
-    targets: mx.array  # (R,) int32, -1 for no word
+    targets: mx.array  # (R,) int32, -1 outside of the vocabulary
     head: Head  # the layer
     smoothing: float  # of the targets
 
     @property
-    def words(self) -> list[slice]:
-        """Blocks of words."""
-        return _blocks(self.head.weight.shape[0], WORDS if on_cpu() else 5 * WORDS)
+    def columns(self) -> list[slice]:
+        """Blocks of columns."""
+        return _blocks(self.head.weight.shape[0], COLUMNS if on_cpu() else 5 * COLUMNS)
 
     @property
     def rows(self) -> list[slice]:
@@ -142,14 +142,14 @@ class Blocks(NamedTuple):
 
     def losses(self) -> list[mx.array]:
         """Of each row the loss, the logarithm of the sum of all exponentials, and those of the
-        shares that the blocks of words have of it.
+        shares that the blocks of columns have of it.
         """
         found, state = [], list[mx.array]()
         for rows in self.rows:
             parts = []
-            for words in self.words:
+            for columns in self.columns:
                 now = self.after(state)
-                head, targets = now.head.part(words), now.targets[rows] - words.start
+                head, targets = now.head.part(columns), now.targets[rows] - columns.start
                 y = head.times(now.x[rows], True)
                 state = self.there(head.of_logits(y, targets, scoring=self.scoring))
                 parts.append(state)
@@ -166,25 +166,25 @@ class Blocks(NamedTuple):
     def counted(
         self, dy: mx.array, loss: mx.array, shares: mx.array, dtype: mx.Dtype
     ) -> Callable[[slice, slice], slice | mx.array | None]:
-        """Which rows of a block of rows have a gradient by a block of words: a function of both.
+        """Which rows of a block of rows have a gradient by a block of columns: a function of both.
 
         Not counted are rows without a cotangent, and where all probabilities of the block together
-        are below the rounding of those of wrong words in a dtype: there all of a row's blocks that
+        are below the rounding of those of wrong tokens in a dtype: there all of a row's blocks that
         are left out add up to 2^-5 of it.
         """
         if not self.head.at_once or self.smoothing:
             return lambda rows, _: rows
         import numpy as np  # which the import of this package does not wait for
 
-        least = 2.0**-5 * mx.finfo(dtype).eps / len(self.words)
+        least = 2.0**-5 * mx.finfo(dtype).eps / len(self.columns)
         wrong = -np.expm1(-np.array(loss, dtype=np.float64))[:, None]
         above, targets = np.exp(np.array(shares)) >= least * wrong, np.array(self.targets)
         above &= np.array(dy) != 0
         there = np.array(dy)[:, 0] != 0
 
-        def function(rows: slice, words: slice) -> slice | mx.array | None:
-            own = (targets[rows] >= words.start) & (targets[rows] < words.stop)
-            some = above[rows, self.words.index(words)] | (own & there[rows])
+        def function(rows: slice, columns: slice) -> slice | mx.array | None:
+            own = (targets[rows] >= columns.start) & (targets[rows] < columns.stop)
+            some = above[rows, self.columns.index(columns)] | (own & there[rows])
             count = -(-int(some.sum()) // STEP) * STEP
             if not count:
                 return None
@@ -196,10 +196,10 @@ class Blocks(NamedTuple):
         return function
 
     def slopes(
-        self, rows: slice | mx.array, words: slice, lse: mx.array, dtype: mx.Dtype = mx.float32
+        self, rows: slice | mx.array, columns: slice, lse: mx.array, dtype: mx.Dtype = mx.float32
     ) -> mx.array:
         """The derivatives of rows' losses by some logits without a bias or a cap."""
-        head, targets = self.head.part(words), self.targets[rows] - words.start
+        head, targets = self.head.part(columns), self.targets[rows] - columns.start
         y = head.times(self.x[rows], True)
         (found,) = head.of_logits(y, targets, lse[rows], scoring=self.scoring, dtype=dtype)
         return found

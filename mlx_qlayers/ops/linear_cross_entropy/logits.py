@@ -24,20 +24,20 @@ class Scoring(NamedTuple):
 
     softcap: float | None  # of the logits, or None
     smoothing: float  # of the targets
-    words: int  # of all blocks
+    vocabulary: int  # columns of all blocks
 
 
 def losses(scoring: Scoring, y: mx.array, targets: mx.array, bias: Any) -> list[mx.array]:
     """Of each row the logarithm of its sum of exponentials, and its score; (R,) float32 each.
 
-    ``y`` are products (R, C) in any dtype, ``targets`` (R,) int32 numbers of a word of the block,
+    ``y`` are products (R, C) in any dtype, ``targets`` (R,) int32 numbers of columns of the block,
     or outside of it, ``bias`` is (C,) float32 or None.
     """
     z, inside = _capped(scoring, y, bias), (targets >= 0) & (targets < y.shape[1])
     picked = mx.take_along_axis(z, mx.where(inside, targets, 0)[:, None], axis=1)[:, 0]
     score = (1 - scoring.smoothing) * mx.where(inside, picked, 0)
     if scoring.smoothing:
-        score = score + scoring.smoothing / scoring.words * z.sum(axis=1)
+        score = score + scoring.smoothing / scoring.vocabulary * z.sum(axis=1)
     return [mx.logsumexp(z, axis=1), score]
 
 
@@ -51,7 +51,7 @@ def slopes(
     z, at = _capped(scoring, y, bias), mx.arange(y.shape[1]) == targets[:, None]
     g = mx.exp(z - lse[:, None]) - mx.where(at, 1 - scoring.smoothing, 0.0)
     if scoring.smoothing:
-        g = g - scoring.smoothing / scoring.words
+        g = g - scoring.smoothing / scoring.vocabulary
     if scoring.softcap is not None:
         g = g * (1 - mx.square(z / scoring.softcap))
     return [g.astype(dtype)]
@@ -66,9 +66,9 @@ def _capped(scoring: Scoring, y: mx.array, bias: Any) -> mx.array:
 
 def _bound(arrays: Sequence[Any], scoring: Scoring, dtype: mx.Dtype | None) -> Any:
     """The launch of a kernel: that of slopes in a dtype, or that of losses."""
-    (y, targets, bias, *lse), (softcap, smoothing, words) = arrays, scoring
+    (y, targets, bias, *lse), (softcap, smoothing, vocabulary) = arrays, scoring
     rows, columns = y.shape
-    options = mx.array([softcap or 1.0, 1 - smoothing, smoothing / words])
+    options = mx.array([softcap or 1.0, 1 - smoothing, smoothing / vocabulary])
     shape, omitted = constants([columns]), ("bias",) * (bias is None)
     template: dict[str, Any] = {"T": y.dtype, "biased": bias is not None}
     template |= {"capped": softcap is not None, "smoothed": smoothing > 0}
