@@ -58,8 +58,8 @@ class Router(NamedTuple):
     Attributes:
         top_k: experts of a row, J: those with the largest numbers.
         score: one of ``SCORES``, of all logits of a row. ``"logits"`` are chosen from as they are,
-            and the shares are a softmax of the chosen ones. Nor are those of ``"sparsemixer"``:
-            the share of each is a softmax of the logits that were not chosen before it, without
+            and the weights are a softmax of the chosen ones. Nor are those of ``"sparsemixer"``:
+            the weight of each is a softmax of the logits that were not chosen before it, without
             those that are lower by more than ``epsilon`` times the larger of it and their size.
         groups: the experts are so many groups of the same size, one after the other.
         dropped: so many groups, the lowest, have the number ``fill`` instead.

@@ -122,7 +122,7 @@ def all_sum(x: mx.array, *, group: Any = None, **_: Any) -> mx.array:
 def gated_delta(
     stock: Any, q: mx.array, k: mx.array, v: mx.array, *others: Any
 ) -> tuple[mx.array, mx.array]:
-    """mlx-lm's rule of all tokens, of decays, shares, a state and perhaps a mask as well."""
+    """mlx-lm's rule of all tokens, of decays, learning rates, a state and perhaps a mask."""
     dtype = mx.result_type(q, k, v)
     src = *(each.astype(dtype) for each in (q, k, v)), *others, *[None] * (4 - len(others))
     y, after = marked("GatedDelta", (None,), [src[2], others[2]], *src)

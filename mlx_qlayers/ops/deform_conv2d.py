@@ -98,13 +98,13 @@ def _plan(
         moved = offset.reshape(*split, 2).swapaxes(3, 4)[..., ::-1]
         locations = (moved.astype(mx.float32) + fixed).reshape(*samples, 2)
         if mask is None:
-            shares = mx.ones(samples, x.dtype)
+            weights = mx.ones(samples, x.dtype)
         else:
-            shares = mask.reshape(split).swapaxes(3, 4).reshape(samples)
+            weights = mask.reshape(split).swapaxes(3, 4).reshape(samples)
         values = x.reshape(batch, height * width, groups, channels // groups)
         # One level, whose locations count pixels.
         options = "zeros", True, height, width
-        sampled = dispatch(DEFORMABLE_ATTENTION, (values, locations, shares), options)
+        sampled = dispatch(DEFORMABLE_ATTENTION, (values, locations, weights), options)
         # A product for each group of channels: (groups, N * Ho * Wo, taps * C / groups).
         sampled = sampled.reshape(-1, taps, parts, depth).transpose(2, 0, 1, 3)
         kernels = weight.reshape(parts, outputs // parts, taps * depth).swapaxes(1, 2)

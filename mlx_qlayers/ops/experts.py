@@ -107,19 +107,19 @@ def experts_combined(
 def experts_chosen(
     logits: mx.array, router: Router, bias: mx.array | None = None, factors: mx.array | None = None
 ) -> list[mx.array]:
-    """The experts that rows choose by their logits, the largest first, and their shares.
+    """The experts that rows choose by their logits, the largest first, and their weights.
 
     Equal numbers are chosen from as ``mx.argpartition`` does it on GPUs, where it sorts. Those that
     are not a number are chosen last, or first where ``router.last``.
 
     Args:
         logits: (..., E) in float32, float16 or bfloat16.
-        router: how they are chosen, and what their shares are.
+        router: how they are chosen, and what their weights are.
         bias: (E,), floating point: what is added to scores for the choice alone.
-        factors: (E,), floating point: what the share of an expert is multiplied with.
+        factors: (E,), floating point: what the weight of an expert is multiplied with.
 
     Returns:
-        Experts, uint32, and shares, (..., J).
+        Experts, uint32, and weights, (..., J).
 
     Raises:
         ValueError: an argument has a shape, dtype or value that does not fit; it is named.

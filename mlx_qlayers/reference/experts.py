@@ -11,7 +11,7 @@ from ..options import Router
 def experts_chosen(
     logits: mx.array, bias: mx.array | None, factors: mx.array | None, *, router: Router
 ) -> list[mx.array]:
-    """The experts of rows and their shares: see :func:`mlx_qlayers.ops.experts.experts_chosen`."""
+    """The experts of rows and their weights: see :func:`mlx_qlayers.ops.experts.experts_chosen`."""
     if router.score == "sparsemixer":
         return _sparsemixer(logits, factors, router)
     exact, count = logits.astype(mx.float32), router.top_k
@@ -36,31 +36,31 @@ def experts_chosen(
     chosen = order[..., :count]
     # Not of what is returned: mx.vjp would give the next output this one's cotangent.
     at = mx.stop_gradient(chosen)
-    shares = mx.take_along_axis(numbers if router.masked else scores, at, axis=-1)
+    weights = mx.take_along_axis(numbers if router.masked else scores, at, axis=-1)
     if router.score == "logits":
-        shares = mx.softmax(shares, axis=-1)
+        weights = mx.softmax(weights, axis=-1)
     elif router.normed:
-        total = shares.sum(axis=-1, keepdims=True) + router.epsilon
-        shares = shares / mx.maximum(total, router.floor)
-    shares = shares * router.scale
+        total = weights.sum(axis=-1, keepdims=True) + router.epsilon
+        weights = weights / mx.maximum(total, router.floor)
+    weights = weights * router.scale
     if factors is not None:
-        shares = shares * factors[at]
-    return [chosen, shares.astype(router.dtype)]
+        weights = weights * factors[at]
+    return [chosen, weights.astype(router.dtype)]
 
 
 def _sparsemixer(logits: mx.array, factors: mx.array | None, router: Router) -> list[mx.array]:
     """Of each choice a softmax of what is left, in float32, compared in the dtype of the logits."""
-    left, chosen, shares = logits, [], []
+    left, chosen, weights = logits, [], []
     for _ in range(router.top_k):
         order = mx.argsort(left, axis=-1)[..., ::-1] if router.last else mx.argsort(-left, axis=-1)
         at = mx.stop_gradient(order[..., :1])
         top = mx.take_along_axis(left, at, axis=-1)
         far = (top - logits) / mx.maximum(mx.abs(logits), top) > router.epsilon
         band = mx.where(far, -mx.inf, left).astype(mx.float32)
-        shares.append(mx.take_along_axis(mx.softmax(band, axis=-1), at, axis=-1))
+        weights.append(mx.take_along_axis(mx.softmax(band, axis=-1), at, axis=-1))
         chosen.append(order[..., :1])
         left = mx.put_along_axis(left, at, mx.array(-mx.inf, left.dtype), axis=-1)
-    share, at = mx.concatenate(shares, axis=-1) * router.scale, mx.concatenate(chosen, axis=-1)
+    weight, at = mx.concatenate(weights, axis=-1) * router.scale, mx.concatenate(chosen, axis=-1)
     if factors is not None:
-        share = share * factors[mx.stop_gradient(at)]
-    return [at, share.astype(router.dtype)]
+        weight = weight * factors[mx.stop_gradient(at)]
+    return [at, weight.astype(router.dtype)]

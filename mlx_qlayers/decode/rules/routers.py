@@ -1,7 +1,7 @@
-"""How experts are chosen by logits, and their shares: in one node.
+"""How experts are chosen by logits, and their weights: in one node.
 
 A ``Chosen`` node takes logits (..., E), a bias and factors (E,) or None, and gives the experts and
-their shares, (..., J). Its argument is a :class:`~mlx_qlayers.options.Router`. It is looked for
+their weights, (..., J). Its argument is a :class:`~mlx_qlayers.options.Router`. It is looked for
 where both are used, backwards: in which order and by which functions the code has it is open.
 """
 
@@ -35,24 +35,24 @@ def plain(node: Node, *views: str) -> Node:
 
 
 def routed(graph: Graph) -> Graph:
-    """The graph with experts and shares that one launch gives."""
+    """The graph with experts and weights that one launch gives."""
     places: dict[Node, Node] = {}
     nodes = graph.nodes
-    # Where the code changes them before they are used, it is the shares as they were taken.
+    # Where the code changes them before they are used, it is the weights as they were taken.
     pairs = [node.src[1:3] for node in nodes if node.op == "Combined"]
     pairs += [(node.src[1], node) for node in nodes if node.op == "GatherAxis"]
-    for experts, shares in pairs:
-        if experts and shares and experts not in places and (made := _chosen(experts, shares)):
-            places |= {experts: made.item(0), shares: made.item(1)}
+    for experts, weights in pairs:
+        if experts and weights and experts not in places and (made := _chosen(experts, weights)):
+            places |= {experts: made.item(0), weights: made.item(1)}
     return graph.replaced(places) if places else graph
 
 
-def _mixed(experts: Node, shares: Node) -> Node | None:
+def _mixed(experts: Node, weights: Node) -> Node | None:
     """The choices of a sparse mixer: one after the other, each without those before."""
     axis, known, before = len(experts.shape) - 1, None, None
     taken: dict[str, Node] | None
-    for at, share in zip(experts.src, shares.src, strict=False):
-        found = fits(_MIXED, share)
+    for at, weight in zip(experts.src, weights.src, strict=False):
+        found = fits(_MIXED, weight)
         if found is None or at is None or found["at"] is not at:
             return None
         left, logits = found["left"], found["logits"]
@@ -66,20 +66,20 @@ def _mixed(experts: Node, shares: Node) -> Node | None:
         if not fit or lowest != -inf or (known or (logits, epsilon)) != (logits, epsilon):
             return None
         known, before = (logits, epsilon), (left, at)
-    concatenated = experts.op == shares.op == "Concatenate" and experts.arg == shares.arg == (axis,)
-    if known is None or not concatenated or len(experts.src) != len(shares.src):
+    alike = experts.op == weights.op == "Concatenate" and experts.arg == weights.arg == (axis,)
+    if known is None or not alike or len(experts.src) != len(weights.src):
         return None
-    options = {"normed": False, "epsilon": known[1], "dtype": shares.dtype}
+    options = {"normed": False, "epsilon": known[1], "dtype": weights.dtype}
     router = Router(len(experts.src), "sparsemixer", **options)
-    outputs = experts.outputs[0], shares.outputs[0]
+    outputs = experts.outputs[0], weights.outputs[0]
     return Node("Chosen", (plain(known[0]), None, None), (router,), outputs)
 
 
-def _chosen(experts: Node, shares: Node) -> Node | None:
+def _chosen(experts: Node, weights: Node) -> Node | None:
     found = _best(experts, -1)
-    read = _shares(shares, experts)
+    read = _weights(weights, experts)
     if found is None or read is None:
-        return _mixed(experts, shares)
+        return _mixed(experts, weights)
     numbers, options, source = found[0], found[1] | read[1], read[0]
     factors, bias = read[2], None
     if "score" in options:
@@ -95,8 +95,8 @@ def _chosen(experts: Node, shares: Node) -> Node | None:
         if known is None or not (options["masked"] or plain(source) is plain(scores)):
             return None
         logits, options["score"] = known
-    router = Router(**options, dtype=shares.dtype)
-    outputs = experts.outputs[0], shares.outputs[0]
+    router = Router(**options, dtype=weights.dtype)
+    outputs = experts.outputs[0], weights.outputs[0]
     return Node("Chosen", (plain(logits), bias, factors), (router,), outputs)
 
 
@@ -121,10 +121,10 @@ def _best(taken: Node, axis: int) -> tuple[Node, dict[str, Any]] | None:
     return (numbers, {"top_k": count, "last": last}) if numbers else None
 
 
-def _shares(shares: Node, experts: Node) -> tuple[Node, dict[str, Any], Node | None] | None:
-    """The numbers that the shares were gathered from, the options, and a factor of each expert."""
+def _weights(weights: Node, experts: Node) -> tuple[Node, dict[str, Any], Node | None] | None:
+    """The numbers that the weights were gathered from, the options, and a factor of each expert."""
     options: dict[str, Any] = {"scale": 1.0, "normed": False}
-    factors, node = None, plain(shares)
+    factors, node = None, plain(weights)
     while node.op != "GatherAxis":
         if options["normed"]:
             return None

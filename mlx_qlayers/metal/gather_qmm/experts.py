@@ -138,7 +138,7 @@ def experts_chosen(logits: Any, bias: Any, factors: Any, router: Router) -> Laun
     """Binds the router: from logits (..., E) to experts and weights (..., J), J at most 32."""
     *leading, experts = logits.shape
     given = {"logits": logits, "bias": bias, "factors": factors}
-    if router.score == "logits":  # whose shares are a softmax
+    if router.score == "logits":  # whose weights are a softmax
         router = router._replace(epsilon=0.0, floor=0.0)
     numbers = mx.array([router.fill, router.epsilon, router.floor, router.scale], mx.float32)
     grouped = router.groups > 1 and router.dropped > 0
