@@ -117,7 +117,7 @@ def _found(epoch: int, family: str, device: str, key: tuple[Hashable, ...]) -> M
 
 
 def _of_larger(record: Record, names: Sequence[str], device: str) -> Measurement | None:
-    """This machine's measurement of the next larger problem, if its kernel is the same."""
+    """This machine's measurement of the next larger key, if its kernel is the same."""
     for larger in record.larger():
         if (best := lookup(larger, *names)) is not None:
             # To unpack a matrix first may not pay for fewer rows.
@@ -131,7 +131,7 @@ def _of_larger(record: Record, names: Sequence[str], device: str) -> Measurement
 
 
 def lookup(record: Record, *devices: str) -> Measurement | None:
-    """The entry stored for a problem under names of devices, if it can be trusted."""
+    """The entry stored for a key under names of devices, if it can be trusted."""
     found = stored.look_up(record.key, *devices)
     if found is None or (entry := found[0]).config is None:
         return None

@@ -2,7 +2,7 @@
 
 ``{"device": "sm_90", "limits": {...}, "entries": {KEY: ENTRY}}``. Limits are attributes of its
 :class:`~mlx_qlayers.runtime.devices.record.Device`. An entry has the configuration that tuning
-found for a problem, or values that rules go by; with its date, command and version of MLX. Those
+found for a key, or values that rules go by; with its date, command and version of MLX. Those
 that come with the package are in ``data/``; the user's own, in the cache folder, come first. An
 entry that cannot be understood is left alone, with a note, and costs the others nothing.
 """

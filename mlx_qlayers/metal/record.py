@@ -165,7 +165,7 @@ class Record(ABC):
         return (self.at(n) for n in measured if n > self.size or self.size > n == measured[-1])
 
     def part(self) -> Record:
-        """The smaller problem that a CPU measures instead, for a time in proportion."""
+        """The smaller key that a CPU measures instead, for a time in proportion."""
         return self
 
     def bytes(self) -> float:
