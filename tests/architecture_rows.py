@@ -51,11 +51,11 @@ def agrees(name: str, report: ConversionReport, page: str) -> bool:
     )
 
 
-def alike(name: str) -> str:
+def alike(model: nn.Module) -> str:
     """The last cell: whether the model is batch-invariant on a CPU, or what refuses it says."""
     try:
         with use_backend("host"):
-            convert_model(build(name, ARCHITECTURES[name]), batch_invariant=True, calibrate=False)
+            convert_model(model, batch_invariant=True, calibrate=False)
     except ValueError as error:
         said = str(error).removeprefix("the model is not batch-invariant: ")
         return re.sub("(differs|fails).*", r"\1", said)
@@ -73,7 +73,7 @@ def main() -> None:
         report = convert_model(model, verify=False)
         is_graph = any(f.action == FUSED for f in report.fusions)
         first = row(name, report, _stopped(model) if is_graph else None)
-        lines.append(f"{first} {alike(name)} |")
+        lines.append(f"{first} {alike(build(name, ARCHITECTURES[name]))} |")
         print(lines[-1], flush=True)
     text = PAGE.read_text()
     before, _, rest = text.partition(BEGIN)

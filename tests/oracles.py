@@ -16,11 +16,11 @@ def sums(
     adds the squares of independent roundings: of each term, and of each sum up to it where they
     are added one after the other, as few terms that are much larger than others show.
     """
-    total, squares = np.zeros((1, 1)) if start is None else start, np.zeros((1, 1))
-    terms = np.abs(total) + np.abs(a) @ parts
+    total = np.zeros((1, 1)) if start is None else start
+    terms, squares = np.abs(total) + np.abs(a) @ parts, a**2 @ parts**2
     for i in range(a.shape[-1]):
         total = total + a[..., :, i, None] * b[..., None, i, :]
-        squares = squares + total**2 + (a[..., :, i, None] * parts[..., None, i, :]) ** 2
+        squares = squares + total**2
     found: np.ndarray = np.maximum(terms, np.sqrt(squares))
     return found
 

@@ -134,6 +134,8 @@ def peak(run: Callable[[], object]) -> float:
         mx.reset_peak_memory()
         mx.eval(run())
         peaks.append(mx.get_peak_memory() - before)
+        if peaks.count(min(peaks)) == 3:  # not by chance
+            break
     return min(peaks)
 
 
