@@ -1,10 +1,6 @@
-"""Runs a function on ranks that talk over MLX's ring, as ``mlx.launch`` would start them.
-
-One process imports everything, and from it all ranks of all tests are forked.
-"""
+"""Runs a function on ranks that talk over MLX's ring, as ``mlx.launch`` would start them."""
 
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -18,10 +14,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from tests.forks import CONTEXT
+
 PATIENCE = 10.0  # seconds in which all ranks are to end after one
 ROOT = Path(__file__).parents[1]
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["mlx_lm.server", "mlx_qlayers", "pytest"])
 
 
 def hostfile(ranks: int) -> str:
@@ -40,7 +36,7 @@ def run(function: Callable[..., Any], ranks: int, *arguments: object) -> list[An
     """
     with tempfile.TemporaryDirectory() as folder:
         given = function, ranks, Path(folder), arguments, dict(os.environ)
-        process = _CONTEXT.Process(target=_apart, args=given)
+        process = CONTEXT.Process(target=_apart, args=given)
         process.start()
         try:
             process.join(300)

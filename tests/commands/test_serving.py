@@ -24,6 +24,7 @@ from mlx_qlayers.commands.ranges import RANGES
 from mlx_qlayers.commands.requests import NUMBERS
 from mlx_qlayers.conversion.kv_mixture import value_mixture
 from mlx_qlayers.decode.quantized_caches import CacheFormat, PackedKVCache
+from tests.forks import Command
 
 COMMAND = [sys.executable, "-m", "mlx_qlayers", "server"]
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -31,25 +32,34 @@ COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 
 @contextmanager
 def serving(
-    model: Path, *arguments: str, log: Path = Path(os.devnull)
-) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The address of a server and its process, from when it answers; what it says is in a file."""
+    model: Path, *arguments: str, log: Path = Path(os.devnull), forked: bool = True
+) -> Iterator[tuple[str, Any]]:
+    """The address of a server and its process, from when it answers; what it says is in a file.
+
+    A forked one ends without Python's last steps.
+    """
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     options = ["--model", str(model), "--port", str(port), "--max-tokens", "3", *arguments]
-    with log.open("w") as said, subprocess.Popen([*COMMAND, *options], stderr=said) as process:
-        try:
-            for _ in range(600):
-                try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                    break
-                except OSError:
-                    assert process.poll() is None
-                    time.sleep(0.1)
-            yield f"http://127.0.0.1:{port}", process
-        finally:
-            process.kill()
+    with log.open("w") as said:
+        process: Any = (
+            Command(["server", *options], log)
+            if forked
+            else subprocess.Popen([*COMMAND, *options], stderr=said)
+        )
+    try:
+        for _ in range(3000):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            except OSError:
+                assert process.poll() is None
+                time.sleep(0.02)
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        process.kill()
+        process.wait(30)
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +68,10 @@ def address(exact_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_CACHE", str(folder / "cache"))
-        with serving(exact_model, "--log-level", "CRITICAL", log=folder / "log") as (at, process):
+        log = folder / "log"
+        with serving(exact_model, "--log-level=CRITICAL", log=log, forked=False) as (at, process):
             yield at
-            interrupt(process, folder / "log")
+            interrupt(process, log)
 
 
 def interrupt(process: subprocess.Popen[bytes], log: Path) -> None:
@@ -281,6 +292,7 @@ def test_a_prompt_that_is_held_whole_is_served(address):
 
 def test_an_interrupt_ends_it_while_it_generates(tiny_model, tmp_path):
     log = tmp_path / "log"
-    with serving(tiny_model, log=log) as (address, process), start(address, "a") as client:
+    running = serving(tiny_model, log=log, forked=False)
+    with running as (address, process), start(address, "a") as client:
         assert client.recv(10)
         interrupt(process, log)
