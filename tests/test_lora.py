@@ -19,19 +19,26 @@ from mlx_qlayers.runtime.transformed import uncompiled
 from tests.numerics import assert_same_losses
 
 STEPS, SEQUENCES = 5, 1
-LAYERS = 42  # linear ones; the tied output is one more product
+LAYERS = 14  # linear ones; the tied output is one more product
+
+
+def shipped() -> tuple[nn.Module, object]:
+    """Two layers of the model."""
+    model, tokenizer = load(str(shipped_model()))
+    del model.model.layers[2:]
+    return model, tokenizer
 
 
 def adapted(convert: bool, directory: Path) -> tuple[nn.Module, list[float]]:
     """The model in float32 with adapters in every linear layer, trained, and its losses."""
-    model, tokenizer = load(str(shipped_model()))
+    model, tokenizer = shipped()
     model.set_dtype(mx.float32)
     if convert:
         convert_model(model, config=shipped_model())
     model.freeze()
     mx.random.seed(7)
-    linear_to_lora_layers(model, 6, {"rank": 8, "scale": 20.0, "dropout": 0.0})
-    return model, curve(model, tokenizer, directory, STEPS, SEQUENCES)
+    linear_to_lora_layers(model, 2, {"rank": 8, "scale": 20.0, "dropout": 0.0})
+    return model, curve(model, tokenizer, directory, 2 * STEPS, SEQUENCES)
 
 
 @pytest.mark.slow
@@ -58,16 +65,16 @@ def test_the_loss_curve_of_all_parameters(tmp_path, launch_by_launch):
     """Attention and its gradient by kernels in a dense model, of which every weight learns."""
     losses = []
     for convert in (False, True):
-        model, tokenizer = load(str(shipped_model()))
+        model, tokenizer = shipped()
         dequantize_model(model)
         model.set_dtype(mx.float32)
         if convert:
             rows = convert_model(model, linear=False).rows
-            assert sum(r.kind == "attention" and r.action == "swapped" for r in rows) == 6
+            assert sum(r.kind == "attention" and r.action == "swapped" for r in rows) == 2
         with trace() as launches:
             losses.append(curve(model, tokenizer, tmp_path, STEPS, SEQUENCES))
     assert_learned(losses[0], SEQUENCES, 0.7)
     assert_same_losses(*losses)
     counts = Counter(launch.kernel for launch in launches)
     parts = "forward", "backward_queries", "backward_keys"
-    assert min(counts[f"attention_{part}"] for part in parts) >= 6 * STEPS
+    assert min(counts[f"attention_{part}"] for part in parts) >= 2 * STEPS

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -13,13 +12,14 @@ from weakref import WeakSet
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from commands.test_serving import COMMAND, COMPLETE, ask, check_health, rest, serving, start
+from commands.test_serving import COMPLETE, ask, check_health, rest, serving, start
 from mlx_lm.generate import BatchGenerator as Stock
 from small_qwen import qwen
 from tiny_model import save_tiny_model
 
 from mlx_qlayers.commands import serving as serving_module
 from mlx_qlayers.commands.prompt_parts import BatchGenerator
+from tests.forks import Command
 
 # A model that fails on some prompts, as mlx-lm loads its class from a file of the model.
 _FAILING = """
@@ -66,10 +66,11 @@ def test_generation_begins_anew_after_errors_unless_there_are_many_in_a_row(
     assert log.read_text().splitlines()[-1] == "mlx-qlayers: error: RuntimeError: no memory"
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_process(failing_model):
-    command = [*COMMAND, "--model", str(failing_model), "--port", "0"]  # its code may not run
-    done = subprocess.run(command, timeout=60, check=False, capture_output=True)
-    assert done.returncode == 2 and b"trust_remote_code" in done.stderr.splitlines()[-1]
+def test_a_model_that_cannot_be_loaded_ends_the_process(failing_model, tmp_path):
+    log = tmp_path / "log"
+    command = ["server", f"--model={failing_model}", "--port=0"]  # its code may not run
+    assert Command(command, log).wait(60) == 2
+    assert "trust_remote_code" in log.read_text().splitlines()[-1]
 
 
 def test_clients_that_leave_make_room(failing_model):
