@@ -94,7 +94,7 @@ def test_chat_goes_on_with_guesses(talker, capsys, monkeypatch):
     assert said[0] == said[1] and err.count("guesses: ") == 3
 
 
-@pytest.mark.parametrize("option", ["--kv-bits=8", "--kv-bits-per-value=7"])
+@pytest.mark.parametrize("option", ["--kv-bits=8", "--kv-bits-per-value=4.6"])
 def test_chat_with_quantized_windows(option, talker, capsys, monkeypatch):
     """The text is that of the stock model with such caches, which mlx-lm's chat lacks."""
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\nq\n"))
@@ -104,7 +104,7 @@ def test_chat_with_quantized_windows(option, talker, capsys, monkeypatch):
     formats = [CacheFormat(32, 8)] * len(model.layers)
     if option != "--kv-bits=8":
         convert_model(model)  # as stock attention does not take what is measured
-        formats = value_mixture(model, tokenizer, 7, form=formats[0])
+        formats = value_mixture(model, tokenizer, 4.6, form=formats[0])
         assert len({*formats}) > 1
     messages = [{"role": "user", "content": PROMPT}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
