@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 
@@ -71,6 +72,7 @@ def _main(argv: Sequence[str] | None) -> int:
     return 0
 
 
+@cache
 def _parser() -> Parser:
     parser = Parser(
         prog="mlx-qlayers",

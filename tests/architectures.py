@@ -58,8 +58,23 @@ class Architecture(NamedTuple):
     format: tuple[int, int, str] | None = None  # where that which its name gives does not do
 
 
+_last: dict[str, nn.Module] = {}  # the model that was built last: most tests take it twice
+
+
 def build(name: str, architecture: Architecture, dtype: mx.Dtype = mx.float32) -> nn.Module:
-    """The model: the same one in every call, in evaluation mode."""
+    """A copy of the model: the same one in every call, in evaluation mode."""
+    key = repr((name, architecture, dtype))
+    if key not in _last:
+        _last.clear()
+        _last[key] = _quantized(name, architecture, dtype)
+    model = copy.deepcopy(_last[key])
+    # Numbers of its own, which a test may change in place.
+    model.update(tree_map(lambda x: x * mx.array(1, x.dtype), model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+def _quantized(name: str, architecture: Architecture, dtype: mx.Dtype) -> nn.Module:
     model, seed = unquantized(name, architecture, dtype), zlib.crc32(name.encode())
     allowed = getattr(model, "quant_predicate", None) or (lambda path, layer: True)
     group_size, bits, mode = architecture.format or _FORMATS[seed % len(_FORMATS)]

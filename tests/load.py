@@ -73,16 +73,25 @@ class Report:
 
 
 @contextmanager
-def model_in(dtype: mx.Dtype) -> Iterator[Path]:
-    """A folder with the shipped model, its scales and biases in a dtype."""
-    with TemporaryDirectory() as folder:
+def model_in(dtype: mx.Dtype, layers: int = 6) -> Iterator[Path]:
+    """A folder with the first layers of the shipped model, its scales and biases in a dtype."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
         for file in SHIPPED.iterdir():
-            (Path(folder) / file.name).symlink_to(file)
+            (folder / file.name).symlink_to(file)
         weights: Any = mx.load(str(SHIPPED / "model.safetensors"))
-        cast = {k: v if v.dtype == mx.uint32 else v.astype(dtype) for k, v in weights.items()}
-        (Path(folder) / "model.safetensors").unlink()
-        mx.save_safetensors(f"{folder}/model.safetensors", cast, {"format": "mlx"})
-        yield Path(folder)
+        outside = tuple(f"model.layers.{i}." for i in range(layers, 6))
+        cast = {
+            key: array if array.dtype == mx.uint32 else array.astype(dtype)
+            for key, array in weights.items()
+            if not key.startswith(outside)
+        }
+        config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": layers}
+        for changed in ("config.json", "model.safetensors"):
+            (folder / changed).unlink()
+        (folder / "config.json").write_text(json.dumps(config))
+        mx.save_safetensors(str(folder / "model.safetensors"), cast, {"format": "mlx"})
+        yield folder
 
 
 def texts(

@@ -21,29 +21,47 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 ABSOLUTE = re.compile(r"(?<![\w./:])(?:/\w[\w.-]*/\w|[A-Za-z]:\\)")
 LARGEST = 500_000
 
-# Numbers that take long and show nothing else: steps of training, repetitions, tokens, lengths.
+# Numbers that take long and show nothing else: layers of the shipped model, steps of training,
+# repetitions, tokens, lengths.
 SMALLER = {
     "02_grid_sample": {"(160, 25)": "(160, 3)", "repeats=15": "repeats=2"},
     "04_convert_qwen2": {
         "(40, 192)": "(8, 48)",
         "(2, 3, 4, 6, 8)": "(2, 3)",
-        "range(len(dense.layers))": "range(2)",
+        "print(stock.model.layers[0]": "del stock.model.layers[2:]; print(stock.model.layers[0]",
+        "layers = range(len(": "del dense.model.layers[2:]; layers = range(len(",
+        "settings = load_config(path)": "settings = load_config(path) | {'num_hidden_layers': 2}",
     },
-    "05_fused_attention": {"(20, 16)": "(3, 16)", "(64, 128, 256, 512)": "(16, 32, 64, 128)"},
+    "05_fused_attention": {
+        "(20, 16)": "(3, 16)",
+        "(64, 128, 256, 512)": "(16, 32, 64, 128)",
+        "base.set_dtype": "del base.model.layers[2:]; base.set_dtype",
+    },
     "06_tuning": {
         "(4096, 64)": "(512, 64)",
         "(512, 4096)": "(64, 1024)",
         "width=2": "width=1",
-        "budget_s=20": "budget_s=2",
+        "budget_s=20": "budget_s=0.5",
     },
     "09_fine_tuning": {
         "SECONDS = 60": "SECONDS = 0.5",
+        "    convert_model(model)": "    del model.model.layers[2:]; convert_model(model)",
         ".read_text()": ".read_text()[:100_000]",
         "BATCH, LENGTH = 4, 64": "BATCH, LENGTH = 1, 16",
         "np.arange(16) * (len(held_out) // 16": "np.arange(4) * (len(held_out) // 4",
         "max_tokens=60": "max_tokens=20",
     },
-    "10_warp_and_match": {"(20, 50,": "(20, 5,", "(8, 40,": "(8, 4,", "(3, 30,": "(3, 3,"},
+    "10_warp_and_match": {
+        "most=300": "most=100",
+        "(20, 50,": "(20, 3,",
+        "(8, 40,": "(8, 2,",
+        "(3, 30,": "(3, 2,",
+        "(1, 30,": "(1, 2,",
+    },
+    "11_speculation": {
+        "model.set_dtype": "del model.model.layers[2:]; model.set_dtype",
+        "TOKENS = 96": "TOKENS = 40",
+    },
 }
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 

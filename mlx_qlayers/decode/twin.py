@@ -22,6 +22,8 @@ from .snapshot import OTHERS
 Swap = Callable[[str, mx.array], mx.array]
 # The attributes of classes that stand in for others, which hold the class that they were made of.
 _MADE_OF = ("_patches", "_fuses", "_shards")
+# Most of what modules hold.
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def twin(value: Any, swap: Swap, path: str = "", made: dict[int, Any] | None = None) -> Any:
@@ -29,6 +31,8 @@ def twin(value: Any, swap: Swap, path: str = "", made: dict[int, Any] | None = N
 
     ``path`` is that of ``value``, with dots, and ``made`` are twins so far, by what they are of.
     """
+    if type(value) in _PLAIN:
+        return value
     made = {} if made is None else made
     if id(value) in made:
         return made[id(value)]

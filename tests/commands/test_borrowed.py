@@ -31,8 +31,8 @@ PROMPT, TOKENS = "Once upon a time there was a king", 12
 
 @pytest.fixture(scope="module")
 def talker():
-    """The shipped model in float32, where greedy choices do not hang on rounding."""
-    with model_in(mx.float32) as folder:
+    """Two layers of the shipped model in float32, where choices do not hang on rounding."""
+    with model_in(mx.float32, layers=2) as folder:
         yield folder
 
 
@@ -58,7 +58,7 @@ def test_server_answers_as_stock(server, expected):
         "choices"
     ]
     assert chosen["message"]["content"] == expected
-    assert "55 swapped" in log.read_text()
+    assert "19 swapped" in log.read_text()
     streamed = rest(start(address, PROMPT, TOKENS)).decode()
     parts = [line.removeprefix("data: ") for line in streamed.splitlines() if "{" in line]
     assert "".join(json.loads(part)["choices"][0]["text"] for part in parts) == expected
@@ -74,7 +74,7 @@ def test_chat_by_script(flags, talker, expected, capsys, monkeypatch):
     assert main(["chat", *arguments, *flags]) == 0
     out, err = capsys.readouterr()
     assert out.count(expected) == 2
-    report = {0: "55 swapped; decodes by graphs\n", 1: "", 3: "55 swapped\n"}[len(flags)]
+    report = {0: "19 swapped; decodes by graphs\n", 1: "", 3: "19 swapped\n"}[len(flags)]
     assert "".join(line for line in err.splitlines(True) if "compiling" not in line) == report
     decisions = explain()
     assert bool(decisions) == ("--stock" not in flags)
@@ -94,7 +94,7 @@ def test_chat_goes_on_with_guesses(talker, capsys, monkeypatch):
     assert said[0] == said[1] and err.count("guesses: ") == 3
 
 
-@pytest.mark.parametrize("option", ["--kv-bits=8", "--kv-bits-per-value=7"])
+@pytest.mark.parametrize("option", ["--kv-bits=8", "--kv-bits-per-value=4.6"])
 def test_chat_with_quantized_windows(option, talker, capsys, monkeypatch):
     """The text is that of the stock model with such caches, which mlx-lm's chat lacks."""
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\nq\n"))
@@ -104,7 +104,7 @@ def test_chat_with_quantized_windows(option, talker, capsys, monkeypatch):
     formats = [CacheFormat(32, 8)] * len(model.layers)
     if option != "--kv-bits=8":
         convert_model(model)  # as stock attention does not take what is measured
-        formats = value_mixture(model, tokenizer, 7, form=formats[0])
+        formats = value_mixture(model, tokenizer, 4.6, form=formats[0])
         assert len({*formats}) > 1
     messages = [{"role": "user", "content": PROMPT}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
@@ -137,7 +137,7 @@ def test_chat_ends_at_the_end_of_its_input(talker, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["chat", "--model", str(talker), "--report"]) == 0
     err = capsys.readouterr().err
-    assert "error" not in err and "model.layers.0-5.mlp.gate_proj" in err
+    assert "error" not in err and "model.layers.0-1.mlp.gate_proj" in err
 
 
 def test_the_backend_holds_in_threads_of_the_command(monkeypatch):
@@ -174,7 +174,7 @@ def test_lora_trains_what_stock_loads(talker, tmp_path, capsys):
         folder = ["--adapter-path", str(tmp_path / f"with{flag}")]
         assert main(["lora", *arguments, *folder, flag]) == 0
         err = capsys.readouterr().err
-        assert ("55 swapped" in err) == (flag != "--stock")
+        assert ("19 swapped" in err) == (flag != "--stock")
         assert ("fused loss of model.embed_tokens" in err) == ("--stock" not in flag)
     losses = []
     for adapters in (None, *sorted(map(str, tmp_path.glob("with*")))):

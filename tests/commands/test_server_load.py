@@ -15,7 +15,7 @@ def test_every_text_is_that_alone(invariant):
     Batch-invariant ones in bfloat16, where a rounding of another order would show.
     """
     count, rounds = (16, 2) if invariant else (36, 3)
-    with model_in(mx.bfloat16 if invariant else mx.float32) as model:
+    with model_in(mx.bfloat16 if invariant else mx.float32, layers=2) as model:
         asked = texts(model, 8, 120, 16, invariant=invariant)
         with server(model, *["--batch-invariant"] * invariant) as (address, process):
             clients = load(address, process.pid, asked, count, rounds=rounds, at_once=12)

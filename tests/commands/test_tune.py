@@ -77,7 +77,7 @@ def test_problems_that_share_results_count_once_and_others_not_at_all(machine):
 
 
 def test_it_prints_a_table_and_stores_and_lists_and_clears(capsys):
-    assert main([*ARGUMENTS, "--budget", "2"]) == 0
+    assert main([*ARGUMENTS, "--budget", "1"]) == 0
     out, err = capsys.readouterr()
     header, first, *_ = out.splitlines()
     assert header.split()[:6] == ["kernel", "shape", "heuristic", "found", "gain", "tried"]

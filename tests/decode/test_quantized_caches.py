@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +23,7 @@ from mlx_qlayers.decode.quantized_caches import CacheFormat, make_prompt_cache, 
 HEADS, SHARE = 2, 3
 
 
+@cache
 def hadamard(n: int) -> np.ndarray:
     """The transform of a head."""
     signs = [[(-1.0) ** (i & j).bit_count() for i in range(n)] for j in range(n)]

@@ -41,7 +41,7 @@ from network import fake_quantize  # noqa: E402
 from settings import SMOKE  # noqa: E402
 from train import Trainer  # noqa: E402
 
-SETTINGS = replace(SMOKE, steps=12, eval_every=8)
+SETTINGS = replace(SMOKE, steps=12, eval_every=8, limit_bytes=10_000)
 # On a CPU runs repeat bit for bit; elsewhere sums may be rounded in another order.
 TOLERANCE = 0.0 if mx.default_device() == mx.Device(mx.cpu) else TRAINING
 
@@ -49,7 +49,8 @@ TOLERANCE = 0.0 if mx.default_device() == mx.Device(mx.cpu) else TRAINING
 def command(folder: Path, *options: str) -> list[str]:
     script = [sys.executable, str(MODELS / "train.py"), "--smoke", "--out", str(folder / "model")]
     steps = ["--steps", str(SETTINGS.steps), "--eval-every", str(SETTINGS.eval_every)]
-    return [*script, "--checkpoints", str(folder / "checkpoints"), *steps, *options]
+    size = ["--limit-bytes", str(SETTINGS.limit_bytes)]
+    return [*script, "--checkpoints", str(folder / "checkpoints"), *steps, *size, *options]
 
 
 @pytest.fixture(scope="module")
