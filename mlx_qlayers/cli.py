@@ -8,7 +8,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from functools import cache
 from importlib import import_module
 from types import ModuleType
 
@@ -72,7 +71,6 @@ def _main(argv: Sequence[str] | None) -> int:
     return 0
 
 
-@cache
 def _parser() -> Parser:
     parser = Parser(
         prog="mlx-qlayers",
