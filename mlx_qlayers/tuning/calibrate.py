@@ -228,7 +228,7 @@ def _records(model: nn.Module) -> list[Record]:
     with collected_records() as asked, nothing_compiled():
         if not asked_by(model):
             asked |= dict.fromkeys(_products(model))
-        elif device_of().gpu:  # which computes a prompt as rows, sixteen after sixteen
+        elif device_of().gpu:  # a CPU computes a prompt as rows, sixteen after sixteen
             asked_by(model, prompt=CALIBRATED_PROMPTS[-1])
     every = records_of((each for one in asked for each in one.calibrated()), searched=False)
     slow = device_of().stock_compiles
