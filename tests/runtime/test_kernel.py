@@ -9,6 +9,7 @@ import pytest
 from mlx_qlayers.runtime import host
 from mlx_qlayers.runtime.backend import advance_epoch, use_backend
 from mlx_qlayers.runtime.kernel import Kernel, KernelError
+from mlx_qlayers.runtime.launch_checks import checked_launch
 from mlx_qlayers.runtime.tracing import Record, trace
 
 from .kernels import AFFINE, GATHER, ROW_SUMS
@@ -18,15 +19,17 @@ X = mx.arange(40, dtype=mx.float32)
 SCALAR, BIAS = mx.array(2.0), mx.array([1.0, 2.0, 3.0])
 
 
+CALL = {
+    "inputs": [X, SCALAR, BIAS],
+    "template": {"T": mx.float32, "N": 3, "NEGATE": False},
+    "grid": (40, 1, 1),
+    "threadgroup": (32, 1, 1),
+    "output_shapes": [X.shape],
+}
+
+
 def affine(**changes):
-    call = {
-        "inputs": [X, SCALAR, BIAS],
-        "template": {"T": mx.float32, "N": 3, "NEGATE": False},
-        "grid": (40, 1, 1),
-        "threadgroup": (32, 1, 1),
-        "output_shapes": [X.shape],
-    }
-    return AFFINE(**call | changes)
+    return AFFINE(**CALL | changes)
 
 
 def row_sums(kernel=ROW_SUMS, x=X[:32], **changes):
@@ -101,18 +104,18 @@ def test_an_input_whose_shape_is_read_keeps_it(metal):
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("n", [3, 40])
-def test_the_text_that_mlx_generates_has_the_declared_parameters(monkeypatch, dtype, n):
+def test_the_text_is_what_mlx_generates_for_the_call(monkeypatch, dtype, n):
     """Through the metal backend and MLX's own ``metal_kernel``, which can record it anywhere."""
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-
-    def call(x):
-        template = {"T": dtype, "N": 3, "NEGATE": True}
-        return affine(inputs=[x, SCALAR, BIAS], template=template)
-
+    changes = {"template": {"T": dtype, "N": 3, "NEGATE": True}}
     advance_epoch()
     with use_backend("metal"):
-        recorded = record(call, [mx.zeros(n, dtype)])
+        given = [mx.zeros(n, dtype)]
+        recorded = record(lambda x: affine(inputs=[x, SCALAR, BIAS], **changes), given)
+        changes["inputs"] = [*given, SCALAR, BIAS]
+        launch = checked_launch(AFFINE, "metal", **CALL | changes)
     advance_epoch()
+    assert (launch.function, launch.text) == (recorded.function, recorded.text)
     assert f"const device {dtype_name(dtype)}* x [[buffer(0)]]" in recorded.text
     assert "const constant float& a [[buffer(1)]]" in recorded.text
     assert "const constant float* b [[buffer(2)]]" in recorded.text
