@@ -13,6 +13,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("MLX_QLAYERS_CALIBRATE", "0")
 
 import gpus
+import mlx.core as mx
 import pytest
 
 from mlx_qlayers.runtime.backend import current
@@ -27,6 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
+        if gpus.HERE != "host":
+            # Workers share a GPU, of which MLX would keep all memory that was freed for itself.
+            mx.set_cache_limit(1 << 30)
         return  # has the folder of pytest-xdist's controller
     folder = tempfile.mkdtemp(prefix="mlx-qlayers-tests-")
     with contextlib.suppress(OSError):
