@@ -64,10 +64,10 @@ def dense_product(call: MatmulCall) -> Callable[..., mx.array]:
     """Binds a product with a matrix that is unpacked first; of x, w, scales, biases and bias."""
     unpack, transpose = dequantize([call.matrix], call.fmt, call.x.dtype), call.transpose
 
-    def run(x: mx.array, *given: mx.array | None) -> mx.array:
-        *packed, bias = given[:4]
+    def run(x: mx.array, w: mx.array, *given: mx.array | None) -> mx.array:
+        *others, bias = given[:3]
         # Not before x is there: else matrices of layers that come later are dense all along.
-        dense = unpack(*mx.depends([a for a in packed if a is not None], [x]))
+        dense = unpack(mx.depends(w, x), *(a for a in others if a is not None))
         dense = dense.T if transpose else dense
         return x @ dense if bias is None else mx.addmm(bias, x, dense)
 
