@@ -4,8 +4,8 @@
     python benchmarks/bench_tuning.py --tune --ship mlx_qlayers/measurements/data
 
 ``--tune`` tunes the shapes of a model of Qwen2-7B's shape with random weights, as the command
-``mlx-qlayers tune`` does, and ``--ship`` adds what it found to the package's; ``--decode`` prints
-tokens a second before and after.
+``mlx-qlayers tune`` does (``--only qmm``: products of prompts alone), and ``--ship`` adds what it
+found to the package's; ``--decode`` prints tokens a second before and after.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ PROMPT_TOKENS, BUDGET, BEAM = 512, 120, 4
 TOKENS = 64
 
 
-def tuned(model: Any) -> None:
+def tuned(model: Any, only: str) -> None:
     """Tune what a model asks for; a row for each problem, in microseconds."""
-    targets, table = records_of_model(model, prompt=PROMPT_TOKENS), Table()
+    targets = [r for r in records_of_model(model, prompt=PROMPT_TOKENS) if r.key.startswith(only)]
+    table = Table()
     print(f"tuning {len(targets)} problems within {BUDGET} s")
     for found in tune_all(targets, beam=BEAM, budget_s=BUDGET):
         times = found.times.get("kernel", found.untuned)
@@ -57,8 +58,7 @@ def decoded(stock: Any, model: Any, repeats: int) -> None:
         with each[1]():
             return decode(each[0], [[1]], TOKENS)
 
-    kinds = {"stock": (stock, untuned), "before": (model, untuned)}
-    table = Table()
+    kinds, table = {"stock": (stock, untuned), "before": (model, untuned)}, Table()
     for name, taken in in_turns(kinds | {"after": (again, nullcontext)}, repeats, run).items():
         table.add(layers=name, **{"tokens/s": taken.per(TOKENS)})
     print()
@@ -67,12 +67,12 @@ def decoded(stock: Any, model: Any, repeats: int) -> None:
 def main() -> None:
     parser = arguments(__doc__, repeats=5)
     parser.add_argument("--tune", action="store_true", help="tune a model's shapes")
+    parser.add_argument("--only", default="", help="how the problems begin that are tuned")
     parser.add_argument("--decode", action="store_true", help="decode before and after")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try it out")
     parser.add_argument("--ship", type=Path, metavar="FOLDER", help="add what was found there")
     args = parser.parse_args()
-    if not args.decode:  # which graphs make faster; MLX reads this when it first uses a GPU
-        os.environ.update(IN_ORDER)
+    os.environ.update({} if args.decode else IN_ORDER)  # before MLX first uses a GPU
     from decoding_model import QWEN2_7B, TINY, build
 
     with output(args, "tuning"):
@@ -80,8 +80,8 @@ def main() -> None:
         model = copy.deepcopy(stock)  # the arrays are shared
         convert_model(model, verify=False)
         if args.tune:
-            tuned(model)
-        if args.ship is not None:
+            tuned(model, args.only)
+        if args.ship:
             save(device_name(), listed(device_name()).get(device_name(), {}), args.ship)
         if args.decode:
             decoded(stock, model, args.repeats)

@@ -144,11 +144,20 @@ inline void pin_integers(int* sum) {
 #undef MSL_INT
 
 // A step of 128 bytes of `rows` rows, as panels whose packs of 16 bytes are swizzled; zeros where
-// there is nothing.
+// there is nothing. A view may begin at any byte, and asynchronous copies at multiples of 16 alone.
 template <int ROWS, int THREADS>
 void copy_bytes(unsigned char* to, const int8_t* from, int k, int K, int rows) {
   int thread = threadIdx.x, pack = thread % 8;
   bool inside = k + pack * 16 < K;
+  if (reinterpret_cast<uint64_t>(from) % 16 != 0) {
+#pragma unroll 1
+    for (int i = thread; i < ROWS * 128; i += THREADS) {
+      int row = i / 128, column = i % 128;
+      to[row * 128 + (column / 16 ^ row % 8) * 16 + column % 16] =
+          row < rows && k + column < K ? from[uint64_t(row) * K + k + column] : 0;
+    }
+    return;
+  }
 #pragma unroll
   for (int i = 0; i < ROWS * 8 / THREADS; i++) {
     int row = thread / 8 + i * (THREADS / 8);
