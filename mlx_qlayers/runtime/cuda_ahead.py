@@ -138,8 +138,13 @@ def compiled_in_parallel(waits: bool = True) -> Iterator[None]:
 
 
 def finish() -> None:
-    """Wait for all that is being compiled: what is launched now, MLX would compile one by one."""
-    wait(list(_jobs.values()))
+    """Wait for the kernels of a ``with`` block, elsewhere for all; MLX would compile one by one."""
+    asked = _asked.get()
+    if asked is None:
+        wait([*_jobs.values()])
+    elif asked:
+        wait(asked)
+        asked.clear()  # a prompt asks before each of its layers
 
 
 @contextmanager

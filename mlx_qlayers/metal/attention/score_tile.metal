@@ -78,8 +78,7 @@ METAL_FUNC int vector_offset(int i, int from, uint thread_index) {
 
 // Copies tile after tile of ROWS rows, with WIDTH columns, from device memory to threadgroup memory; the
 // padding is zero. A thread's vectors of 16 bytes go through registers or, with DIRECT, by asynchronous
-// copies into a tile that is free. Rows that are not aligned are copied element by element in `put`, and
-// not before: zeros that another thread copies could arrive behind them.
+// copies into a tile that is free. Rows that are not aligned are copied element by element in `put`.
 template <typename T, int ROWS, int WIDTH, int PADDED, int THREADS, bool WARPGROUP, bool DIRECT>
 struct tile_reader {
   head_rows<T> rows;
@@ -90,10 +89,6 @@ struct tile_reader {
 
   // Starts to load the tile that `rows` begin with.
   METAL_FUNC void fetch(threadgroup T* tile, uint thread_index) {
-    if (DIRECT && !rows.packed) {
-      end_copies();
-      return;
-    }
     uint2 own = vector_place<PADDED, V, THREADS>(0, thread_index);
     int left = rows.packed ? rows.count - int(own.x) : 0;
     const device T* at = rows.at + (int(own.x) * int(rows.row) + int(own.y));
@@ -138,6 +133,10 @@ struct tile_reader {
       }
     }
     if (!rows.packed) {
+      if (DIRECT) {
+        // `fetch` copied zeros, which must not arrive behind the elements of another thread.
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+      }
 #pragma clang loop unroll(disable)
       for (uint index = thread_index; index < ROWS * PADDED; index += THREADS) {
         uint row = index / PADDED, column = index % PADDED;
