@@ -28,6 +28,7 @@ HANGS = "MLX_QLAYERS_TEST_HANGS"
 FASTEST = "MLX_QLAYERS_TEST_FASTEST"
 FOLDER = Path(__file__).with_name("apple")
 KINDS = ("does not compile", "NaN", "wrong", "raises", "hangs")
+IN_VIEWS = "wrong where an array begins inside of its buffer"
 
 
 def install() -> None:
@@ -75,7 +76,8 @@ def metal_kernel(**made: Any) -> Callable[..., list[mx.array]]:
     """The same with proofs, and faults."""
 
     def launch(**call: Any) -> list[mx.array]:
-        from mlx_qlayers.runtime.program import Program
+        from mlx_qlayers.runtime.host.array_memory import locate
+        from mlx_qlayers.runtime.program import CONSTANT_BELOW, Program
         from mlx_qlayers.runtime.proof import _trial, find, key_of
 
         if made["name"].startswith("defines"):
@@ -105,6 +107,9 @@ def metal_kernel(**made: Any) -> Callable[..., list[mx.array]]:
         if fault == "hangs":
             Path(os.environ[HANGS]).touch()
             time.sleep(3600)
+        if fault == IN_VIEWS:
+            begins = (locate(x) % 8 for x in call["inputs"] if x.size >= CONSTANT_BELOW)
+            fault = "wrong" if any(begins) else None
         if len(outputs) > 1 or not fault:
             outputs = on_host(**made)(**call)
         outputs[-1] = _damaged(outputs[-1], fault)

@@ -54,7 +54,7 @@ class Example(NamedTuple):
             found += _results(mx.grad(loss, argnums=argnums)(*(given[name] for name in names)))
         return found
 
-    def error(self, found: Sequence[mx.array]) -> tuple[float, float]:
+    def error(self, *runs: Sequence[mx.array]) -> tuple[float, float]:
         """How far results are from stock operators on a CPU, and how far roundings may be."""
         # MLX 0.32.4 may crash where two CPU threads are the first to read an array of a GPU.
         read: list[Any] = [memoryview(in_float32(a)) for a in self.arrays]
@@ -64,6 +64,7 @@ class Example(NamedTuple):
             mx.eval(expected)
             errors = [
                 rounding_error(*pair, self.terms, self.steps)
+                for found in runs
                 for pair in zip(found, expected, strict=True)
             ]
         # NaN is further than any number.

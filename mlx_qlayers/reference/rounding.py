@@ -1,10 +1,12 @@
-"""How far roundings may take a result from the truth."""
+"""How kernels are tried: how far roundings may take a result, and arrays that begin anywhere."""
 
 from __future__ import annotations
 
 import math
 
 import mlx.core as mx
+
+from ..runtime.program import CONSTANT_BELOW
 
 
 def rounding_error(
@@ -18,3 +20,14 @@ def rounding_error(
     largest = float(mx.where(finite, mx.abs(expected), 0).max())
     roundings = 2 * mx.finfo(actual.dtype).eps + 4 * math.sqrt(terms) * mx.finfo(mx.float32).eps
     return error, steps * roundings * largest
+
+
+def behind_one(array: mx.array) -> mx.array:
+    """A view of the same elements that begins one element into its buffer, as a user's slice may.
+
+    Few elements are not a view: MLX passes them as constants.
+    """
+    if array.size < CONSTANT_BELOW:
+        return array
+    flat = array.flatten()
+    return mx.concatenate([flat[:1], flat])[1:].reshape(array.shape)

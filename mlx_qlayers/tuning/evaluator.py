@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from ..measurements.entries import file_of
 from ..metal.record import Inputs, Path, Record, in_float32
+from ..reference.rounding import behind_one
 from ..runtime.backend import backend
 from ..runtime.cuda_ahead import compiled_in_parallel
 from ..runtime.devices import device_of
@@ -133,11 +134,17 @@ class Evaluator(Generic[C]):
         return Trial(problem=problem, config=config, seconds=seconds)
 
     def _verified(self, name: str, path: Path) -> str | None:
-        """Why an output of a path is wrong, if one is."""
-        with checks() if self._checked else nullcontext():
-            outputs = path(self.inputs)
-            self._seconds(name, outputs)
-        return self._error(outputs)
+        """Why an output of a path is wrong, if one is; on a GPU for arrays that begin anywhere."""
+        inputs = [self.inputs]
+        if device_of(self.device).gpu and name != "dequantized":  # most of which is MLX's
+            inputs.append([*map(behind_one, self.inputs)])
+        for given in inputs:
+            with checks() if self._checked else nullcontext():
+                outputs = path(given)
+                self._seconds(name, outputs)
+            if error := self._error(outputs):
+                return error
+        return None
 
     def _seconds(
         self, name: str, arrays: list[mx.array], launches: int = 1, patience: float = PATIENCE
