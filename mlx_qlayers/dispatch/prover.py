@@ -167,7 +167,7 @@ def prove(job: _Job, tell: Callable[[Any], None]) -> None:
 def _tried(
     job: _Job, specs: Sequence[Any], given: Sequence[Any], arrays: Sequence[Any], made: Launches
 ) -> str:
-    """What is wrong with a job's results, beside those for arrays of the same values."""
+    """Describe how results are wrong, beside the reference of arrays with the same values."""
     actual, of = _launched(job, specs, given, made)
     mx.eval(actual)
     terms = max((n for a in arrays if a is not None for n in a.shape), default=1)
