@@ -50,7 +50,7 @@ def give_way() -> None:
         _free.set()
 
 
-def begin(sizes: Iterable[int], logits: Callable[[int], mx.array]) -> None:
+def begin(sizes: Iterable[int], logits: Callable[[int], mx.array | None]) -> None:
     """Compute a step's logits for some batch sizes in another thread, in this one's context."""
     given = _made_ready, sizes, logits
     try:
@@ -59,7 +59,7 @@ def begin(sizes: Iterable[int], logits: Callable[[int], mx.array]) -> None:
         note("step", "not ahead", str(error))
 
 
-def _made_ready(sizes: Iterable[int], logits: Callable[[int], mx.array]) -> None:
+def _made_ready(sizes: Iterable[int], logits: Callable[[int], mx.array | None]) -> None:
     goes_on = threading.main_thread().is_alive  # else the process ends, and waits for this thread
 
     def tried(run: Callable[..., Any], given: Any) -> Any:

@@ -286,13 +286,17 @@ class Steps:
         kind, _, *now = next(key for key, form in [*programs.items()] if form is step)
         graph = found.forms[kind] if kind == "append" else found.forms[kind].graph
 
-        def logits(batch: int) -> mx.array:
+        # Where a function ends, MLX 0.32.4 forgets its traces in the thread alone that called it
+        # last, and gives others to the next function at its address: a request's are not called.
+        def logits(batch: int) -> mx.array | None:
             ahead.give_way()
-            key = kind, batch, *now
-            form = programs.get(key) or self._compiled(kind, found, batch, caches)
-            programs.setdefault(key, form)  # where requests have not met that size by now
+            if (key := (kind, batch, *now)) in programs:
+                return None
+            form = self._compiled(kind, found, batch, caches)
             with each_kind_once(ahead.give_way):
-                return form.tried(ahead.zeros(graph, batch, found.captured.weights))
+                tried = form.tried(ahead.zeros(graph, batch, found.captured.weights))
+            programs.setdefault(key, form)  # where requests have not met that size by now
+            return tried
 
         ahead.begin([n for n in ahead.SIZES if n <= found.batches[1]], logits)
 

@@ -75,6 +75,22 @@ def test_steps_ahead_are_calls_of_nobody(made):
     assert {each.calls for each in explain() if each.op == "attention_step"} == {2}
 
 
+def test_a_request_calls_its_steps_last(made):
+    """Where another thread did, MLX has its traces for the next function at a step's address."""
+    compiled, threads = mx.compile, []
+
+    def recorded(function):
+        of_step, run = [], compiled(function)
+        threads.append(of_step)
+        return lambda *given: (of_step.append(threading.current_thread()), run(*given))[1]
+
+    with mock.patch.object(mx, "compile", recorded):
+        step(wide_model("qwen2", num_hidden_layers=2), 1)
+        made_ready()
+    main = threading.current_thread()
+    assert {each[-1] is main for each in threads if main in each} == {True}
+
+
 def test_a_single_text_has_no_kernels_ahead(made):
     model = wide_model("qwen2", num_hidden_layers=2)
     step(model, 1, KVCache)
