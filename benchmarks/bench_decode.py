@@ -9,18 +9,16 @@
 The weights are random and need no download. Stock mlx-lm and the converted model, with and without
 fused launches, share them and run in mlx-lm's own loops: ``generate_step`` for one sequence,
 ``BatchGenerator`` for several. Verified first, by the kernels that are then timed: the logits are
-as accurate as those of dense float32 weights with every result rounded once. On CUDA, MLX compiles
-its products of several rows for most of a minute when stock first takes its turn.
-
-On an NVIDIA GPU with PyTorch installed its profiler then times the kernels of a step one by one.
-
-With ``--kv-bits`` one sequence is read and decoded with quantized caches, and with one in bfloat16:
-the converted model alone, as stock has no product with packed keys of most lengths on CUDA.
-With ``--contexts`` too, sequences are decoded together behind so many random keys and values in
-caches of either kind; ``error`` is how far logits are from those over bfloat16, by norms.
+as accurate as those of dense float32 weights with every result rounded once. A prompt is read again
+and again, and then prompts each of which is a token longer, as those of a user have new lengths.
+With PyTorch on an NVIDIA GPU its profiler then times the kernels of a step one by one.
 
 With ``--contexts`` only one sequence is decoded, behind so many random keys and values: as many
 tokens as a cache grows by, so that what happens once in so many is part of the time.
+With ``--kv-bits`` one sequence is read and decoded with quantized caches, and with one in bfloat16:
+the converted model alone, as stock has no product with packed keys of most lengths on CUDA.
+With both, sequences are decoded together behind so many random keys and values in caches of either
+kind; ``error`` is how far logits are from those over bfloat16, by norms.
 """
 
 from __future__ import annotations
@@ -70,13 +68,16 @@ def speeds(models: dict[str, nn.Module], args: argparse.Namespace) -> None:
     for batch in () if args.contexts else args.batches:
         prompts = mx.random.randint(0, vocabulary, (batch, args.prompt_tokens + 3))
         verify(ours, prompts, 4)
-        given, count = prompts[:, :-3].tolist(), batch * args.tokens
-        run = lambda m, p=given: decode(m, p, args.tokens)  # noqa: E731
-        measure(f"decode, batch {batch}", count, args.tokens, run)
+        run = lambda m, p=prompts[:, :-3].tolist(): decode(m, p, args.tokens)  # noqa: B008,E731
+        measure(f"decode, batch {batch}", batch * args.tokens, args.tokens, run)
     for length in () if args.contexts else args.prefill:
-        tokens = mx.random.randint(0, vocabulary, (1, length + 1))
-        verify(ours, tokens, 1)
-        measure(f"prefill {length}", length, 1, lambda m, t=tokens[0, :-1]: prefill(m, t))
+        tokens = mx.random.randint(0, vocabulary, (1, 2 * length))
+        verify(ours, tokens[:, : length + 1], 1)
+        measure(f"prefill {length}", length, 1, lambda m, t=tokens[0, :length]: prefill(m, t))
+        # As requests come: each model has every length once.
+        lengths = {id(m): itertools.count(length + 1) for m in models.values()}
+        run = lambda m, t=tokens[0], n=lengths: prefill(m, t[: next(n[id(m)])])  # noqa: E731
+        measure(f"prefill {length}, new lengths", length, 1, run)
     for length in args.contexts or ():
         verify(ours, mx.random.randint(0, vocabulary, (1, 4)), 3, length)
         run = lambda m, n=length: decode(m, [[1]], GROWTH, filled(m, n))  # noqa: E731
@@ -181,8 +182,7 @@ def kernels(model: nn.Module, args: argparse.Namespace) -> None:
         for name, count, seconds in found:
             figures = {"us each": seconds / count * 1e6, "us a step": seconds * 1e6}
             table.add(kernel=name, batch=batch, **{"a step": count}, **figures)
-        busy = sum(seconds for *_, seconds in found)
-        print(f"{busy * 1e3:.3f} ms a step\n", flush=True)
+        print(f"{sum(seconds for *_, seconds in found) * 1e3:.3f} ms a step\n", flush=True)
 
 
 def kernel_times(step: Callable[[], object], repeats: int) -> list[tuple[str, float, float]]:
@@ -237,7 +237,6 @@ def measure(args: argparse.Namespace) -> None:
         del kinds["converted, not fused"]
     for name, fuse in kinds.items():
         models[name] = copy.deepcopy(stock)  # the arrays are shared
-        print(f"{time.perf_counter() - start:.0f} s: {list(models)[-2]} is ready", flush=True)
         report = convert_model(models[name], fuse=fuse, verify=False)  # that is done below
     print(report.summary(), end="\n\n", flush=True)
     explain(reset=True)

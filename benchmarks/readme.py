@@ -183,6 +183,7 @@ SUMMARY = {
     "7B, decode, batch 1, tokens/s": ("decode_contexts_cuda", "decode, context 16"),
     "7B, decode, batch 8, tokens/s": ("decode_cuda", "decode, batch 8"),
     "7B, prompt of 512 tokens, tokens/s": ("decode_cuda", "prefill 512"),
+    "the same, of new lengths": ("decode_cuda", "prefill 512, new lengths"),
     "quantized product, M = 1, 37888 x 3584, us": ("quantized_few_cuda", "37888 x 3584, M = 1"),
     "quantized product, M = 4, 37888 x 3584, us": ("quantized_few_cuda", "37888 x 3584, M = 4"),
     "quantized product, M = 64, 3584 x 3584, ms": ("quantized_many_cuda", "3584 x 3584, M = 64"),
