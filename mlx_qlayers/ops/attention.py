@@ -383,7 +383,7 @@ def _plan_rows(arrays: Sequence[Any], scale: float, causal: bool) -> Plan:
     return Plan(choice, decode.attention_decode(call, config, counted=True), reference=composed)
 
 
-ATTENTION = Operation("attention", _plan, besides=_norms)
+ATTENTION = Operation("attention", _plan, compiled=True, besides=_norms)
 # Of few tokens to the rows of a buffer that count, by one plan for all counts.
 ATTENTION_ROWS = Operation("attention", _plan_rows)
 # Many queries by kernels, without a choice: where their gradient is that of another kernel.
