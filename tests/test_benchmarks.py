@@ -129,6 +129,6 @@ def test_decoding_benchmark(tmp_path, run):
     assert "verified 8 x 11 tokens" in run("bench_decode.py", *options)
     rows = [row for row in Results.read(tmp_path / "decode.csv").rows if row["what"]]
     names = ["stock", "converted, not fused", "converted"]
-    whats = ["decode, batch 1", "decode, batch 4", "decode, batch 8", "prefill 20"]
+    whats = [*(f"decode, batch {n}" for n in (1, 4, 8)), "prefill 20", "prefill 20, new lengths"]
     assert {(row["layers"], row["what"]) for row in rows} == {*product(names, whats)}
     assert len(rows) == len(names) * len(whats)

@@ -29,7 +29,7 @@ from ..runtime.backend import (
 )
 from ..runtime.declaration import KernelError
 from ..runtime.devices import device_of
-from ..runtime.explain import Row, collectors, count, note, recording, row
+from ..runtime.explain import Row, collectors, count, note, recording, recount, row
 from ..runtime.launch import taking
 from ..runtime.proof import Unproven
 from ..runtime.spec import Spec
@@ -364,11 +364,13 @@ def _compiled(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any
         if ahead:
             with mode(Mode.INFERENCE):
                 return plan.run(*arrays)
-        with mode(Mode.TRANSFORMED), recording():  # the call was counted
-            return dispatch(operation, arrays, static)
+        with mode(Mode.TRANSFORMED), recording() as instead:
+            outputs = dispatch(operation, arrays, static)
+        recount(rows, instead)
+        return outputs
 
     run = mx.compile(function)
     with recording() as nested:
         run(*[None if s is None else mx.zeros(s.shape, s.dtype) for s in specs])
-    ahead = False
-    return _Prepared(run, (*_row(plan.choice), *nested))
+    ahead, rows = False, (*_row(plan.choice), *nested)
+    return _Prepared(run, rows)

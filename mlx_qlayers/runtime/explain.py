@@ -78,7 +78,8 @@ class Row:
     """A line of :func:`explain` that counts.
 
     ``next(row.ticks)`` counts once, in one step of the interpreter, so that threads lose nothing
-    without a lock; ``forgotten`` is how many of the calls a reset has taken away.
+    without a lock; ``forgotten`` is how many of the calls do not count: a reset took them away, or
+    another row stands for them.
     """
 
     __slots__ = ("forgotten", "key", "ticks")
@@ -116,6 +117,17 @@ def count(rows: tuple[Row, ...]) -> None:
         return
     for each in rows:
         next(each.ticks)
+
+
+def recount(rows: Sequence[Row], instead: Sequence[Row]) -> None:
+    """Count rows in place of those that this thread has just counted."""
+    if (collected := collectors.get(threading.get_ident())) is not None:
+        del collected[len(collected) - len(rows) :]
+    else:
+        with _lock:
+            for each in rows:
+                each.forgotten += 1
+    count(tuple(instead))
 
 
 def note(op: str, path: str, reason: str, evidence: str = "rule") -> None:
@@ -172,7 +184,7 @@ def explain(*, reset: bool = False) -> Decisions:
     with _lock:
         for each in _rows.values():
             op, path, reason, evidence = each.key
-            if calls := each.calls - each.forgotten:
+            if (calls := each.calls - each.forgotten) > 0:
                 decisions.append(Decision(op, path, reason, calls, evidence))
             if reset:
                 each.forgotten += calls

@@ -10,6 +10,7 @@ import pytest
 from mlx_qlayers import explain, quantized_matmul, use_backend
 from mlx_qlayers.dispatch import Choice, Operation, Plan, dispatch, dispatcher
 from mlx_qlayers.runtime.backend import Mode, advance_epoch, current, mode
+from mlx_qlayers.runtime.explain import recording
 from tests import machine
 from tests.numerics import assert_same_sums, random
 
@@ -116,6 +117,27 @@ def test_every_call_is_counted_once(on_a_gpu):
     mx.grad(lambda x: quantized_matmul(x, *packed).sum())(x)
     calls = {d.op: d.calls for d in explain()}
     assert calls == {"quantized_matmul": 4}
+
+
+def test_a_gradient_counts_the_choice_that_was_made_for_it(on_a_gpu):
+    def plan(specs):
+        return Plan(Choice("test", "reference", current.get().mode.name), lambda x: 2 * x)
+
+    twice, x = Operation("test", plan, compiled=True), mx.ones(3)
+    explain(reset=True)
+
+    def counts():
+        return {d.reason: d.calls for d in explain(reset=True) if d.op == "test"}
+
+    for _ in range(2):
+        dispatch(twice, (x,))
+        assert counts() == {"COMPILED": 1}
+        mx.grad(lambda x: dispatch(twice, (x,)).sum())(x)
+        assert counts() == {"TRANSFORMED": 1}
+    with recording() as rows:
+        mx.grad(lambda x: dispatch(twice, (x,)).sum())(x)
+    assert [row.key[2] for row in rows] == ["TRANSFORMED"]
+    assert not counts()
 
 
 def test_shapes_of_arrays_are_told_apart():
