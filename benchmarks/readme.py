@@ -123,13 +123,11 @@ TABLES = [
     Table("generate", "generate.py --tokens 48", TOKENS,
         {"a prompt of 256 tokens": "prefill tok/s", "{tokens:.0f} tokens of text": "decode tok/s"},
         sides=("stock mlx-lm", "converted (auto)"), by="layers"),
-    Table("llama_cpp", "llama_cpp.py", PEER,
-        {"a prompt of 256 tokens": "prompt tok/s", "text": "text tok/s"},
-        sides=("llama.cpp", "mlx-qlayers"), by="SmolLM2-135M"),
-    Table("llama_cpp", "llama_cpp.py", PEER,
-        {"a prompt of 256 tokens, activations in 8 bits": "prompt tok/s",
-         "text, activations in 8 bits": "text tok/s"},
-        sides=("llama.cpp", "mlx-qlayers, int8"), by="SmolLM2-135M"),
+    *(Table(stem, "llama_cpp.py", PEER,
+        {f"a prompt of 256 tokens{how}": "prompt tok/s", f"text{how}": "text tok/s"},
+        sides=("llama.cpp", name), by="SmolLM2-135M")
+      for stem in ("llama_cpp", "llama_cpp_avx512")
+      for how, name in {"": "mlx-qlayers", ", activations in 8 bits": "mlx-qlayers, int8"}.items()),
     Table("quantized_matmul", "quantized_matmul.py", MS,
         {"{shape}, {dtype}, M = {rows:.0f}": ""}, "3584 x 3584, .* M = (1|8|64)"),
     Table("gather_qmm", "gather_qmm.py", MS, EXPERTS, ".* M = (1|16)", where=FORWARD),
@@ -177,9 +175,10 @@ TABLES = [
 # The one table of README.md: a label with its unit, and the row of a table above.
 SUMMARY = {
     "shipped 11M model, decode, tokens/s": ("generate", "48 tokens of text"),
-    "SmolLM2-135M in Q4_1, AVX2, text, tokens/s; stock is llama.cpp": ("llama_cpp", "text"),
-    "the same, activations in 8 bits": ("llama_cpp", "text, activations in 8 bits"),
-    "the same, prompt of 256 tokens": ("llama_cpp", "a prompt of 256 tokens"),
+    "SmolLM2-135M in Q4_1, AVX-512, text, tokens/s; stock is llama.cpp":
+        ("llama_cpp_avx512", "text"),
+    "the same, activations in 8 bits": ("llama_cpp_avx512", "text, activations in 8 bits"),
+    "the same, prompt of 256 tokens": ("llama_cpp_avx512", "a prompt of 256 tokens"),
     "7B, decode, batch 1, tokens/s": ("decode_contexts_cuda", "decode, context 16"),
     "7B, decode, batch 8, tokens/s": ("decode_cuda", "decode, batch 8"),
     "7B, prompt of 512 tokens, tokens/s": ("decode_cuda", "prefill 512"),
@@ -283,7 +282,6 @@ OTHER = {
     "gptq_cuda": "GPTQ of a 7B model",
     "int8_cuda": "Products and prompts in 8-bit integers",
     "invariance_cuda": "The cost of batch-invariant results",
-    "llama_cpp_avx512": "Beside llama.cpp with AVX-512 and VNNI",
     "linalg_cuda": "Cholesky, triangular solves and QR beside PyTorch",
     "lora_curves": "Losses of 200 steps of training with adapters",
     "lora_curves_cuda": "The same in bfloat16, three seeds of each",
