@@ -173,13 +173,12 @@ def _lora(module: Any, asked: Any) -> Iterator[None]:
 
     from ..runtime.devices import device_of
     from ..runtime.transformed import uncompiled
-    from ..training.fused_loss import fused_loss
     from ..training.optimizers import in_8_bits
     from ..training.plan import in_least_memory
     from ..training.recompute import recompute_activations
     from .lora_arguments import check_lora, plan_of, read_yaml
 
-    theirs = module.run
+    theirs, begin, measure = module.run, module.train, module.evaluate
     if mx.cuda.is_available():  # as on a Mac: up to ten graphs of 1,000 MB are under way else
         os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", "50")
 
@@ -198,7 +197,7 @@ def _lora(module: Any, asked: Any) -> Iterator[None]:
             recompute_activations(model, layers=args.grad_checkpoint)
             args.grad_checkpoint = False
         optimizer = in_8_bits(optimizer) if asked.optimizer_bits == 8 else optimizer
-        given = losses(model)
+        given = _losses(model, asked)
         if asked.plan:
             print(plan_of(model, optimizer, train_dataset, args, asked.memory, **given))
             return
@@ -208,18 +207,9 @@ def _lora(module: Any, asked: Any) -> Iterator[None]:
             given["iterate_batches"] = in_least_memory(iterate_batches)
         begin(train_dataset=train_dataset, **given, **options)
 
-    def evaluate(model: Any, **options: Any) -> float:
-        loss: float = measure(model=model, **losses(model), **options)
-        return loss
+    def evaluate(model: Any, **options: Any) -> Any:
+        return measure(model=model, **_losses(model, asked), **options)
 
-    def losses(model: Any) -> dict[str, Any]:
-        if asked.stock_loss or asked.stock:
-            return {}
-        loss = fused_loss(model)
-        print(loss, file=sys.stderr)
-        return {"loss": loss}
-
-    begin, measure = module.train, module.evaluate
     replaced: dict[str, Any] = {"run": run, "train": train, "evaluate": evaluate}
     replaced["yaml"] = SimpleNamespace(load=read_yaml)
     # A compiled step traces its operations, and traced ones run no kernels on a CPU. Freed memory
@@ -232,6 +222,16 @@ def _lora(module: Any, asked: Any) -> Iterator[None]:
     finally:
         if before is not None:
             mx.set_cache_limit(before)
+
+
+def _losses(model: Any, asked: Any) -> dict[str, Any]:
+    from ..training.fused_loss import fused_loss
+
+    if asked.stock_loss or asked.stock:
+        return {}
+    loss = fused_loss(model)
+    print(loss, file=sys.stderr)
+    return {"loss": loss}
 
 
 def _server(module: Any, args: Any) -> AbstractContextManager[None]:
