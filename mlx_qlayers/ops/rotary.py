@@ -59,8 +59,7 @@ def rotary_embedding(
 
     Source: ``mx.fast.rope``; arXiv 2104.09864.
     """
-    rotation = Rotation(dims, traditional, base, scale)
-    return dispatch(ROTARY, (q, k, offset, freqs), rotation)
+    return dispatch(ROTARY, (q, k, offset, freqs), (dims, traditional, base, scale))
 
 
 def _plan(arrays: Sequence[Any], *options: Any) -> Plan:

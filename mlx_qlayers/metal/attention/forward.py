@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
@@ -148,9 +148,9 @@ def forward_inputs(at: Launcher, q: Any, *others: Any) -> list[mx.array]:
     # They take the strides of the others; sinks and mean have to be dense.
     seen = blank if mask is None else mx.broadcast_to(mask, at.mask_shape)
     sunk = blank if sinks is None else mx.contiguous(sinks)
-    mean, (group_size, _, bits), dequantize = blank, at.packing, cast(Any, mx.dequantize)
+    mean, (group_size, _, bits) = blank, at.packing
     if at.average:
-        values = dequantize(*v, group_size, bits) if bits else v[0]
+        values = mx.dequantize(v[0], v[1], v[2], group_size, bits) if bits else v[0]
         mean = mx.contiguous(values.astype(mx.float32).mean(axis=2))
     return [q, *caches, seen, sunk, mean, *at.ends]
 
